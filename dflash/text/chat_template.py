@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.config import encoding
+from dflash.text import template_process
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -40,26 +41,19 @@ class ChatTemplate:
           add_generation_prompt: Whether to end with the text that begins an answer.
           **variables: Variables that replace those of the constructor.
         Raises:
-          InputError: The template is missing, fails, or exceeds a limit of `template_sandbox`.
+          InputError: The template is missing, fails, or exceeds a limit of its process.
+          UserError: The process that renders was ended from outside.
         """
-        from dflash.text import template_sandbox  # defers importing jinja2
-
-        source, _ = self._source
+        path, source = self._source
+        given = {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return template_sandbox.render(
-                self._template,
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self._variables | variables,
-            )
-        except Exception as error:  # a template may raise any exception
-            raise _failure(source, error) from error
-
-    @functools.cached_property
-    def _template(self) -> Any:
-        from dflash.text import template_sandbox
-
-        return template_sandbox.compile_source(self._source[1], self._date)
+            return template_process.render(source, self._date, given | self._variables | variables)
+        except errors.InputError as error:
+            reason = first_line(error)
+            raise errors.InputError(f"{path}: chat template fails: {reason}") from error
 
     @functools.cached_property
     def _source(self) -> tuple[pathlib.Path, str]:
@@ -95,15 +89,6 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
 def tokenizer_config(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the content of tokenizer_config.json; empty if the file is missing."""
     return _read_json(directory / "tokenizer_config.json")
-
-
-def _failure(source: pathlib.Path, error: Exception) -> errors.InputError:
-    import jinja2
-
-    reason = first_line(error)
-    if not isinstance(error, jinja2.TemplateError):
-        reason = f"{type(error).__name__}: {reason}"
-    return errors.InputError(f"{source}: chat template fails: {reason}")
 
 
 def _read(path: pathlib.Path) -> str:

@@ -33,6 +33,7 @@ def start(module: str) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C concerns this process, which ends the other one
     )
 
 

@@ -214,7 +214,7 @@ def test_the_library_may_be_absent(monkeypatch):
 
 def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch, tmp_path):
     """A small grammar takes long in wall-clock time on a busy machine."""
-    replace_check(monkeypatch, tmp_path, "sleeps", "time.sleep(2.5)", "grammar_check.main()")
+    replace_check(monkeypatch, tmp_path, "sleeps", "time.sleep(1.5)", "grammar_check.main()")
     assert grammar.regex("1{2,7}", VOCABULARY).source == "1{2,7}"
     spin = "limited_process.limit_time(1)", "while True: pass"
     replace_check(monkeypatch, tmp_path, "spins", *spin)

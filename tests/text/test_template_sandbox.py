@@ -1,43 +1,48 @@
-"""Tests of the limits of chat templates."""
+"""Tests of the process that renders chat templates, and of its limits."""
 
+import copy
 import datetime
+import functools
+import os
+import pathlib
+import signal
+import threading
 
-import jinja2
 import pytest
+from support.trained_tokenizers import failure
 
-from dflash.text import template_sandbox
+from dflash import errors
+from dflash.text import template_process
+from dflash.text.chat_template import ChatTemplate
 
 DATE = datetime.date(2024, 2, 29)
-OVER = "exceeds the budget of 20,000,000 characters and steps"
+TIME = "takes more than 1 s"
+MEMORY = "takes more than 1024 MiB"
+TEXT = "renders more than 20,000,000 characters"
+DOUBLED = (
+    "{% set n = namespace(s=y) %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
+)
+NESTED = (
+    "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
+    "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}"
+)
 
 
 def render(source, **variables):
-    return template_sandbox.render(template_sandbox.compile_source(source, DATE), **variables)
+    return template_process.render(source, DATE, variables)
 
 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
         ("{{ 'a' ~ 1 ~ none ~ absent ~ 'b' }}", "a1Noneb"),
-        ("{{ ['a', 2]|join(', ') }}{{ '-'.join(['a', 'b']) }}{{ [{'x': 1}]|join(';', 'x') }}",
-         "a, 2a-b1"),
-        ("{{ 'aXX'|replace('X', '--') }}{{ 'aXX'.replace('X', '-', 1) }}", "a----a-X"),
-        ("{% macro f(x) %}[{{ x }}]{% endmacro %}{% for i in range(3) if i != 1 %}{{ f(i) }}"
-         "{{ loop.index }}{% else %}none{% endfor %}", "[0]1[2]2"),
         ("{% macro f() %}({{ caller(1) }}){% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}",
          "(1)"),
-        ("{% set ns = namespace(s='') %}{% for i in range(3) %}{% set ns.s = ns.s ~ i %}"
-         "{% endfor %}{{ ns.s }}", "012"),
-        ("{% filter upper %}abc{{ 1 }}{% endfilter %}{% set x | trim %} a {% endset %}{{ x }}",
-         "ABC1a"),
         ("{{ 'a\nb'|indent(2) }}", "a\n  b"),
-        ("{{ 3.14159|round(2) }} {{ 3.149|round(2, 'floor') }}", "3.14 3.14"),
-        ("{{ 2**10 }} {{ -3 * 2 }} {{ [0] * 3 }} {{ '%s!' % 'a' }} {{ 7 % 4 }} {{ 'ab' * 2 }}",
-         "1024 -6 [0, 0, 0] a! 3 abab"),
         ("{{ [1, 2]|tojson(indent=2) }}", "[\n  1,\n  2\n]"),
-        ("{{ '%03d'|format(7) }}{{ '%(a)s'|format(a=1) }}{{ '{}-{a}'.format(1, a=2) }}", "00711-2"),
-        ("{{ 'a'|center(3) }}{{ 'a'.rjust(2) }}{{ '7'.zfill(3) }}", " a  a007"),
-        ("{{ [{'x': [{'y': 1}]}, {'x': [{'y': 2}]}]|join(';', 'x.0.y') }}", "1;2"),
+        ("{{ '<é>'|tojson }}", '"<é>"'),
+        ("{{ '%03d'|format(7) }}{{ '{}-{a}'.format(1, a=2) }}", "0071-2"),
+        ("{{ '\ud800' }}\n{{ '\u2028' }}", "\ud800\n\u2028"),
     ],
 )  # fmt: skip
 def test_operations_give_what_jinja_gives(source, text):
@@ -47,60 +52,110 @@ def test_operations_give_what_jinja_gives(source, text):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{{ 'x' * 10**10 }}", OVER),
-        ("{{ 10**10 * 'x' }}", OVER),
-        ("{{ ([0] * 10**7) + ([0] * 10**7) }}", OVER),
-        ("{{ 2**(10**10) }}", "exponent 10000000000 is above 100"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}", OVER),
-        ("{% set x %}{% for a in range(99999) %}{{ y }}{% endfor %}{% endset %}", OVER),
-        ("{% for a in range(99999) %}" + "x" * 1000 + "{% endfor %}", OVER),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-         OVER),
-        ("{% set n = namespace(s=y) %}{% for i in range(40) %}{% set n.s = n.s~n.s %}{% endfor %}",
-         OVER),
-        ("{% set n = namespace(s=y) %}{% for i in range(40) %}{% set n.s = n.s+n.s %}{% endfor %}",
-         OVER),
-        ("{{ y|replace('y', y) }}", OVER),
-        ("{{ y.replace('y', y) }}", OVER),
-        ("{{ y|join(y) }}", OVER),
-        ("{{ y.join(y) }}", OVER),
-        ("{% set x = y|list %}{% set z = x|join(y[:2000]) %}", OVER),
-        ("{{ y|indent(10**9) }}", OVER),
-        ("{{ {'a': 1}|tojson(indent=10**9) }}", OVER),
-        ("{{ 1|round(10**9) }}", OVER),
-        ("{{ '%9999999999d' % 1 }}", "format '%9999999999d' is not allowed"),
-        ("{{ '%*d' % (10**10, 1) }}", "format '%*d' is not allowed"),
-        ("{{ '%9999999999d'|format(1) }}", "format '%9999999999d' is not allowed"),
-        ("{{ '{:9999999999}'.format(1) }}", "format '{:9999999999}' is not allowed"),
-        ("{{ '{:{}}'.format(1, 10**10) }}", "format '{:{}}' is not allowed"),
-        ("{{ 'x'.ljust(10**10) }}", OVER),
-        ("{{ 'x'|attr('center')(10**10) }}", OVER),
-        ("{{ 'x'|center(10**10) }}", OVER),
-        ("{{ '\t'.expandtabs(10**10) }}", "expandtabs() is not allowed"),
+        ("{{ 'x' * 10**10 }}", MEMORY),
+        ("{{ 'a'.encode().ljust(10**10)|length }}", MEMORY),
+        ("{{ (1).to_bytes(10**10, 'big')|length }}", MEMORY),
+        ("{{ ''|indent(10**10, true, true)|length }}", MEMORY),
+        ("{{ '%9999999999d' % 1 }}", MEMORY),
+        ("{{ '\t'.expandtabs(2147483647) }}", MEMORY),
+        (DOUBLED, MEMORY),
+        ("{% for i in range(99999) %}{{ y }}{{ y }}{{ y }}{% endfor %}", MEMORY),
+        ("{% for i in range(9999) %}{{ y }}{% endfor %}", TEXT),
         ("{{ [1]|random }}", "No filter named 'random'."),
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
+        ("x" * 1_000_001, "longer than 1,000,000 characters"),
     ],
 )  # fmt: skip
 def test_limits(source, reason):
-    with pytest.raises(jinja2.TemplateError) as caught:
-        render(source, y="y" * 10_000)
-    assert str(caught.value) == reason
+    assert failure(functools.partial(render, source, y="y" * 10_000)) == reason
 
 
-def test_each_rendering_has_a_budget_of_its_own():
-    template = template_sandbox.compile_source("{{ 'x' * 15000000 }}", DATE)
-    for _ in range(3):
-        with pytest.raises(jinja2.TemplateError, match="exceeds the budget"):
-            template_sandbox.render(template)  # made, and written
-    template = template_sandbox.compile_source("{{ y * 5000000 }}", DATE)
-    assert all(len(template_sandbox.render(template, y="y")) == 5_000_000 for _ in range(3))
+@pytest.mark.parametrize(
+    "source",
+    [
+        NESTED,  # in one comparison
+        "{% for i in range(90000) %}{% set x = range(99999)|sum %}{% endfor %}",
+        "{% set n = namespace(x=10**100) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}"
+        "{% endfor %}",
+    ],
+    ids=["comparison", "sum", "square"],
+)
+def test_time_is_limited(source):
+    assert failure(render, source) == TIME
+    assert render("next") == "next"
 
 
-def test_long_conversations_are_within_the_budget():
+def test_long_conversations_are_within_the_limits():
     turns = [{"role": "user", "content": "word " * 4000}] * 200
     source = "{% for m in messages %}{{ '[' + m.role + ']' + m.content | trim ~ '\n' }}{% endfor %}"
     assert len(render(source, messages=turns)) == 200 * (len("[user]") + 5 * 4000)
 
 
-def test_a_template_of_many_characters_is_refused():
-    with pytest.raises(jinja2.TemplateError, match="longer than 1,000,000 characters"):
-        render("x" * 1_000_001)
+def test_variables_are_values_of_json():
+    assert failure(functools.partial(render, "x", y={1})).startswith(
+        "TypeError: Object of type set"
+    )
+
+
+def test_threads_get_their_own_texts():
+    texts: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        texts[number] = render("{{ x }}" * 50, x=number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {number: str(number) * 50 for number in range(16)}
+
+
+def test_a_forked_process_renders_for_itself():
+    assert render("a") == "a"
+    child = os.fork()
+    if not child:
+        os._exit(render("{{ x }}", x="in the child") != "in the child")
+    assert render("{{ x }}", x="in the parent") == "in the parent"
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_process_that_was_killed_is_replaced(monkeypatch, tmp_path):
+    assert render("a") == "a"
+    process = template_process._renderer(os.getpid())._process
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert render("b") == "b"
+    # One that ends meanwhile has not exceeded a limit.
+    template_process._renderer(os.getpid())._end()
+    monkeypatch.syspath_prepend(tmp_path)
+    program = "import os, sys\ndef main():\n  sys.stdin.readline()\n  os.kill(os.getpid(), 9)"
+    (tmp_path / "killed.py").write_text(program)
+    with monkeypatch.context() as patches:
+        patches.setattr(template_process, "_PROGRAM", "killed")
+        with pytest.raises(errors.UserError, match="ended with -9; try again") as caught:
+            render("c")
+        assert not isinstance(caught.value, errors.InputError)
+    assert render("c") == "c"
+
+
+def test_an_interrupted_rendering_answers_no_other(monkeypatch):
+    def interrupt(renderer, line):
+        ask(renderer, line)
+        raise KeyboardInterrupt
+
+    ask = template_process._Renderer._ask
+    with monkeypatch.context() as patches:
+        patches.setattr(template_process._Renderer, "_ask", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            render("a")
+    assert render("b") == "b"
+
+
+def test_templates_can_be_copied(tmp_path):
+    """A tokenizer holds one, and is copied with what holds it."""
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    template = ChatTemplate(pathlib.Path(tmp_path), {}, DATE)
+    messages = [{"role": "user", "content": "hi"}]
+    assert template.render(messages) == "hi"
+    assert copy.deepcopy(template).render(messages) == "hi"
