@@ -149,16 +149,19 @@ def plot(recipes: Sequence[Recipe]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from dflash.measure import plots
+    from dflash.measure import palette, plots
 
     figure = Figure((8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     timed = [x for x in recipes if all(hours is not None for hours, _ in x.points)]
-    for number, recipe in enumerate(timed):
-        marker = "os^Dv"[number // 10 % 5]  # Colors repeat after ten.
+    slots = palette.line_slots(recipe.name for recipe in timed)
+    for recipe in timed:
+        slot = slots.get(recipe.name)
+        color = palette.color(palette.LIGHT, slot)
+        marker = palette.marker(palette.LIGHT, slot)  # Colors repeat after ten.
         hours, taus = zip(*recipe.points, strict=True)
-        axes.scatter(hours, taus, label=recipe.name, color=f"C{number % 10}", marker=marker)
+        axes.scatter(hours, taus, label=recipe.name, color=color, marker=marker)
     axes.set_xlabel("hours of training")
     axes.set_ylabel("τ, mean over data sets")
     axes.set_ylim(bottom=1)

@@ -10,43 +10,18 @@ import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 
+from dflash.measure import palette
 from dflash.measure.cells import Cell
+from dflash.measure.palette import LIGHT, Theme
 from dflash.measure.warnings import COST, MARK, SPEEDUP
 
-PARTS = {"draft": 1, "verify": 0, "rest": 6}  # Index of each part's color.
+PARTS = {"draft": 0.0, "verify": 0.4, "rest": 0.75}  # How much each part of a cycle is lightened.
 _DPI = 120
 _WITHIN = 8  # Most curves whose legend fits into the axes.
 _HATCH = "////"  # Hatching of a bar with a warning.
-
-
-@dataclasses.dataclass(frozen=True)
-class Theme:
-    """Colors of a plot.
-
-    Attributes:
-      ink: Color of text and axes.
-      paper: Color of the background.
-      warning: Color of notes.
-      colors: Colors of bars and curves; the last one is a gray.
-    """
-
-    ink: str
-    paper: str
-    warning: str
-    colors: tuple[str, ...]
-
-
-# Paul Tol's "bright" scheme, which color-blind readers can tell apart; lighter if the page is dark.
-LIGHT = Theme(
-    "#1c2430", "#ffffff", "#a03028",
-    ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"),
-)  # fmt: skip
-DARK = Theme(
-    "#e7eaee", "#14181d", "#ff9a8a",
-    ("#77aadd", "#ff8899", "#55bb66", "#ddcc66", "#88ddff", "#dd77aa", "#77808c"),
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +55,21 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
     ]
     figure, axes = _figure(theme, max(6.0, 1.6 + 0.7 * len(tasks) * max(len(strategies), 1)))
     width = 0.8 / max(len(strategies), 1)
-    heights: dict[float, str] = {}
     ideal_label = "ideal: τ·T₁ / (draft + verify)"
     for number, strategy in enumerate(strategies):
         own = [cell for cell in cells if cell.strategy == strategy and cell.speedup]
         offset = (number - (len(strategies) - 1) / 2) * width
         places = [tasks.index(cell.task) + offset for cell in own]
-        color = theme.colors[number % len(theme.colors)]
+        color = palette.color(theme, palette.slots(strategies)[strategy])
         bars = axes.bar(places, [cell.speedup for cell in own], 0.92 * width, yerr=_reach(own),
                         label=strategy, color=color, ecolor=theme.ink, capsize=3)  # fmt: skip
         for bar, cell, place in zip(bars, own, places, strict=True):
             flagged = cell.has_warning(SPEEDUP)
-            heights[place] = f"{cell.speedup:.2f}×{MARK if flagged else ''}"
+            height = f"{cell.speedup:.2f}×{MARK if flagged else ''}"
+            # An annotation, because of ticks at the same place only one is drawn.
+            axes.annotate(height, (place, 0), (0, -4), xycoords=("data", "axes fraction"),
+                          textcoords="offset points", ha="center", va="top", fontsize=8,
+                          color=theme.ink)  # fmt: skip
             if flagged:
                 bar.set(hatch=_HATCH, edgecolor=theme.paper)
             if cell.ideal_speedup and not cell.has_warning(COST):
@@ -99,10 +77,8 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
                              label=ideal_label, zorder=3)  # fmt: skip
                 ideal_label = None
     _even(axes, theme, 1.0, f"1×: {baseline}")
-    axes.set_xticks(list(heights), heights.values(), minor=True, fontsize=8)
     axes.set_xticks(range(len(tasks)), tasks, rotation=0 if len(tasks) < 6 else 30)
-    axes.tick_params(axis="x", which="minor", length=0)
-    axes.tick_params(axis="x", which="major", length=0, pad=18)
+    axes.tick_params(axis="x", length=0, pad=18)
     axes.set_xlim(-0.6, len(tasks) - 0.4)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"speed-up over {baseline}")
@@ -124,21 +100,24 @@ def _reach(cells: Sequence[Cell]) -> list[list[float]]:
 
 
 def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> bytes:
-    """Plots the fraction of cycles that accepted each draft position and all before it."""
+    """Plots the fraction of cycles that accepted each draft position and all before it.
+
+    The color is the strategy's; tasks differ in shade, line style and marker.
+    """
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
     figure, axes = _figure(theme, 7.0 if len(drafting) <= _WITHIN else 9.6)
-    strategies = list(dict.fromkeys(cell.strategy for cell in drafting))
+    slots = palette.slots(cell.strategy for cell in cells)
     tasks = list(dict.fromkeys(cell.task for cell in drafting))
     styles = ("-", "--", ":", "-.")
     for cell in drafting:
-        strategy, task = strategies.index(cell.strategy), tasks.index(cell.task)
-        colors = theme.colors[:-1]
+        task = tasks.index(cell.task)
+        own = palette.color(theme, slots.get(cell.strategy))
         axes.plot(
             range(len(cell.joint_acceptance) + 1),
             (1.0, *cell.joint_acceptance),
-            styles[(task // len(colors) if len(strategies) == 1 else strategy) % len(styles)],
-            color=colors[task % len(colors)],
-            marker="os^D"[strategy // len(styles) % 4],
+            styles[task % len(styles)],
+            color=palette.shade(theme, own, 0.6 * task / len(tasks)),
+            marker="os^Dv*"[task % 6],
             markersize=3,
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",
         )
@@ -153,22 +132,26 @@ def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> byt
 def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
     """Plots the parts of a cycle as stacked bars, with the plain token of the task as a tick.
 
-    Each bar is as long as its cycle. Parts with a warning are not drawn.
+    Each bar is as long as its cycle and has the color of its strategy, in three shades. Parts with
+    a warning are not drawn.
     """
     shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
     figure, axes = _figure(theme, 8.0, 1.7 + 0.36 * len(shown))
     names = [f"{cell.task}, {cell.strategy}" for cell in shown]
     trusted = [0.0 if cell.has_warning(COST) else 1.0 for cell in shown]
     begin = np.zeros(len(shown))
-    for part, color in PARTS.items():
+    slots = palette.slots(cell.strategy for cell in cells)
+    own = [palette.color(theme, slots.get(cell.strategy)) for cell in shown]
+    for part, amount in PARTS.items():
         widths = np.array([getattr(cell.cost_ms, part) for cell in shown]) * trusted
-        axes.barh(names, widths, 0.7, left=begin, color=theme.colors[color], label=part)
+        colors = [palette.shade(theme, color, amount) for color in own]
+        axes.barh(names, widths, 0.7, left=begin, color=colors)
         begin += widths
     flagged = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
                 if cell.has_warning(COST)]  # fmt: skip
     if flagged:
         whole, which = zip(*flagged, strict=True)
-        axes.barh(which, whole, 0.7, color=theme.paper, edgecolor=theme.colors[6], hatch=_HATCH,
+        axes.barh(which, whole, 0.7, color=theme.paper, edgecolor=theme.quiet, hatch=_HATCH,
                   label="cycle, parts not trustworthy")  # fmt: skip
     labels = []
     for place, cell in enumerate(shown):
@@ -182,7 +165,9 @@ def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
     axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds of a cycle")
     _make_room(figure, axes, labels)
-    _finish(axes, theme, "Cost of a cycle", [_hatch_note(bool(flagged))], below=True)
+    parts = [Patch(color=palette.shade(theme, theme.ink, amount), label=part)
+             for part, amount in PARTS.items()]  # fmt: skip
+    _finish(axes, theme, "Cost of a cycle", [_hatch_note(bool(flagged))], below=True, more=parts)
     return png(figure)
 
 
@@ -208,11 +193,10 @@ def curves(
       theme: Colors.
     """
     figure, axes = _figure(theme, 7.0 if len(lines) <= _WITHIN else 9.6)
-    measured = [line.name for line in lines if line.roofline_of is None]
+    slots = palette.line_slots(line.name for line in lines if line.roofline_of is None)
     for line in lines:
-        number = measured.index(line.roofline_of or line.name)
-        shades = len(theme.colors) - 1
-        color, marker = theme.colors[number % shades], "os^D"[number // shades % 4]
+        slot = slots.get(line.roofline_of or line.name)
+        color, marker = palette.color(theme, slot), palette.marker(theme, slot)
         if line.roofline_of is not None:
             axes.plot(line.places, line.values, "--", color=color, label=line.name)
             continue
@@ -288,8 +272,9 @@ def _plain_ticks(axis) -> None:
 
 
 def _finish(
-    axes: Axes, theme: Theme, title: str, notes: Sequence[str], *, below: bool = False
-) -> None:
+    axes: Axes, theme: Theme, title: str, notes: Sequence[str], *, below: bool = False,
+    more: Sequence[Patch] = (),
+) -> None:  # fmt: skip
     """Adds title, notes, grid and legend.
 
     Args:
@@ -298,6 +283,7 @@ def _finish(
       title: Title.
       notes: Notes to join below the title; empty ones are left out.
       below: Put the legend below the axes; else it is inside, or beside them if it is long.
+      more: Entries of the legend before those of the axes.
     """
     note = "; ".join(text for text in notes if text)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=theme.ink,
@@ -312,9 +298,9 @@ def _finish(
     axes.yaxis.label.set_color(theme.ink)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
-    names = axes.get_legend_handles_labels()[1]
-    if names:
+    handles = [*more, *axes.get_legend_handles_labels()[0]]
+    if handles:
         beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
         under = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncol": 4}
-        place = under if below else beside if len(names) > _WITHIN else {}
-        axes.legend(fontsize=8, frameon=False, labelcolor=theme.ink, **place)
+        place = under if below else beside if len(handles) > _WITHIN else {}
+        axes.legend(handles=handles, fontsize=8, frameon=False, labelcolor=theme.ink, **place)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from dflash.measure import plots, replay, workload
+from dflash.measure import palette, plots, replay, workload
 from dflash.measure.bench import Bench
 from dflash.measure.cells import Cell
 from dflash.measure.replay import Replay
@@ -20,6 +20,7 @@ from dflash.text.prompts import Prompt
 
 PAGE = "report.html"
 _TEMPLATE = "page.html"
+_THEMES = {"light": palette.LIGHT, "dark": palette.DARK}
 _PLACEHOLDER = "@DATA@"
 
 
@@ -54,12 +55,21 @@ def write(
             "acceptance": plots.survival(cells, note, theme),
             "cost": plots.costs(cells, theme),
         }
-        for name, theme in (("light", plots.LIGHT), ("dark", plots.DARK))
+        for name, theme in _THEMES.items()
     }
     for name, png in drawn["light"].items():
         directory.write(f"{name}.png", png)
     replays = _record_replays(bench, cells, done) if jax.process_count() == 1 else {}
     directory.write(PAGE, render_page(values, notes=notes, plots=drawn, replays=replays))
+
+
+def _colors(strategies: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Returns the color of each strategy in each theme, the same as in the plots."""
+    slots = palette.slots(strategies)
+    return {
+        name: {theme: palette.color(colors, slots.get(name)) for theme, colors in _THEMES.items()}
+        for name in dict.fromkeys(strategies)
+    }
 
 
 def render_page(
@@ -80,6 +90,7 @@ def render_page(
     data = {
         "results": results,
         "notes": list(notes),
+        "colors": _colors([cell["strategy"] for cell in results.get("cells", ())]),
         "plots": {
             theme: {name: base64.b64encode(png).decode("ascii") for name, png in some.items()}
             for theme, some in plots.items()

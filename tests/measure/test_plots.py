@@ -1,0 +1,89 @@
+"""Plots name every value, and give a strategy one color wherever it is drawn."""
+
+import numpy as np
+import pytest
+from matplotlib import colors, image
+from support.made_samples import task_round
+
+from dflash.measure import cells, palette, plots
+from dflash.measure.plots import Line
+from dflash.measure.warnings import MARK
+
+LENGTHS = {"dflash": ([4, 2, 4, 2], [3, 3, 3, 3]), "eagle3": ([2, 2, 2, 2], [2, 2, 2, 2]),
+           "mine": ([3, 2, 2, 3], [2, 2, 2, 2])}  # fmt: skip
+STRATEGIES = ("none", *LENGTHS)
+
+
+def every_cell(strategies=STRATEGIES, tasks=("math", "code")):
+    drafting = [name for name in strategies if name != "none"]
+    done = [
+        task_round(
+            task,
+            0,
+            {"none": ([[1] * 12] * 2, 3.0), **{name: (LENGTHS[name], 6.0) for name in drafting}},
+            {"none": (0.0, 2.5), **dict.fromkeys(drafting, (1.0, 4.0))},
+        )
+        for task in tasks
+    ]
+    sizes = {name: 1 if name == "none" else 4 for name in strategies}
+    return cells.cells(done, cells.Setting("none", sizes, sizes))
+
+
+@pytest.fixture
+def figure_of(monkeypatch):
+    """Calls a plot; returns its figure instead of the PNG file."""
+    monkeypatch.setattr(plots, "png", lambda figure: figure)
+    return lambda plot, *given: plot(*given)
+
+
+@pytest.mark.parametrize("strategies", [STRATEGIES, STRATEGIES[:2], STRATEGIES[:3]])
+def test_every_bar_is_labeled(figure_of, strategies):
+    """The label of a middle bar, at the place of the task's own, was left out."""
+    some = every_cell(strategies)
+    figure = figure_of(plots.speedups, some, "none")
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    ticks = [*axes.get_xticklabels(), *axes.get_xticklabels(minor=True)]
+    shown = [text.get_text() for text in (*axes.texts, *ticks) if text.get_visible()]
+    wanted = [cell for cell in some if cell.strategy != "none"]
+    labels = sorted(f"{cell.speedup:.2f}×{MARK}" for cell in wanted)
+    assert sorted(text for text in shown if text.startswith(("1.", "2."))) == labels
+
+
+def hues(png: bytes, tmp_path) -> set[str]:
+    """Returns the frequent colors of a picture."""
+    path = tmp_path / "plot.png"
+    path.write_bytes(png)
+    pixels = (image.imread(path)[..., :3] * 255).round().astype(np.uint8).reshape(-1, 3)
+    found, counts = np.unique(pixels, axis=0, return_counts=True)
+    return {colors.to_hex(rgb / 255) for rgb, n in zip(found, counts, strict=True) if n > 20}
+
+
+def test_a_strategy_has_one_color_everywhere(tmp_path):
+    """Also where it is drawn with others."""
+    alone, together = every_cell(("none", "eagle3"), ("math",)), every_cell(tasks=("math",))
+    color = palette.color(palette.LIGHT, palette.slots(STRATEGIES)["eagle3"])
+    lines = [Line(name, (1, 2), (height, height)) for height, name in enumerate(STRATEGIES, 1)]
+    drawn = [
+        *(plots.speedups(some, "none") for some in (alone, together)),
+        *(plots.survival(some) for some in (alone, together)),
+        *(plots.costs(some) for some in (alone, together)),
+        *(plots.curves(some, title="", x="", y="") for some in (lines, lines[::-1])),
+    ]
+    for number, png in enumerate(drawn):
+        assert color in hues(png, tmp_path), number
+    # And no other strategy has it.
+    others = every_cell(("none", "dflash", "mine"), ("math",))
+    for png in (plots.speedups(others, "none"), plots.survival(others), plots.costs(others)):
+        assert color not in hues(png, tmp_path)
+
+
+def test_known_strategies_keep_their_colors_and_others_share_none():
+    assert palette.slots(["none", "a", "dflash", "b"]) == {"dflash": 0, "a": 8, "b": 9}
+    assert palette.slots(["b", "eagle3", "a"]) == {"eagle3": 1, "b": 8, "a": 9}
+    assert palette.line_slots(["batch 1", "batch 8"]) == {"batch 1": 0, "batch 8": 1}
+    assert palette.line_slots(["none", "dflash2"]) == {"dflash2": 4}
+    numbers = palette.slots(map(str, range(20))).values()
+    for theme in (palette.LIGHT, palette.DARK):
+        looks = {(palette.color(theme, n), palette.marker(theme, n)) for n in numbers}
+        assert len(looks) == 20
