@@ -132,7 +132,8 @@ class Endpoints:
             compiling = self._grammars.compile(request.structure, vocabulary)
             grammar = await http.until_disconnect(http_request.receive, compiling)
             request = dataclasses.replace(request, grammar=grammar)
-        return self._service.admit(request)
+        client = http_request.client.host if http_request.client else ""
+        return self._service.admit(request, client)
 
     async def _wait(
         self, http_request: Request, group: RequestGroup, outputs: Sequence[Output]

@@ -20,6 +20,7 @@ class ServedRequest:
       index: Position in the group.
       request: Request as submitted to the engine.
       submitted_at: Time of submission, in seconds of time.perf_counter.
+      taken_at: Time at which the scheduler got the request, in the same unit; None before it.
       first_at: Time of the first output token, in the same unit; None before it.
       last_at: Time of the latest output token, in the same unit; None before the first.
       tokens: Number of output tokens so far.
@@ -29,6 +30,7 @@ class ServedRequest:
     index: int
     request: Request
     submitted_at: float
+    taken_at: float | None = None
     first_at: float | None = None
     last_at: float | None = None
     tokens: int = 0

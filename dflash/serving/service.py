@@ -6,6 +6,7 @@ handled in order. When a client disconnects, its `RequestGroup` cancels its requ
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import itertools
 import math
@@ -28,12 +29,15 @@ from dflash.serving.engine_thread import (
     Stop,
     Submit,
 )
+from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
 from dflash.serving.request_error import RequestError
 from dflash.serving.served_requests import CancelReason, RequestGroup, ServedRequest
 
 _MAX_RETRY_S = 60
 _DEFAULT_RETRY_S = 1  # Used until a request has finished.
+# Requests that wait in the scheduler, per slot, so that a slot is filled as soon as it is free.
+_AHEAD = 0.25
 
 
 class ServiceState(enum.Enum):
@@ -83,6 +87,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._thread: EngineThread | None = None
         self._requests: dict[int, ServedRequest] = {}
+        self._queues: dict[str, FairQueue] = {}  # By decoding mode.
         self._ids = itertools.count()
         self._mean_s: float | None = None  # Moving average of request latency, in seconds.
 
@@ -113,9 +118,12 @@ class Service:
             raise RequestError(self.state.value, status=503, code="unavailable", retry_after_s=5)
         return self.model
 
-    def admit(self, completion_request: CompletionRequest) -> RequestGroup:
-        """Submits the requests of one HTTP request: all of them, or none.
+    def admit(self, completion_request: CompletionRequest, client: str) -> RequestGroup:
+        """Queues the requests of one HTTP request: all of them, or none.
 
+        Args:
+          completion_request: Validated HTTP request.
+          client: Address of the client, with whose other requests it shares slots.
         Raises:
           RequestError: They cannot be decoded, or the queue is full.
         """
@@ -140,7 +148,8 @@ class Service:
         now = time.perf_counter()
         for index, request in enumerate(requests):
             self._requests[request.id] = ServedRequest(group, index, request, now)
-            self._put(Submit(mode, request))
+            self._queues[mode].add(request.id, (client, group))
+        self._submit_next()
         self.metrics.admitted(completion_request, model.decode)
         return group
 
@@ -149,7 +158,9 @@ class Service:
         served = self._requests.pop(id, None)
         if served is not None:
             self.metrics.cancelled(served, reason)
-            self._put(Cancel(id))
+            if self._leave_queue(id):
+                self._put(Cancel(id))
+            self._submit_next()
 
     def flush(self) -> None:
         """Empties the prefix caches."""
@@ -186,6 +197,18 @@ class Service:
         if self.is_ready.is_set():
             await self.ended.wait()
 
+    def _submit_next(self) -> None:
+        """Submits the requests that the queues let pass."""
+        for mode, queue in self._queues.items():
+            for id in queue.take():
+                served = self._requests[id]
+                served.taken_at = time.perf_counter()
+                self._put(Submit(mode, served.request))
+
+    def _leave_queue(self, id: int) -> bool:
+        """Gives the place of a request back; returns whether it had been submitted."""
+        return any(queue.remove(id) for queue in self._queues.values())
+
     def _put(self, command: Command) -> None:
         self._thread.put(command)
 
@@ -219,6 +242,9 @@ class Service:
 
     def _on_ready(self, engines: Mapping[str, Engine]) -> None:
         self._engines, self.model = engines, self._backend.model(engines)
+        for mode, engine in engines.items():
+            slots = engine.layout.batch_size
+            self._queues[mode] = FairQueue(slots + math.ceil(_AHEAD * slots))
         self.metrics.describe(self.model, engines[DRAFTED])
         if self.state is ServiceState.STARTING:
             self.state = ServiceState.READY
@@ -231,8 +257,11 @@ class Service:
         seconds: float,
         now: float,
     ) -> None:
-        self.stats = stats
-        self.metrics.stepped(events, stats, seconds)
+        self.stats = {
+            mode: dataclasses.replace(one, waiting=one.waiting + self._queues[mode].waiting)
+            for mode, one in stats.items()
+        }
+        self.metrics.stepped(events, self.stats, seconds)
         for event in events:
             served = self._requests.get(event.id)
             if served is None:  # The request was cancelled in the meantime.
@@ -243,10 +272,12 @@ class Service:
                     served.count(len(event.ids), now)
             else:
                 del self._requests[event.id]
+                self._leave_queue(event.id)
                 self.metrics.finished(served, event, now)
                 took = now - served.submitted_at
                 self._mean_s = took if self._mean_s is None else 0.9 * self._mean_s + 0.1 * took
             served.group.deliver(served.index, event)
+        self._submit_next()
 
     def _on_end(self, error: BaseException | None) -> None:
         self.error = error

@@ -80,6 +80,19 @@ def test_a_full_queue_is_status_429(own):
     assert server.post(TEXT, {"prompt": "a", "max_tokens": 2}, **header)[0] == 200
 
 
+def test_a_small_request_passes_a_large_one(tmp_path):
+    with served.serving(tmp_path, "decode.batch_size=1") as server:
+        large = []
+        ask = threading.Thread(target=lambda: large.append(server.post(TEXT, SLOW | {"n": 60})))
+        ask.start()
+        wait_until(lambda: running(server) == 60, "large request under way")
+        assert server.post(TEXT, {"prompt": "a", "max_tokens": 2})[0] == 200
+        assert not large, "58 of 60 outputs were behind the small request"
+        ask.join(300)
+        (status, answer) = large[0]
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 60 * 120)
+
+
 def test_a_port_in_use(own):
     port = urllib.parse.urlsplit(own.url).port
     command = [sys.executable, "-m", "dflash.serve", str(own.config), f"--port={port}"]

@@ -1,0 +1,54 @@
+"""Order in which waiting requests get the scheduler's slots, shared out over their owners."""
+
+import collections
+from collections.abc import Hashable, Iterator, Sequence
+
+
+class FairQueue:
+    """Requests in front of a scheduler, which would serve them first come, first served.
+
+    The next request is one of the owner that holds the fewest places. Owners form levels, such as
+    (client, HTTP request): clients share the places evenly, and so do the requests of a client. The
+    earliest request goes first among equals, so that none waits forever.
+    """
+
+    def __init__(self, places: int):
+        """Creates an empty queue.
+
+        Args:
+          places: Number of requests that may be taken and not yet removed.
+        """
+        self._places = places
+        self._waiting: dict[int, Sequence[Hashable]] = {}  # Owners by id, in order of arrival.
+        self._taken: dict[int, Sequence[Hashable]] = {}
+        self._held: collections.Counter[Hashable] = collections.Counter()  # Places by owner.
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that have not been taken."""
+        return len(self._waiting)
+
+    def add(self, id: int, owners: Sequence[Hashable]) -> None:
+        """Adds a request with its owner on each level."""
+        self._waiting[id] = owners
+
+    def take(self) -> Iterator[int]:
+        """Yields the requests that get a place now."""
+        while self._waiting and len(self._taken) < self._places:
+            id = min(self._waiting, key=self._places_of)
+            self._taken[id] = self._waiting.pop(id)
+            self._held.update(self._taken[id])
+            yield id
+
+    def remove(self, id: int) -> bool:
+        """Removes a request that has ended; returns whether it had been taken."""
+        self._waiting.pop(id, None)
+        owners = self._taken.pop(id, None)
+        for owner in owners or ():
+            self._held[owner] -= 1
+            if not self._held[owner]:
+                del self._held[owner]
+        return owners is not None
+
+    def _places_of(self, id: int) -> list[int]:
+        return [self._held[owner] for owner in self._waiting[id]]

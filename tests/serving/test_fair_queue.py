@@ -1,0 +1,75 @@
+"""Shares of clients, and of the HTTP requests of a client."""
+
+import collections
+import itertools
+import random
+
+from dflash.serving.fair_queue import FairQueue
+
+
+def test_requests_of_one_owner_keep_their_order():
+    queue = FairQueue(2)
+    for id in range(5):
+        queue.add(id, ("a", "a1"))
+    assert list(queue.take()) == [0, 1]
+    assert queue.waiting == 3
+    assert queue.remove(0)
+    assert list(queue.take()) == [2]
+
+
+def test_a_newcomer_gets_the_next_place():
+    queue = FairQueue(2)
+    for id in range(100):
+        queue.add(id, ("a", "a1" if id < 50 else "a2"))
+    assert list(queue.take()) == [0, 50], "the requests of a client share its places"
+    queue.add(100, ("b", "b1"))
+    queue.add(101, ("a", "a3"))
+    queue.remove(0)
+    assert list(queue.take()) == [100], "clients come before requests"
+    queue.remove(50)
+    assert list(queue.take()) == [1]
+    queue.remove(100)
+    assert list(queue.take()) == [51]
+
+
+def test_many_requests_of_a_client_get_the_share_of_one_client():
+    queue = FairQueue(4)
+    for id in range(40):
+        queue.add(id, ("a", f"a{id}"))
+    for id in range(40, 80):
+        queue.add(id, ("b", "b1"))
+    taken = []
+    for _ in range(20):
+        taken += queue.take()
+        queue.remove(taken[-4])
+    clients = collections.Counter("a" if id < 40 else "b" for id in taken)
+    assert abs(clients["a"] - clients["b"]) <= 2
+
+
+def test_nobody_waits_forever():
+    """A large request ends although others keep arriving."""
+    queue, draw = FairQueue(3), random.Random(0)
+    large = set(range(30))
+    for id in large:
+        queue.add(id, ("a", "large"))
+    running = []
+    for id in itertools.count(100):
+        queue.add(id, ("a", f"small{id}"))
+        running += queue.take()
+        ended = running.pop(draw.randrange(len(running)))
+        queue.remove(ended)
+        large.discard(ended)
+        if not large:
+            break
+        assert id < 1000
+
+
+def test_requests_that_end_while_they_wait():
+    queue = FairQueue(1)
+    queue.add(0, ("a",))
+    queue.add(1, ("a",))
+    assert list(queue.take()) == [0]
+    assert not queue.remove(1)
+    assert not queue.remove(7)
+    assert queue.remove(0)
+    assert list(queue.take()) == []
