@@ -28,6 +28,7 @@ EXTRAS = (
     ),
     ("gcs", ("gcsfs",), "paths in buckets: gs://bucket/name"),
     ("grammar", ("llguidance",), "structured output: JSON schemas, regular expressions"),
+    ("tfds", ("tensorflow-datasets",), "training on data sets of tensorflow-datasets"),
     ("tpu", ("libtpu",), "TPUs; dflash compile, on any Linux host"),
     ("parity", ("torch", "transformers"), "tests against reference implementations"),
     ("docs", ("mkdocs-material", "mkdocstrings"), "the documentation site"),

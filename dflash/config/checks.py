@@ -17,6 +17,7 @@ from dflash.config import distill_schema, registry, schema
 Problem = tuple[tuple[str, ...], str]
 
 _FILES = "jsonl"  # Name of the data set that reads the user's files.
+_OWN = (_FILES, "tfds")  # Data sets of which keys below `data` say what they read.
 _MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig))
 
 
@@ -165,10 +166,11 @@ def _prompts(config: Any) -> Iterator[Problem]:
         if getattr(prompts, other):
             keys = "prompts.dataset", f"prompts.{other}"
             yield keys, f"excludes prompts.{other}; give one of the two"
-    if prompts.dataset == _FILES:
-        yield ("prompts.dataset",), f"{_FILES} has no prompts; set prompts.file to the file"
+    if prompts.dataset in _OWN:
+        message = f"{prompts.dataset} has no prompts; set prompts.file to the file"
+        yield ("prompts.dataset",), message
     elif prompts.dataset not in registry.DATASETS:
-        near = registry.suggest(prompts.dataset, set(registry.DATASETS) - {_FILES})
+        near = registry.suggest(prompts.dataset, set(registry.DATASETS) - {*_OWN})
         yield ("prompts.dataset",), f"unknown data set {prompts.dataset!r}{near}"
 
 
@@ -201,8 +203,8 @@ def _tasks(config: Any) -> Iterator[Problem]:
     if not config.tasks:
         yield ("tasks",), "required: a list of data sets, such as [math, code, chat]"
     for task in config.tasks:
-        if task == _FILES or task not in registry.DATASETS:
-            near = registry.suggest(task, set(registry.DATASETS) - {_FILES})
+        if task in _OWN or task not in registry.DATASETS:
+            near = registry.suggest(task, set(registry.DATASETS) - {*_OWN})
             yield ("tasks",), f"unknown task {task!r}{near}"
 
 
@@ -213,6 +215,8 @@ def _data(config: Any) -> Iterator[Problem]:
         if name not in registry.DATASETS:
             near = registry.suggest(name, registry.DATASETS)
             yield (f"data.mixture.{name}", "data.mixture"), f"unknown data set {name!r}{near}"
+    if "tfds" in data.shares:
+        yield from _tfds(data.tfds)
     if makes_files and data.mixture and _FILES not in data.shares:
         message = (
             f"has no share for {_FILES}, the answers; add one, or leave the mixture out to train "
@@ -233,6 +237,21 @@ def _data(config: Any) -> Iterator[Problem]:
         yield ("data.files", "data.mixture"), f"required by the data set {_FILES} of data.mixture"
 
 
+def _tfds(tfds: Any) -> Iterator[Problem]:
+    """Checks what the data set tfds reads."""
+    if tfds.name is None:
+        yield ("data.tfds.name", "data.mixture"), "required by the data set tfds of data.mixture"
+    by_pair = tfds.prompt is not None and tfds.response is not None
+    any_of_pair = tfds.prompt is not None or tfds.response is not None
+    if (tfds.messages is not None) == by_pair or (any_of_pair and not by_pair):
+        keys = "data.tfds.messages", "data.tfds.prompt", "data.tfds.response"
+        yield keys, "expected either messages, or prompt and response: names of fields of the rows"
+    for split in tfds.splits:
+        if split not in ("train", "validation", "test"):
+            message = "unknown split; expected one of train, validation, test"
+            yield (f"data.tfds.splits.{split}",), message
+
+
 def _distillation(config: Any) -> Iterator[Problem]:
     """Checks the questions, the test data sets, and the decoding of both."""
     if not config.answers.tasks and not config.answers.files and config.answers.made is None:
@@ -245,8 +264,8 @@ def _distillation(config: Any) -> Iterator[Problem]:
         yield ("test.block_sizes", "drafter.name"), message
     for key in ("answers", "test"):
         for name in getattr(config, key).tasks:
-            if name == _FILES or name not in registry.DATASETS:
-                near = registry.suggest(name, set(registry.DATASETS) - {_FILES})
+            if name in _OWN or name not in registry.DATASETS:
+                near = registry.suggest(name, set(registry.DATASETS) - {*_OWN})
                 yield (f"{key}.tasks",), f"unknown data set {name!r}{near}"
         alone = types.SimpleNamespace(target=config.target, decode=getattr(config, key).decode)
         for keys, message in (*_stop_ids(alone), *_lengths(alone)):

@@ -175,6 +175,7 @@ DATASETS: Mapping[str, str] = {
     "code": "dflash.data.datasets:Code",
     "chat": "dflash.data.datasets:Chat",
     "jsonl": "dflash.data.datasets:Jsonl",
+    "tfds": "dflash.data.tfds_source:Tfds",
     # Published sets, for testing only.
     "math500": "dflash.data.published.benchmarks:Math500",
     "aime24": "dflash.data.published.benchmarks:Aime24",

@@ -14,7 +14,7 @@ if the chat template renders them. "weight": 0 keeps an answer as context that i
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
@@ -42,21 +42,39 @@ def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Ite
         lines and counts the others.
     """
     for file in files:
-        problems: list[str] = []
-        empty = True
-        for place, read in jsonl.entries(file):
-            empty = False
-            try:
-                example = dataclasses.replace(example_of(read()), place=place)
-            except errors.InputError as error:
-                problems.append(f"{place}: {error}")
-            else:
-                if not problems and split_of(example.source, held_out_percent) == split:
-                    yield example
-        if problems:
-            raise errors.InputError(jsonl.summarize(file, problems, "lines"))
-        if empty:
-            raise errors.InputError(f"{file}: contains no conversations")
+        for example in read_examples(file, jsonl.entries(file)):
+            if split_of(example.source, held_out_percent) == split:
+                yield example
+
+
+def read_examples(
+    name: str, entries: Iterable[tuple[str, Callable[[], Mapping[str, Any]]]], task: str = TASK
+) -> Iterator[Example]:
+    """Yields the examples of lines; after an unusable one, the others are only checked.
+
+    Args:
+      name: Name of the lines as a whole.
+      entries: Place of each line, and a function that returns its fields.
+      task: Name of the data set.
+    Raises:
+      InputError: There are no lines, or some are unusable. The message lists the first ten of these
+        and counts the others.
+    """
+    problems: list[str] = []
+    empty = True
+    for place, read in entries:
+        empty = False
+        try:
+            example = dataclasses.replace(example_of(read(), task), place=place)
+        except errors.InputError as error:
+            problems.append(f"{place}: {error}")
+        else:
+            if not problems:
+                yield example
+    if problems:
+        raise errors.InputError(jsonl.summarize(name, problems, "lines"))
+    if empty:
+        raise errors.InputError(f"{name}: contains no conversations")
 
 
 def content_hash(file: str) -> bytes:
@@ -73,7 +91,7 @@ def content_hash(file: str) -> bytes:
 
 
 def example_of(fields: Mapping[str, Any], task: str = TASK) -> Example:
-    """Builds the example of a line.
+    """Builds the example of a line of the data set `task`.
 
     Raises:
       InputError: The line is unusable.
