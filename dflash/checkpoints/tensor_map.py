@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from flax import nnx
 
+from dflash.checkpoints.weight_formats import PACKED
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorRows:
@@ -37,7 +39,6 @@ class Stack:
 Source = str | TensorRows | Stack
 
 _SCALES = ".kernel_scale"
-PACKED = "weight_packed"  # Replaces "weight" in names of packed tensors; see `StoredFormat`.
 
 
 @dataclasses.dataclass(frozen=True)

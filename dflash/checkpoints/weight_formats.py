@@ -7,6 +7,8 @@ from typing import Any
 from dflash import errors
 from dflash.checkpoints import files, foreign, hf_config
 
+PACKED = "weight_packed"  # Replaces "weight" in names of packed tensors; see `StoredFormat`.
+
 _GROUP = "quantization_config"
 _BLOCK = "weight_block_size"
 _FP8, _COMPRESSED = "fp8", "compressed-tensors"

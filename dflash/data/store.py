@@ -6,20 +6,18 @@ DATA_DIR/raw/…        files of published data sets; see `published.raw`
 """
 
 import contextlib
-import os
 import pathlib
 from collections.abc import Iterator
 
 from dflash import errors
-from dflash.storage import files
+from dflash.storage import files, paths
 
 
 def data_directory(data_dir: str | None) -> pathlib.Path:
     """Returns the directory of data sets: `data_dir`, or one in the cache directory of the user."""
     if data_dir is not None:
         return pathlib.Path(data_dir).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(cache).expanduser() / "dflash" / "datasets"
+    return paths.cache_directory("datasets")
 
 
 @contextlib.contextmanager

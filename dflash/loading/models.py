@@ -231,13 +231,13 @@ def _is_dense(entry: registry.Entry) -> bool:
 
 
 def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
-    """Returns the directory of a reference; None for the Hub's if nothing may be downloaded.
+    """Returns the directory of a reference; None if it needs a download that is not allowed.
 
     Raises:
       CheckpointError: The reference cannot be resolved; see `checkpoint.resolve`.
     """
-    remote = reference.startswith(checkpoint.HUB_PREFIX)
-    return None if remote and not download else checkpoint.resolve(reference)
+    blocked = not download and checkpoint.is_remote(reference)
+    return None if blocked else checkpoint.resolve(reference)
 
 
 def _find(reference: str, seed: int, download: bool) -> Source:

@@ -13,7 +13,7 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import StoredTensor, read_headers
-from dflash.checkpoints.weight_formats import StoredFormat
+from dflash.checkpoints.weight_formats import PACKED, StoredFormat
 from dflash.layers.weight_format import FLOAT8, INT8, WeightFormat
 
 W8A8 = "w8a8"
@@ -74,7 +74,7 @@ def _dtype_of(
     shape = tensor_map.stored_shape(path, kernel.kernel.get_value().shape)
     names = {piece.name for piece in tensor_map.pieces(tensor_map.source_of(model, path), shape)}
     if stored.is_packed:
-        found = any(name.removesuffix("weight") + tensor_map.PACKED in tensors for name in names)
+        found = any(name.removesuffix("weight") + PACKED in tensors for name in names)
         return INT8 if found else None
     present = [tensors[name] for name in sorted(names) if name in tensors]
     codes = {tensor.code for tensor in present if tensor.code in _BY_CODE}

@@ -31,8 +31,7 @@ _SETTLED_S = 60.0  # Minimum age of a file to assume that no process is still wr
 
 def default_root() -> pathlib.Path:
     """Returns the root directory of compiled programs, in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(cache).expanduser() / "dflash" / "programs"
+    return paths.cache_directory("programs")
 
 
 def enable(where: str | None = None) -> pathlib.Path | None:

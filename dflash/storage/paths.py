@@ -34,6 +34,12 @@ def to_path(path: str | os.PathLike) -> pathlib.Path:
     return buckets.BucketPath(text)
 
 
+def cache_directory(name: str) -> pathlib.Path:
+    """Returns the directory `name` in the user's cache of this program."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(cache).expanduser() / "dflash" / name
+
+
 def in_bucket(path: str | os.PathLike) -> bool:
     """Returns whether a path is a URL, that is, names an object or a prefix of objects."""
     return _URL in os.fspath(path)

@@ -105,7 +105,8 @@ def test_reads_in_pieces_and_maps_each_for_itself(stored, monkeypatch):
     original = files.view
 
     def record(file, begin, end):
-        mapped.append(end - begin)
+        if begin:  # The header is read from the beginning of the file.
+            mapped.append(end - begin)
         return original(file, begin, end)
 
     monkeypatch.setattr(files, "view", record)

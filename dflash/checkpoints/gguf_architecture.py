@@ -1,0 +1,218 @@
+"""Conversion of the metadata of a GGUF file to the fields of config.json.
+
+Keys and rules: llama.cpp, gguf-py/gguf/constants.py and the converters under conversion/.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dflash import errors
+from dflash.checkpoints import gguf_header
+from dflash.checkpoints.gguf_header import GgufHeader
+from dflash.storage.files import view
+
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+_ARCHITECTURE = "general.architecture"
+_DEFAULT_THETA = 10_000.0
+# Llama 3's scaling of rotary frequencies is stored as divisors of the frequencies only.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_MAX_DEVIATION = 1e-4  # Relative; divisors are stored in float32.
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Architecture of llama.cpp that a target family here computes.
+
+    Attributes:
+      hf_class: Name of the class in Hugging Face's config.json.
+      model_type: Model type in config.json.
+      paired_rope: The file stores the rows of queries and keys so that rotary embedding rotates
+        neighbors; Hugging Face's layout rotates the two halves of a head.
+      fields: Fields of config.json that the file states, by key without the architecture.
+      implied: Fields of config.json that the architecture implies.
+    """
+
+    hf_class: str
+    model_type: str
+    paired_rope: bool = False
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "llama", paired_rope=True),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        fields={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        implied={"norm_topk_prob": True},
+    ),
+}
+
+_INTEGERS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_EPSILON = "attention.layer_norm_rms_epsilon"
+_ELSEWHERE = {  # Keys that are read one by one below, or describe what other keys state.
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length", _EPSILON),
+    *("vocab_size", "tensor_data_layout", "rope.dimension_count", "rope.freq_base"),
+}
+_SCALING = "rope.scaling."
+_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "rope.scale_linear": 1.0}
+
+
+def family_of(header: GgufHeader) -> Family:
+    """Returns the family of a file.
+
+    Raises:
+      CheckpointError: The file states none, or an unsupported one.
+    """
+    name = header.require(_ARCHITECTURE, str)
+    if name not in FAMILIES:
+        raise errors.CheckpointError(
+            f"{header.file}: architecture {name!r} is not supported, only {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def config_of(header: GgufHeader) -> dict[str, Any]:
+    """Returns the contents of a config.json for the model in a file.
+
+    Raises:
+      CheckpointError: The architecture or an option of it is unsupported, or a key is missing or
+        of another type.
+    """
+    family = family_of(header)
+    prefix = header.metadata[_ARCHITECTURE] + "."
+    _check_known(header, family, prefix)
+    config: dict[str, Any] = {
+        "architectures": [family.hf_class],
+        "model_type": family.model_type,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "float32",
+    }
+    for key, name in (_INTEGERS | family.fields).items():
+        config[name] = header.require(prefix + key, int)
+    config["rms_norm_eps"] = _shortest(header.require(prefix + _EPSILON, float))
+    heads = config["num_attention_heads"]
+    config["num_key_value_heads"] = header.get(prefix + "attention.head_count_kv", int, heads)
+    config["head_dim"] = _head_dim(header, prefix, config["hidden_size"], heads)
+    config["rope_theta"] = _shortest(header.get(prefix + "rope.freq_base", float, _DEFAULT_THETA))
+    config["rope_scaling"] = _rope_scaling(header, prefix, config)
+    config["vocab_size"] = _num_rows(header)
+    config["tie_word_embeddings"] = HEAD not in header.tensors
+    return config | dict(family.implied)
+
+
+def _check_known(header: GgufHeader, family: Family, prefix: str) -> None:
+    """Raises if the file states an option whose effect on the model is not implemented."""
+    known = {*_INTEGERS, *family.fields, *_ELSEWHERE}
+    stated = {
+        key.removeprefix(prefix): value
+        for key, value in header.metadata.items()
+        if key.startswith(prefix)
+    }
+    unknown = [
+        f"{prefix}{key}={value!s:.40}"
+        for key, value in stated.items()
+        if key not in known and not key.startswith(_SCALING) and value != _NEUTRAL.get(key)
+    ]
+    if unknown:
+        raise errors.CheckpointError(
+            f"{header.file}: options of the model that are not supported: {', '.join(unknown)}"
+        )
+
+
+def _shortest(value: float) -> float:
+    """Returns the shortest number with the same value in float32, such as 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:
+    if heads < 1:
+        raise gguf_header.corrupt(header.file, f"{prefix}attention.head_count is {heads}")
+    size = header.get(prefix + "attention.key_length", int, width // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        stated = header.get(prefix + key, int, size)
+        if stated != size:
+            raise errors.CheckpointError(
+                f"{header.file}: {prefix}{key}: {stated} is not supported with heads of {size}"
+            )
+    return size
+
+
+def _num_rows(header: GgufHeader) -> int:
+    if EMBEDDING not in header.tensors:
+        raise errors.CheckpointError(f"{header.file}: the tensor {EMBEDDING!r} is missing")
+    return header.tensors[EMBEDDING].shape[0]
+
+
+def _rope_scaling(
+    header: GgufHeader, prefix: str, config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Returns `rope_scaling` of config.json."""
+    if ROPE_FACTORS in header.tensors:
+        return _llama3_scaling(header, config)
+    kind = header.get(f"{prefix}{_SCALING}type", str, "none")
+    if kind == "none":
+        return None
+    if kind != "yarn":
+        raise errors.CheckpointError(
+            f"{header.file}: {prefix}{_SCALING}type: {kind!r} is not supported, only 'yarn'"
+        )
+    length = f"{prefix}{_SCALING}original_context_length"
+    return {
+        "rope_type": kind,
+        "factor": header.require(f"{prefix}{_SCALING}factor", float),
+        "original_max_position_embeddings": header.require(length, int),
+    }
+
+
+def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scaling of Llama 3 whose divisors the file stores."""
+    entry = header.tensors[ROPE_FACTORS]
+    if entry.kind != "F32" or entry.shape != (config["head_dim"] // 2,):
+        raise gguf_header.corrupt(header.file, f"tensor {ROPE_FACTORS!r} is no list of divisors")
+    stored = view(pathlib.Path(header.file), entry.begin, entry.end).view("<f4")
+    scaling = {"rope_type": "llama3", "factor": float(stored.max()), **_LLAMA3}
+    expected = [
+        _divisor(2 * math.pi * config["rope_theta"] ** (2 * i / config["head_dim"]), scaling)
+        for i in range(len(stored))
+    ]
+    if not np.allclose(stored, expected, rtol=_MAX_DEVIATION, atol=0):
+        raise errors.CheckpointError(
+            f"{header.file}: tensor {ROPE_FACTORS!r}: only the rotary scaling of Llama 3.1 and 3.2 "
+            "is supported"
+        )
+    return scaling
+
+
+def _divisor(wavelength: float, scaling: Mapping[str, Any]) -> float:
+    """Returns the divisor of the frequency with a wavelength in tokens.
+
+    Source: transformers, modeling_rope_utils.py, `_compute_llama3_parameters`.
+    """
+    periods = scaling["original_max_position_embeddings"] / wavelength
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = min(max((periods - low) / (high - low), 0.0), 1.0)
+    return 1 / ((1 - smooth) / scaling["factor"] + smooth)

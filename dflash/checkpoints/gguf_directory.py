@@ -1,0 +1,85 @@
+"""Directory of a GGUF file's model: its config and tokenizer as files, and a link to its weights.
+
+    ~/.cache/dflash/gguf/SmolLM2-135M-Instruct.Q4_1-5c1f0d9a3b2e/
+        config.json, generation_config.json      architecture, ids that end an answer
+        tokenizer.json or tokenizer.model        tokenizer
+        tokenizer_config.json                    special tokens, chat template
+        model.gguf -> /data/SmolLM2-135M-Instruct.Q4_1.gguf
+
+So only the reading of weights depends on the format; everything else sees a checkpoint directory.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+
+from dflash.checkpoints import gguf_architecture, gguf_header, gguf_tokenizer
+from dflash.checkpoints.files import CONFIG
+from dflash.checkpoints.gguf_header import GgufHeader
+from dflash.checkpoints.gguf_tensors import WEIGHTS
+from dflash.storage import files, paths
+
+SUFFIX = ".gguf"
+
+_LAYOUT_VERSION = 1  # Counts changes of what the directory holds.
+
+
+def open_file(file: pathlib.Path) -> pathlib.Path:
+    """Returns the directory of a GGUF file's model, and creates it if it is missing.
+
+    Raises:
+      CheckpointError: The file is damaged, or its model or tokenizer is unsupported.
+      WorkdirError: The directory cannot be written.
+    """
+    file = pathlib.Path(os.path.abspath(file))
+    header = gguf_header.read_header(file)
+    directory = _directory(file)
+    if not (directory / CONFIG).exists():
+        contents = _contents(header)
+        with files.explained(directory):
+            _write(directory, file, contents)
+    return directory
+
+
+def _directory(file: pathlib.Path) -> pathlib.Path:
+    """Returns the directory for the present state of a file."""
+    status = file.stat()
+    state = _LAYOUT_VERSION, str(file), status.st_size, status.st_mtime_ns
+    digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
+    return paths.cache_directory("gguf") / f"{file.stem}-{digest}"
+
+
+def _contents(header: GgufHeader) -> dict[str, bytes]:
+    """Returns the content of each file in the directory, config.json last."""
+    ends = {"eos_token_id": list(gguf_tokenizer.end_ids(header))}
+    config = gguf_architecture.config_of(header) | ends
+    return {
+        **gguf_tokenizer.files_of(header),
+        "generation_config.json": json.dumps(ends).encode(),
+        **_card(header),
+        CONFIG: json.dumps(config, indent=2).encode(),
+    }
+
+
+def _card(header: GgufHeader) -> dict[str, bytes]:
+    """Returns a README.md with the licence, as the model cards of the Hub have it."""
+    licence = header.get("general.license", str)
+    return {} if licence is None else {"README.md": f"---\nlicense: {licence}\n---\n".encode()}
+
+
+def _write(directory: pathlib.Path, file: pathlib.Path, contents: dict[str, bytes]) -> None:
+    """Writes the directory, as a whole."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staged = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        staged.mkdir()
+        (staged / WEIGHTS).symlink_to(file)
+        for name, content in contents.items():
+            files.write_whole(staged / name, content)
+        with files.waiting_lock(directory.parent / ".lock"):
+            if not (directory / CONFIG).exists():
+                files.publish(staged, directory, CONFIG)
+    finally:
+        files.remove_tree(staged)

@@ -1,0 +1,29 @@
+"""GGUF layout: model.gguf, or a link to such a file; its weights are dequantized piece by piece."""
+
+import pathlib
+
+import numpy as np
+from flax import nnx
+
+from dflash.checkpoints import gguf_tensors, safetensors_io
+from dflash.checkpoints.safetensors_header import PLAIN_DTYPES
+
+
+def load(module: nnx.Module, directory: pathlib.Path) -> None:
+    """Fills the abstract parameters of `module`; see `safetensors_io.load`.
+
+    Raises:
+      CheckpointError: The file is damaged, or its tensors do not fit the module.
+    """
+    tensors = gguf_tensors.read_tensors(directory)
+    safetensors_io.load_tensors(module, tensors, (directory / gguf_tensors.WEIGHTS).resolve())
+
+
+def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
+    """Returns the dtypes of the weights; quantized ones count as float32.
+
+    Raises:
+      CheckpointError: The file is damaged or its model is unsupported.
+    """
+    tensors = gguf_tensors.read_tensors(directory)
+    return {np.dtype(PLAIN_DTYPES[tensor.code]) for tensor in tensors.values()}

@@ -1,0 +1,236 @@
+"""Conversion of a tokenizer in the metadata of a GGUF file to the files that `dflash.text` reads.
+
+Byte-level BPE becomes tokenizer.json; sentencepiece BPE becomes tokenizer.model. The spellings of
+special tokens and the chat template go to tokenizer_config.json.
+
+Source of the pre-tokenizers: llama.cpp, src/llama-vocab.cpp.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash import errors
+from dflash.checkpoints import gguf_header
+from dflash.checkpoints.gguf_header import GgufHeader
+from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+_PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+_MODELS = "gpt2", "llama"
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # Token types; sentencepiece has the same numbers.
+_TYPES = range(1, 7)
+_SPACE_SIGN = "\u2581"  # Symbol of sentencepiece for a space.
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
+_ENDS = "eos", "eot", "eom"
+
+
+@dataclasses.dataclass(frozen=True)
+class _PreTokenizer:
+    """How texts are split into words before BPE.
+
+    Attributes:
+      pattern: Regular expression of words; None for that of GPT-2.
+      single_digits: Each digit is split off first.
+      nfc: Texts are normalized to NFC, as in the tokenizer.json that the file was made from.
+      ignore_merges: Words in the vocabulary are tokens, whatever the merges.
+      adds_bos: The beginning-of-sequence token is added unless the file states otherwise.
+    """
+
+    pattern: str | None = None
+    single_digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False
+    adds_bos: bool = False
+
+
+def _words(digits: str) -> str:
+    """Returns the pattern that Llama 3 and Qwen share but for runs of digits."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_QWEN = _PreTokenizer(_words(r"\p{N}"), nfc=True)
+_LLAMA3 = _PreTokenizer(_words(r"\p{N}{1,3}"), ignore_merges=True, adds_bos=True)
+_PRE_TOKENIZERS = {
+    "gpt-2": _PreTokenizer(),
+    "smollm": _PreTokenizer(single_digits=True),
+    "qwen2": _QWEN,
+    "deepseek-r1-qwen": _QWEN,
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+}
+
+
+def files_of(header: GgufHeader) -> dict[str, bytes]:
+    """Returns the content of each file of the tokenizer, by name; none without a tokenizer.
+
+    Raises:
+      CheckpointError: The tokenizer is of an unsupported kind, or its metadata are inconsistent.
+    """
+    model = header.get(_PREFIX + "model", str, "none")
+    if model == "none":
+        return {}
+    if model not in _MODELS:
+        raise errors.CheckpointError(
+            f"{header.file}: {_PREFIX}model: {model!r} is not supported, only {', '.join(_MODELS)}"
+        )
+    tokens, types = _vocabulary(header)
+    ids = {name: _id(header, key) for key, name in _NAMED.items()}
+    named = {name: tokens[token] for name, token in ids.items() if token is not None}
+    config: dict[str, Any] = {**named}
+    template = header.get(_TEMPLATE, str)
+    if template is not None:
+        config["chat_template"] = template
+    if model == "gpt2":
+        name, content = TOKENIZER_JSON, _encode(_byte_level(header, tokens, types))
+    else:
+        config["add_bos_token"] = header.get(_PREFIX + "add_bos_token", bool, True)
+        name, content = SENTENCEPIECE_MODEL, _sentencepiece(header, tokens, types, named)
+    return {name: content, TOKENIZER_CONFIG: _encode(config)}
+
+
+def end_ids(header: GgufHeader) -> tuple[int, ...]:
+    """Returns the ids of the tokens that end an answer."""
+    ids = (_id(header, name) for name in _ENDS)
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode()
+
+
+def _vocabulary(header: GgufHeader) -> tuple[list[str], list[int]]:
+    """Returns the spelling and the type of each token."""
+    tokens = header.require(_PREFIX + "tokens", list)
+    types = header.get(_PREFIX + "token_type", list, [1] * len(tokens))
+    if not all(isinstance(token, str) for token in tokens) or len(types) != len(tokens):
+        raise gguf_header.corrupt(header.file, f"{_PREFIX}tokens and token_type do not fit")
+    unknown = next((kind for kind in types if kind not in _TYPES), None)
+    if unknown is not None:
+        raise gguf_header.corrupt(header.file, f"{_PREFIX}token_type has a token of type {unknown}")
+    return tokens, types
+
+
+def _id(header: GgufHeader, name: str) -> int | None:
+    """Returns the id of a special token, such as "bos"; None if the file states none."""
+    key = f"{_PREFIX}{name}_token_id"
+    token = header.get(key, int)
+    count = len(header.get(_PREFIX + "tokens", list, []))
+    if token is not None and token >= count > 0:
+        raise gguf_header.corrupt(header.file, f"{key} is {token} of {count} tokens")
+    return token
+
+
+def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """Returns the content of tokenizer.json for byte-level BPE."""
+    kind = header.get(_PREFIX + "pre", str, "gpt-2")
+    if kind not in _PRE_TOKENIZERS:
+        raise errors.CheckpointError(
+            f"{header.file}: {_PREFIX}pre: {kind!r} is not supported, only "
+            f"{', '.join(_PRE_TOKENIZERS)}"
+        )
+    pre = _PRE_TOKENIZERS[kind]
+    adds_bos = header.get(_PREFIX + "add_bos_token", bool, pre.adds_bos)
+    added = {token for token, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
+    return {
+        "version": "1.0",
+        "added_tokens": [_added(token, tokens[token], types[token]) for token in sorted(added)],
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_splits(pre))},
+        "post_processor": _beginning(header, tokens) if adds_bos else None,
+        "decoder": _byte_level_part(use_regex=False),
+        "model": {
+            "type": "BPE",
+            "vocab": {text: token for token, text in enumerate(tokens)},
+            "merges": _merges(header, set(tokens)),
+            "ignore_merges": pre.ignore_merges,
+            "byte_fallback": False,
+            "fuse_unk": False,
+        },
+    }
+
+
+def _merges(header: GgufHeader, known: set[str]) -> list[list[str]]:
+    """Returns the two parts of each merge."""
+    merges = [
+        merge.split(" ") if isinstance(merge, str) else []
+        for merge in header.require(_PREFIX + "merges", list)
+    ]
+    for number, parts in enumerate(merges):
+        if len(parts) != 2 or not {*parts, "".join(parts)} <= known:
+            raise gguf_header.corrupt(header.file, f"{_PREFIX}merges: merge {number} is no pair")
+    return merges
+
+
+def _splits(pre: _PreTokenizer) -> Iterator[dict[str, Any]]:
+    if pre.single_digits:
+        yield {"type": "Digits", "individual_digits": True}
+    if pre.pattern is not None:
+        pattern = {"Regex": pre.pattern}
+        yield {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    yield _byte_level_part(use_regex=pre.pattern is None)
+
+
+def _byte_level_part(*, use_regex: bool) -> dict[str, Any]:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _beginning(header: GgufHeader, tokens: list[str]) -> dict[str, Any] | None:
+    """Returns the post-processor that adds the beginning-of-sequence token."""
+    token = _id(header, "bos")
+    if token is None:
+        return None
+    spelling = {"id": tokens[token], "type_id": 0}
+    pair = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": spelling}, pair[0]],
+        "pair": [{"SpecialToken": spelling}, *pair],
+        "special_tokens": {
+            tokens[token]: {"id": tokens[token], "ids": [token], "tokens": [tokens[token]]}
+        },
+    }
+
+
+def _added(token: int, text: str, kind: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": text, **flags, "special": kind == _CONTROL}
+
+
+def _sentencepiece(
+    header: GgufHeader, tokens: list[str], types: list[int], named: Mapping[str, str]
+) -> bytes:
+    """Returns the content of tokenizer.model."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    scores = header.require(_PREFIX + "scores", list)
+    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
+        raise gguf_header.corrupt(header.file, f"{_PREFIX}scores do not fit the tokens")
+    if types.count(_UNKNOWN) != 1:
+        raise gguf_header.corrupt(header.file, f"{_PREFIX}token_type needs one unknown token")
+    model = sentencepiece_model_pb2.ModelProto()
+    for text, kind, score in zip(tokens, types, scores, strict=True):
+        piece = text.replace(" ", _SPACE_SIGN) if kind == _USER_DEFINED else text
+        model.pieces.add(piece=piece, score=score, type=kind)
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    trainer.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    trainer.byte_fallback = True
+    trainer.unk_piece = tokens[types.index(_UNKNOWN)]
+    for field, name in (("bos_piece", "bos_token"), ("eos_piece", "eos_token")):
+        setattr(trainer, field, named.get(name, ""))
+    normalizer.name = "identity"
+    normalizer.add_dummy_prefix = header.get(_PREFIX + "add_space_prefix", bool, True)
+    normalizer.remove_extra_whitespaces = False
+    return model.SerializeToString()

@@ -1,0 +1,234 @@
+"""Models in GGUF files: the architecture, and each weight bit for bit."""
+
+import sys
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from support import gguf_files
+from support.models import family_architecture, make_architecture, make_sharding
+
+from dflash import errors
+from dflash.checkpoints import checkpoint, gguf_tensors
+from dflash.config import registry
+from dflash.parallel import parameters
+
+FAMILIES = ["llama3", "qwen3", "qwen3_moe"]
+WRITTEN = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 TQ1_0 TQ2_0 MXFP4".split()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def make_model(directory, family="qwen3", **changes):
+    """A checkpoint with random weights; returns its class and its architecture."""
+    kind = registry.load(registry.TARGETS[family].implementation)
+    arch = family_architecture(family, make_architecture(**changes))
+    module = kind(arch, dtype=np.dtype("float32"), sharding=make_sharding())
+    parameters.initialize(module, jax.random.key(0))
+    checkpoint.save_hf(module, directory, kind.config_to_hf(arch))
+    return kind, arch
+
+
+def load(directory, kind, **mesh):
+    """The parameters that a checkpoint fills, by path."""
+    arch = kind.architecture_from_hf(checkpoint.read_config(directory))
+    module = kind(arch, dtype=np.dtype("float32"), sharding=make_sharding(**mesh))
+    checkpoint.load(module, directory)
+    return {
+        path: np.asarray(param.get_value()) for path, param in parameters.named_parameters(module)
+    }
+
+
+def failure(function, *args):
+    with pytest.raises(errors.CheckpointError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_loads_as_the_directory_that_it_was_made_from(tmp_path, family, tied):
+    kind, arch = make_model(tmp_path / "m", family, tie_word_embeddings=tied)
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
+    directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
+    assert kind.architecture_from_hf(checkpoint.read_config(directory)) == arch
+    expected, loaded = load(tmp_path / "m", kind), load(directory, kind)
+    assert loaded.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(loaded[path], value, err_msg=path)
+
+
+def test_shards_are_read_alone(tmp_path):
+    kind, _ = make_model(
+        tmp_path / "m", "llama3", num_key_value_heads=4, hidden_size=64, intermediate_size=64
+    )
+    gguf_files.write(
+        tmp_path / "m.gguf",
+        tmp_path / "m",
+        kind=gguf.GGMLQuantizationType.Q8_0,
+    )
+    directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
+    whole, sharded = load(directory, kind), load(directory, kind, tensor=4)
+    for path, value in whole.items():
+        np.testing.assert_array_equal(sharded[path], value, err_msg=path)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_quantization_is_read_as_the_package_reads_it(tmp_path, name):
+    kind = gguf.GGMLQuantizationType[name]
+    width = gguf.GGML_QUANT_SIZES[kind][0] * 2
+    values = np.random.default_rng(0).normal(size=(6, width)).astype(np.float32)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    gguf_files.add(writer, "token_embd.weight", values, kind)
+    gguf_files.write_values(writer, llama_values(width, 1))
+    gguf_files.finish(writer)
+    tensor = gguf_tensors.read_tensors(tmp_path)["model.embed_tokens.weight"]
+    expected = gguf.dequantize(gguf.quantize(values, kind), kind).reshape(6, width)
+    np.testing.assert_array_equal(tensor.read((slice(0, 6), slice(0, width))), expected)
+    np.testing.assert_array_equal(tensor.read((slice(2, 5), slice(3, 9))), expected[2:5, 3:9])
+
+
+@pytest.mark.parametrize("name", "Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS IQ2_XXS IQ1_M".split())
+def test_rows_of_types_that_only_llama_cpp_writes(tmp_path, name):
+    kind = gguf.GGMLQuantizationType[name]
+    width, size = gguf.GGML_QUANT_SIZES[kind]
+    stored = np.random.default_rng(0).integers(0, 256, (4, 2 * size), np.uint8)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    writer.add_tensor("token_embd.weight", stored, raw_dtype=kind)
+    gguf_files.write_values(writer, llama_values(2 * width, 1))
+    gguf_files.finish(writer)
+    tensor = gguf_tensors.read_tensors(tmp_path)["model.embed_tokens.weight"]
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(stored, kind)
+    np.testing.assert_array_equal(tensor.read((slice(1, 4), slice(0, 2 * width))), expected[1:4])
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_any_rows_of_permuted_heads(tmp_path, heads):
+    stored = np.arange(heads * 8 * 32, dtype=np.float32).reshape(heads * 8, 32)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    gguf_files.add(writer, "token_embd.weight", np.zeros((4, 32), np.float32))
+    gguf_files.add(writer, "blk.0.attn_q.weight", gguf_files.permute(stored, heads))
+    gguf_files.write_values(writer, llama_values(32, heads) | {"llama.attention.key_length": 8})
+    gguf_files.finish(writer)
+    tensor = gguf_tensors.read_tensors(tmp_path)["model.layers.0.self_attn.q_proj.weight"]
+    for first in range(len(stored)):
+        for last in range(first + 1, len(stored) + 1):
+            rows = tensor.read((slice(first, last), slice(5, 9)))
+            np.testing.assert_array_equal(rows, stored[first:last, 5:9])
+
+
+def llama_values(width, heads):
+    values = {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": width,
+        "feed_forward_length": 8,
+        "attention.head_count": heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    return {f"llama.{key}": value for key, value in values.items()}
+
+
+def test_a_conversion_to_another_layout(tmp_path):
+    from dflash.loading import conversion
+
+    kind, _ = make_model(tmp_path / "m", "llama3")
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
+    conversion.convert(str(tmp_path / "m.gguf"), tmp_path / "out", to="hf")
+    for path, value in load(tmp_path / "m", kind).items():
+        np.testing.assert_array_equal(load(tmp_path / "out", kind)[path], value, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3' is not supported, only llama"),
+        ({"llama.logit_scale": 2.0}, "that are not supported: llama.logit_scale=2.0"),
+        ({"llama.expert_count": 8}, "that are not supported: llama.expert_count=8"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count: 8 is not supported"),
+        ({"llama.rope.scaling.type": "linear"}, "'linear' is not supported, only 'yarn'"),
+        ({"llama.block_count": "x"}, "llama.block_count: expected int, got str"),
+        ({"llama.attention.head_count": 0}, "corrupt (llama.attention.head_count is 0)"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: 't5' is not supported, only gpt2"),
+    ],
+)
+def test_an_unsupported_option_is_named(tmp_path, more, message):
+    make_model(tmp_path / "m", "llama3")
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more)
+    assert message in failure(checkpoint.resolve, str(tmp_path / "m.gguf"))
+
+
+def test_an_unsupported_type_is_named(tmp_path):
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.int8))
+    gguf_files.write_values(writer, llama_values(4, 1))
+    gguf_files.finish(writer)
+    message = failure(checkpoint.resolve, str(tmp_path / "m.gguf"))
+    assert (
+        "tensor 'token_embd.weight' has type I8, which is not supported, only F32, F16" in message
+    )
+
+
+def test_unexpected_tensors_are_named(tmp_path):
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    for name in ("token_embd.weight", "blk.0.attn_q.bias"):
+        gguf_files.add(writer, name, np.zeros((4, 4), np.float32))
+    gguf_files.write_values(writer, llama_values(4, 1))
+    gguf_files.finish(writer)
+    assert "1 unexpected tensors: 'blk.0.attn_q.bias'" in failure(
+        gguf_tensors.read_tensors, tmp_path
+    )
+
+
+def test_missing_tensors_are_named(tmp_path):
+    kind, _ = make_model(tmp_path / "m", "qwen3")
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more={"qwen3.block_count": 4})
+    directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
+    message = failure(load, directory, kind)
+    assert f"{tmp_path / 'm.gguf'}: 11 of" in message
+    assert "tensors missing: 'model.layers.3" in message
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rotary_scaling_of_llama_3(tmp_path, factor):
+    """The divisors are those that llama.cpp's converter computes."""
+    width, theta = 64, 500_000.0
+    frequencies = theta ** -(np.arange(0, width, 2) / width)
+    wavelengths = 2 * np.pi / frequencies
+    smooth = (8192 / wavelengths - 1) / 3
+    divisors = np.where(
+        wavelengths < 8192 / 4,
+        1,
+        np.where(wavelengths > 8192, factor, 1 / ((1 - smooth) / factor + smooth)),
+    ).astype(np.float32)
+    values = llama_values(width, 1) | {"llama.rope.freq_base": theta}
+    for name, scale in (("right", 1), ("wrong", 1.1)):
+        writer = gguf.GGUFWriter(str(tmp_path / f"{name}.gguf"), "llama")
+        gguf_files.add(writer, "token_embd.weight", np.zeros((4, width), np.float32))
+        gguf_files.add(writer, "rope_freqs.weight", (divisors * scale).astype(np.float32))
+        gguf_files.write_values(writer, values)
+        gguf_files.finish(writer)
+    found = checkpoint.read_config(checkpoint.resolve(str(tmp_path / "right.gguf")))
+    assert found["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    message = failure(checkpoint.resolve, str(tmp_path / "wrong.gguf"))
+    assert "only the rotary scaling of Llama 3.1 and 3.2 is supported" in message
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    make_model(tmp_path / "m")
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    message = failure(checkpoint.resolve, str(tmp_path / "m.gguf"))
+    assert "needs gguf; pip install 'dflash-jax[gguf]'" in message
