@@ -76,7 +76,7 @@ _ELSEWHERE = {  # Keys that are read one by one below, or describe what other ke
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", _EPSILON),
     *("vocab_size", "tensor_data_layout", "rope.dimension_count", "rope.freq_base"),
 }
-_SCALING = "rope.scaling."
+_SCALING, _UNSCALED = "rope.scaling.", "none"
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "rope.scale_linear": 1.0}
 
 
@@ -173,8 +173,8 @@ def _rope_scaling(
     """Returns `rope_scaling` of config.json."""
     if ROPE_FACTORS in header.tensors:
         return _llama3_scaling(header, config)
-    kind = header.get(f"{prefix}{_SCALING}type", str, "none")
-    if kind == "none":
+    kind = header.get(f"{prefix}{_SCALING}type", str, _UNSCALED)
+    if kind == _UNSCALED:
         return None
     if kind != "yarn":
         raise errors.CheckpointError(

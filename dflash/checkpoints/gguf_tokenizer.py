@@ -20,7 +20,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
-_MODELS = "gpt2", "llama"
+_NO_MODEL, _BYTE_LEVEL, _SENTENCEPIECE = "none", "gpt2", "llama"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # Token types; sentencepiece has the same numbers.
 _TYPES = range(1, 7)
 _SPACE_SIGN = "\u2581"  # Symbol of sentencepiece for a space.
@@ -74,12 +74,13 @@ def files_of(header: GgufHeader) -> dict[str, bytes]:
     Raises:
       CheckpointError: The tokenizer is of an unsupported kind, or its metadata are inconsistent.
     """
-    model = header.get(_PREFIX + "model", str, "none")
-    if model == "none":
+    model = header.get(_PREFIX + "model", str, _NO_MODEL)
+    if model == _NO_MODEL:
         return {}
-    if model not in _MODELS:
+    if model not in (_BYTE_LEVEL, _SENTENCEPIECE):
         raise errors.CheckpointError(
-            f"{header.file}: {_PREFIX}model: {model!r} is not supported, only {', '.join(_MODELS)}"
+            f"{header.file}: {_PREFIX}model: {model!r} is not supported, only "
+            f"{_BYTE_LEVEL} and {_SENTENCEPIECE}"
         )
     tokens, types = _vocabulary(header)
     ids = {name: _id(header, key) for key, name in _NAMED.items()}
@@ -88,7 +89,7 @@ def files_of(header: GgufHeader) -> dict[str, bytes]:
     template = header.get(_TEMPLATE, str)
     if template is not None:
         config["chat_template"] = template
-    if model == "gpt2":
+    if model == _BYTE_LEVEL:
         name, content = TOKENIZER_JSON, _encode(_byte_level(header, tokens, types))
     else:
         config["add_bos_token"] = header.get(_PREFIX + "add_bos_token", bool, True)
