@@ -2,10 +2,14 @@
 
 Values travel through the key-value store of JAX's coordination service, which needs no device. So
 processes can agree while their devices are busy, or before they have any.
+
+The service authenticates nobody. With the same secret in the environment of all processes
+(DFLASH_RUN_SECRET), each message is signed, so that nobody else can take a process's place.
 """
 
 import contextlib
 import dataclasses
+import hmac
 import json
 import os
 import threading
@@ -20,6 +24,8 @@ from dflash.parallel import jax_internals, messages
 
 Result = TypeVar("Result")
 
+SECRET = "DFLASH_RUN_SECRET"  # environment variable
+_SIGNATURE_BYTES = 64  # hexadecimal digits of a SHA-256
 _ROOT = "dflash"
 _FAILURE = f"{_ROOT}/failure"
 _LEAVING = f"{_ROOT}/leaving"
@@ -143,7 +149,8 @@ class ProcessGroup:
         self._closing.acquire()
         own = Failure(self.process, status, lines)
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another failure came first
-            self._client.key_value_set(_FAILURE, json.dumps(dataclasses.asdict(own)))
+            message = json.dumps(dataclasses.asdict(own)).encode()
+            self._client.key_value_set(_FAILURE, _signed(_FAILURE, message).decode())
         try:
             first = self._client.blocking_key_value_get(_FAILURE, _LEAVE_TIMEOUT_MS)
         except jax.errors.JaxRuntimeError:  # the process that hosts the store is gone
@@ -179,11 +186,18 @@ def _gather(name: str, value: Any, coordination: jax_internals.Coordination) -> 
     client, process = coordination.client, coordination.process
     number = client.key_value_increment(f"{_ROOT}/count/{name}/{process}", 1)
     prefix = f"{_ROOT}/value/{name}/{number}"
-    client.key_value_set_bytes(f"{prefix}/{process}", messages.encode(value))
+    key = f"{prefix}/{process}"
+    client.key_value_set_bytes(key, _signed(key, messages.encode(value)))
     client.wait_at_barrier(f"{_ROOT}/wait/{name}/{number}", _NO_TIMEOUT_MS)
     values = []
     for index in range(coordination.num_processes):
-        message = client.blocking_key_value_get_bytes(f"{prefix}/{index}", _NO_TIMEOUT_MS)
+        key = f"{prefix}/{index}"
+        message = _verified(key, client.blocking_key_value_get_bytes(key, _NO_TIMEOUT_MS))
+        if message is None:
+            raise errors.UserError(
+                f"process {index}: its message {name!r} is not signed with this run's secret; set "
+                f"the same {SECRET} for all processes"
+            )
         try:
             values.append(messages.decode(message))
         except ValueError as error:
@@ -194,9 +208,21 @@ def _gather(name: str, value: Any, coordination: jax_internals.Coordination) -> 
     return values
 
 
+def _signed(key: str, message: bytes) -> bytes:
+    """Returns a message with its signature, which no other key has."""
+    secret = os.environ.get(SECRET, "").encode()
+    return hmac.new(secret, f"{key}\n".encode() + message, "sha256").hexdigest().encode() + message
+
+
+def _verified(key: str, signed: bytes) -> bytes | None:
+    """Returns the message of `_signed`; None if another secret or none has signed it."""
+    message = signed[_SIGNATURE_BYTES:]
+    return message if hmac.compare_digest(_signed(key, message), signed) else None
+
+
 def _parse_failure(text: str) -> Failure:
     try:
-        fields = json.loads(text)
+        fields = json.loads(_verified(_FAILURE, text.encode()) or b"")
         return Failure(int(fields["process"]), int(fields["status"]), tuple(fields["lines"]))
     except (ValueError, TypeError, LookupError):
         return Failure(0, errors.UserError.exit_status, ("the reported failure is not readable",))

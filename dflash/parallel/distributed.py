@@ -1,6 +1,8 @@
 """Joins the processes of a multi-host run, and broadcasts values of process 0 to the others."""
 
+import contextlib
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from dflash.parallel import messages
 Result = TypeVar("Result")
 
 AUTO = "auto"
+_BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # environment variable of JAX
 _MESSAGE_BYTES = 4096  # size of the first message of a broadcast
 _SIZE_BYTES = 8
 _JOIN_TIMEOUT_S = 300  # time that a process waits for the others at the start
@@ -29,8 +32,8 @@ def initialize(
     Must be called before any device is used.
 
     Args:
-      coordinator_address: "host:port" of process 0, or "auto" where JAX detects the cluster (TPU
-        pods, Slurm, Kubernetes, …).
+      coordinator_address: "host:port" of process 0, at which alone it listens, or "auto" where JAX
+        detects the cluster (TPU pods, Slurm, Kubernetes, …); then it listens on all interfaces.
       num_processes: Number of processes.
       process_id: Index of this process, from 0.
     Raises:
@@ -131,6 +134,7 @@ def _join(coordinator_address: str | None, num_processes, process_id) -> None:
             process_id,
             initialization_timeout=2 * _JOIN_TIMEOUT_S,
             heartbeat_timeout_seconds=_HEARTBEAT_S,
+            coordinator_bind_address=_bind_address(coordinator_address, process_id),
         )
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -139,6 +143,29 @@ def _join(coordinator_address: str | None, num_processes, process_id) -> None:
         ) from error
     finally:
         timer.cancel()
+
+
+def _bind_address(coordinator_address: str | None, process_id: int | None) -> str | None:
+    """Returns the address at which process 0 listens; None for all interfaces.
+
+    A name may stand for an address of another machine that forwards to this one, such as a service
+    of Kubernetes. JAX's own environment variable goes before both.
+    """
+    if process_id or coordinator_address is None or _BIND_ADDRESS in os.environ:
+        return None
+    host = coordinator_address.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return coordinator_address
+    print(
+        f"--coordinator_address={coordinator_address}: not an address of this machine, so process "
+        f"0 listens on all interfaces; {_BIND_ADDRESS} names another address",
+        file=sys.stderr,
+        flush=True,
+    )
+    return None
 
 
 def _exit_unjoined(address: str) -> None:

@@ -1,6 +1,8 @@
 import re
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from support import free_port
@@ -86,3 +88,43 @@ def test_processes_that_do_not_come_are_one_line():
         r"start all of them, and check that every host can reach this address\n",
         done.stderr,
     )
+
+
+def test_process_0_listens_only_where_asked():
+    """127.0.0.2 is another address of this machine, as that of a second network would be."""
+    port = free_port()
+    code = "from dflash.parallel import distributed as d; "
+    code += f"d.initialize('127.0.0.1:{port}', 2, 0)"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            assert process.poll() is None
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), 60)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("address", "process", "expected"),
+    [
+        ("127.0.0.1:1", 0, "127.0.0.1:1"),
+        ("localhost:1", 0, "localhost:1"),
+        ("127.0.0.1:1", 1, None),
+        (None, None, None),
+        ("192.0.2.1:1", 0, None),  # reserved for documentation, so of no machine
+        ("a.name.that.does.not.exist.invalid:1", 0, None),
+    ],
+)
+def test_the_address_to_listen_at(address, process, expected, capfd, monkeypatch):
+    assert distributed._bind_address(address, process) == expected
+    warned = "listens on all interfaces" in capfd.readouterr().err
+    assert warned == (process == 0 and expected is None)
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:1")
+    assert distributed._bind_address(address, process) is None
