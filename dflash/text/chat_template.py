@@ -13,6 +13,7 @@ from dflash.text import template_process
 
 Messages = Sequence[Mapping[str, Any]]
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -48,6 +49,9 @@ class ChatTemplate:
         given = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
+            # Templates test these for None, as transformers always defines them.
+            "tools": None,
+            "documents": None,
         }
         try:
             return template_process.render(source, self._date, given | self._variables | variables)
@@ -60,7 +64,7 @@ class ChatTemplate:
         path = self._directory / "chat_template.jinja"
         if path.exists():
             return path, _read(path)
-        path = self._directory / "tokenizer_config.json"
+        path = self._directory / TOKENIZER_CONFIG
         template = tokenizer_config(self._directory).get("chat_template")
         if isinstance(template, list):  # named templates
             named = [entry for entry in template if isinstance(entry, dict)]
@@ -76,7 +80,7 @@ class ChatTemplate:
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
     """Returns the spellings of bos_token, eos_token etc. by name, which templates refer to."""
-    config = _read_json(directory / "special_tokens_map.json") | tokenizer_config(directory)
+    config = special_tokens_map(directory) | tokenizer_config(directory)
     tokens = {}
     for name in _SPECIAL_NAMES:
         token = config.get(name)
@@ -88,7 +92,12 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
 
 def tokenizer_config(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the content of tokenizer_config.json; empty if the file is missing."""
-    return _read_json(directory / "tokenizer_config.json")
+    return _read_json(directory / TOKENIZER_CONFIG)
+
+
+def special_tokens_map(directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the content of special_tokens_map.json; empty if the file is missing."""
+    return _read_json(directory / "special_tokens_map.json")
 
 
 def _read(path: pathlib.Path) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.text import chat_template, special_tokens, token_bytes
+from dflash.text import added_tokens, chat_template, special_tokens, token_bytes
 from dflash.text.chat_template import ChatTemplate, Messages
 from dflash.text.special_tokens import SpecialTokens
 from dflash.text.token_bytes import TokenBytes
@@ -61,6 +61,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             raise errors.InputError(
                 f"{file}: damaged ({chat_template.first_line(error)})"
             ) from error
+        added_tokens.complete(self._tokenizer, directory)
         # Some files truncate or pad every text to a training length.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -40,6 +40,7 @@ def test_named_templates(tmp_path):
         ("{% generation %}a{{ messages | length }}{% endgeneration %}b", "a2b"),
         ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "system"),
         ("{% if true %}\n    x\n{% endif %}", "    x\n"),
+        ("{{ tools is none and documents is none and other is undefined }}", "True"),
         ("{{ strftime_now('%d %b %Y %H:%M') }}", "29 Feb 2024 00:00"),
     ],
 )

@@ -16,6 +16,7 @@ from support.trained_tokenizers import (
     write_json,
 )
 
+from dflash import errors
 from dflash.text import special_tokens
 from dflash.text import tokenizer as tokenization
 from dflash.text.special_tokens import MARK, SpecialTokens
@@ -162,6 +163,40 @@ def test_ids_of_chats_equal_those_of_transformers(tmp_path):
     for messages in [MESSAGES, *map(ask, TEXTS), ask("<|im_ start|> <think>")]:
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True)
         assert ours.encode_chat(messages) == list(expected["input_ids"])
+
+
+NAMED_ELSEWHERE = {
+    "new": {"additional_special_tokens": ["<tool>", "<end>"]},
+    "of the vocabulary": {"eos_token": "the"},
+    "with ids": {
+        "added_tokens_decoder": {
+            "9": {"content": "<late>", "special": True},
+            "8": {"content": "<early>", "special": False, "normalized": False},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("kind", NAMED_ELSEWHERE)
+def test_tokens_named_in_the_other_files_are_those_of_transformers(tmp_path, kind):
+    _, transformers = import_transformers()
+    train_byte_level(tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | NAMED_ELSEWHERE[kind]
+    write_json(tmp_path / "tokenizer_config.json", config)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    for text in ("a <tool> b <end>the", "the<late>there<early> the", "no token"):
+        assert ours.encode(text, special_tokens=True) == reference(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "config", [{"pad_token": 5}, {"added_tokens_decoder": [1]}, {"added_tokens_decoder": {"x": {}}}]
+)
+def test_tokens_that_are_none_are_one_line(tmp_path, config):
+    train_byte_level(tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", config)
+    with pytest.raises(errors.InputError, match=r"tokenizer_config.json: .*: expected a"):
+        load_tokenizer(tmp_path)
 
 
 def test_bytes_have_no_special_tokens():
