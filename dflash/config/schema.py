@@ -62,6 +62,23 @@ def subset(values: Any, declared: type) -> dict[str, Any]:
     return {field.name: getattr(values, field.name) for field in dataclasses.fields(declared)}
 
 
+class RecordsKeys:
+    """Base of config groups that record which of their keys a file or the command line gives."""
+
+    given: frozenset[str] | None = None
+
+    @property
+    def given_values(self) -> dict[str, Any]:
+        """Values that were given; for a group that a program made, those other than defaults."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {
+            name: value
+            for name, value in values.items()
+            if (value != defaults[name] if self.given is None else name in self.given)
+        }
+
+
 def location(kind: Place, default: Any = None) -> Any:
     """Returns a dataclass field of one or several paths, which are checked before any work."""
     return dataclasses.field(default=default, metadata={PLACE: kind})

@@ -154,7 +154,12 @@ class Builder:
                 if self.complete:
                     expected = _describe(kinds[field.name], field.metadata)
                     self._report(here, f"required: {expected}")
-        return cls(**values) if usable else INVALID
+        if not usable:
+            return INVALID
+        group = cls(**values)
+        if isinstance(group, schema.RecordsKeys):
+            object.__setattr__(group, "given", frozenset(values))
+        return group
 
     def _chosen(self, declared: type, content, path: Path) -> type | None:
         """Returns the schema that the group's `name` chooses; reports an unknown name."""

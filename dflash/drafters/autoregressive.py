@@ -13,6 +13,7 @@ from flax import nnx
 
 from dflash import errors
 from dflash.config.schema import TargetArchitecture
+from dflash.drafters import base_config
 from dflash.drafters.autoregressive_config import AutoregressiveConfig, DraftModelArchitecture
 from dflash.drafters.base import Drafter
 from dflash.drafters.parts import chain
@@ -78,6 +79,8 @@ class Autoregressive(Drafter):
             arch = (config.architecture or DraftModelArchitecture()).for_target(target)
         else:
             arch = family.architecture_from_hf(hf)
+            if config.architecture is not None:
+                base_config.check_stated(config, config.architecture.for_target(target), arch)
         if arch.vocab_size != target.vocab_size:
             raise errors.CheckpointError(
                 f"drafter.checkpoint: the vocabulary of {arch.vocab_size} tokens differs from the "

@@ -18,6 +18,7 @@ from dflash.config.schema import (
     MAX_BLOCK_SIZE,
     DrafterConfig,
     Quantization,
+    RecordsKeys,
     RopeScaling,
     TargetArchitecture,
     location,
@@ -75,7 +76,7 @@ class MarginalTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftLayers:
+class DraftLayers(RecordsKeys):
     """Sizes of a drafter's transformer layers, which follow Qwen3 for every target family.
 
     Width, vocabulary and context length are the target's. The target's attention and MLP have no
@@ -194,6 +195,34 @@ def check_options(problems: Iterable[Problem]) -> None:
     lines = [f"drafter.architecture.{fields[0]}: {message}" for fields, message in problems]
     if lines:
         raise errors.ConfigError(*lines)
+
+
+def check_stated(config: DrafterConfig, stated: Any, found: Any) -> None:
+    """Checks that `drafter.architecture` agrees with the shape of `drafter.checkpoint`.
+
+    Keys that were not given, or are None, agree with any shape.
+
+    Args:
+      config: Config group `drafter`, with an architecture.
+      stated: Shape that follows from the architecture.
+      found: Shape of the checkpoint.
+    Raises:
+      ConfigError: Some values differ; the message has a line for each.
+    """
+    problems = [
+        f"drafter.architecture.{key}: {value}, but {config.checkpoint} has {_value(found, key)}; "
+        "leave drafter.architecture out"
+        for key, value in config.architecture.given_values.items()
+        if value is not None and _value(stated, key) != _value(found, key)
+    ]
+    if problems:
+        raise errors.ConfigError(*problems)
+
+
+def _value(shape: Any, key: str) -> Any:
+    """Returns the value of a key of `drafter.architecture` in a shape or its decoder, or None."""
+    held = shape if hasattr(shape, key) else getattr(shape, "decoder", shape)
+    return getattr(held, key, None)
 
 
 def vocabulary_problems(draft_vocab_size: int | None, vocab_size: int) -> Iterable[Problem]:

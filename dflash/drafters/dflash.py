@@ -136,7 +136,7 @@ class DFlash(OnePassDrafter):
         A causal block runs only the rows up to the last draft; any other block runs whole, since
         its first rows attend to the later ones.
         """
-        last = count if self.shape.is_causal else self.pass_positions
+        last = count if self.shape.causal else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
         first = slice(1, count + 1)
         if self.lm_head is None:

@@ -74,7 +74,7 @@ class DFlashShape(DrafterShape):
         return dataclasses.replace(self.decoder, head_dim=width)
 
     @property
-    def is_causal(self) -> bool:
+    def causal(self) -> bool:
         """True if no block row depends on a later row."""
         return all(view.causal for view in self.views)
 
@@ -89,13 +89,10 @@ class DFlashShape(DrafterShape):
         within = hf_config.read_fields(group, _GroupFields, group=GROUP)
         beside = hf_config.read_fields(config, _FileFields)
         stated = _merge(beside, within)
-        sizes = ("block_size", "num_target_layers", "mask_token_id")
-        missing = [name for name in sizes if stated.get(name) is None]
+        required = ("block_size", "num_target_layers", "mask_token_id", "target_layer_ids")
+        missing = [name for name in required if stated.get(name) in (None, ())]
         if missing:
             raise errors.CheckpointError(f"{hf_config.FILE}: missing {', '.join(missing)}")
-        stated["target_layer_ids"] = stated["target_layer_ids"] or default_taps(
-            stated["num_target_layers"], decoder.num_hidden_layers
-        )
         shape = cls(
             decoder=decoder,
             views=_views(beside, within, decoder.num_hidden_layers),
@@ -132,8 +129,8 @@ class DFlashShape(DrafterShape):
                 GROUP: {
                     "mask_token_id": self.mask_token_id,
                     "target_layer_ids": list(self.target_layer_ids),
-                    "causal": self.is_causal,
-                    "causal_head": self.is_causal,
+                    "causal": self.causal,
+                    "causal_head": self.causal,
                 },
             }
         )

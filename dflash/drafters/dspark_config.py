@@ -69,7 +69,8 @@ class DSparkShape(DFlashShape, DSparkFields):
         config = super().to_hf()
         group = config.pop(GROUP)
         kept = {name: group[name] for name in ("mask_token_id", "target_layer_ids")}
-        return config | kept | subset(self, DSparkFields)
+        causal = {"is_causal": True} if self.causal else {}  # Published files have no such field.
+        return config | kept | causal | subset(self, DSparkFields)
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: DSparkArchitecture | None) -> Self:

@@ -8,6 +8,7 @@ from dflash.checkpoints import hf_config
 from dflash.config.schema import (
     MAX_BLOCK_SIZE,
     DrafterConfig,
+    RecordsKeys,
     TargetArchitecture,
     option,
     option_like,
@@ -70,7 +71,7 @@ class MedusaShape(DrafterShape):
 
 
 @dataclasses.dataclass(frozen=True)
-class MedusaArchitecture:
+class MedusaArchitecture(RecordsKeys):
     """Architecture of fresh Medusa heads."""
 
     # The anchor and one token per head.

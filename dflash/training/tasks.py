@@ -13,6 +13,7 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
+from dflash.config.schema import DrafterConfig
 from dflash.config.train_schema import TrainRun
 from dflash.drafters.base import Drafter
 from dflash.layers.train_batch import TrainBatch
@@ -219,17 +220,34 @@ def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) ->
         )
     source = models.find_drafter(config.drafter, download=download)
 
-    def build_drafter(dtype: str) -> Drafter:
-        return models.build_drafter(
-            config.drafter, source, target.arch, dtype=dtype, sharding=sharding
-        )
+    def build_drafter(dtype: str, drafter: DrafterConfig = config.drafter) -> Drafter:
+        return models.build_drafter(drafter, source, target.arch, dtype=dtype, sharding=sharding)
 
     learner = build_drafter("float32")
     if not parameters.count(learner):
         raise errors.ConfigError(f"drafter.name: {config.drafter.name!r} has no weights to train")
+    _check_block_size(config, learner, build_drafter)
     return DrafterTask(
         config, target, target_source, learner, build_drafter(config.train.dtype), source
     )
+
+
+def _check_block_size(
+    config: TrainRun, learner: Drafter, build_drafter: Callable[..., Drafter]
+) -> None:
+    """Raises ConfigError if `drafter.block_size` is not the size of the trained blocks."""
+    if getattr(config.drafter, "block_size", None) is None:
+        return
+    whole = dataclasses.replace(config.drafter, block_size=None)
+    trained = build_drafter("float32", whole).longest_path
+    if learner.longest_path != trained:
+        key = "drafter.architecture.block_size"
+        source = key if config.drafter.checkpoint == models.RANDOM else "drafter.checkpoint"
+        raise errors.ConfigError(
+            f"drafter.block_size: {config.drafter.block_size}, but blocks of {trained} rows are "
+            f"trained, by {source}; leave drafter.block_size out, and choose the trained size of "
+            f"a new drafter by {key}"
+        )
 
 
 def _weight_bytes(model: nnx.Module) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import fractions
 import functools
 import itertools
 import math
@@ -114,15 +115,6 @@ class TrainJob:
         own_rows = steps_lib.rows_of_process(self.sharding, size)
         return Batches(rows, batch_size=size, mine=own_rows, state=state)
 
-    def batches_per_epoch(self) -> int:
-        """Returns the number of batches in one pass over the training data.
-
-        Raises:
-          InputError: The data do not fill a batch.
-        """
-        self.batches(self.training_rows)
-        return self.training_rows.num_rows // self.config.train.batch_size
-
     def token_counts(self) -> np.ndarray:
         """Returns how often each token is a label in the run's batches, int64 [V].
 
@@ -138,7 +130,7 @@ class TrainJob:
         return counts
 
     def steps(self) -> int:
-        """Returns the total number of optimizer steps.
+        """Returns the total number of optimizer steps, enough to read `train.epochs` in full.
 
         Raises:
           InputError: The data do not fill a batch.
@@ -146,7 +138,10 @@ class TrainJob:
         config = self.config.train
         if config.steps is not None:
             return config.steps
-        return math.ceil(config.epochs * self.batches_per_epoch())
+        self.batches(self.training_rows)  # Raises if the data do not fill a batch.
+        # Take the decimal number that the user wrote: as floats, 1.1 × 100 rows exceed 110.
+        rows = fractions.Fraction(repr(config.epochs)) * self.training_rows.num_rows
+        return math.ceil(rows / config.batch_size)
 
     @functools.cached_property
     def held_out_prompts(self) -> dict[str, list[tuple[int, ...]]]:

@@ -7,6 +7,7 @@ target's attention.
 import dataclasses
 import json
 import types
+import typing
 
 import jax.numpy as jnp
 import pytest
@@ -58,6 +59,62 @@ def test_what_is_written_reads_back(name):
     config = json.loads(json.dumps(kind.config_to_hf(shape)))
     assert config["architectures"] == list(kind.hf_architectures)
     assert kind.architecture_from_hf(config) == shape
+
+
+def make(name: str, hf=None, **options):
+    """Returns a drafter of a strategy for the target, with options of its architecture."""
+    run = loader.load(
+        None,
+        [f"drafter.name={name}", "drafter.checkpoint=random"]
+        + [f"drafter.architecture.{key}={value}" for key, value in options.items()],
+        benchmark_drafter(),
+    )
+    kind = kind_of(name)
+    return kind.create(run.drafter, hf, TARGET, dtype=jnp.float32, sharding=make_sharding())
+
+
+def benchmark_drafter() -> type:
+    """Returns a schema with a drafter alone."""
+    return dataclasses.make_dataclass("Run", [("drafter", schema.DrafterConfig)])
+
+
+OTHER_VALUES = {
+    "block_size": 8,
+    "num_hidden_layers": 3,
+    "target_layer_ids": [0, 1],
+    "mask_token_id": 7,
+    "draft_vocab_size": 64,
+    "head_dim": 64,
+    "causal": "true",
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 5.0,
+    "selector_rank": 3,
+    "markov_rank": 3,
+}
+
+
+@each
+def test_an_architecture_agrees_with_the_checkpoint_or_is_refused_by_name(name):
+    kind = kind_of(name)
+    written = kind.config_to_hf(make(name).shape)
+    fields = {field.name: field for field in dataclasses.fields(architecture_of(name))}
+    for key, value in OTHER_VALUES.items():
+        if key not in fields or (name, key) == ("eagle3", "num_hidden_layers"):
+            continue
+        other = kind.config_to_hf(make(name, **{key: value}).shape)
+        assert make(name, other, **{key: value}).shape == make(name, other).shape
+        with pytest.raises(errors.ConfigError, match=rf"^drafter\.architecture\.{key}: "):
+            make(name, written, **{key: value})
+        default = fields[key].default
+        if default is not None:  # A default that is given counts, too.
+            with pytest.raises(errors.ConfigError, match=rf"^drafter\.architecture\.{key}: "):
+                make(name, other, **{key: str(default).lower()})
+
+
+def architecture_of(name: str) -> type:
+    """Returns the schema of a strategy's `drafter.architecture`."""
+    hints = typing.get_type_hints(registry.load(registry.DRAFTERS[name].schema))
+    return next(kind for kind in typing.get_args(hints["architecture"]) if kind is not type(None))
 
 
 # --- for a target --------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 import datetime
 import io
+import json
 import shutil
 
 import pytest
 
-from dflash import assets
+from dflash import assets, errors
 from dflash.config import loader, train_schema
 from dflash.loading import job as decode_jobs
 from dflash.training import train_job
@@ -29,10 +30,10 @@ def target(tmp_path):
     return directory
 
 
-def prepare(target, *overrides, date=None) -> train_job.TrainJob:
+def prepare(target, *overrides, date=None, dry=True) -> train_job.TrainJob:
     overrides = f"target.checkpoint={target}", *overrides
     config = loader.load("configs/train/tiny_medusa.yml", overrides, train_schema.TrainRun)
-    return train_job.prepare(config, date=date, dry=True)
+    return train_job.prepare(config, date=date, dry=dry)
 
 
 @pytest.mark.parametrize("thinking", ["false", "true"])
@@ -48,3 +49,48 @@ def test_prompts_are_those_of_decoding(target, thinking):
 def test_templates_print_the_date_of_the_run(target):
     tokenizer = prepare(target, date=datetime.date(2024, 2, 29)).tokenizer
     assert tokenizer.render_chat(MESSAGES).startswith("2024-02-29\n")
+
+
+def rows_of(directory, count: int) -> str:
+    """Writes answers that fill `count` rows of 32 tokens, and returns the path of the file."""
+    path = directory / "answers.jsonl"
+    lines = [{"prompt_ids": [7, number], "output_ids": [9] * 29 + [2]} for number in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "steps"),
+    [(9, 6, 11), (10, 6, 10), (15, 6, 7), (16, 6, 6), (16, 0.5, 1), (5, 1.1, 4), (2, 1.1, 9)],
+)
+def test_epochs_are_read_in_full(target, tmp_path, batch, epochs, steps):
+    data = f"data.files=[{rows_of(tmp_path, 16)}]", "data.mixture={jsonl: 1, math: 0}"
+    data += "data.mixture.code=0", "data.mixture.chat=0", f"data.data_dir={tmp_path}"
+    data += "data.length=32", "data.held_out_percent=0", f"train.batch_size={batch}"
+    length = "train.steps=null", f"train.epochs={epochs}"
+    job = prepare(target, *data, *length, dry=False)
+    assert job.training_rows.num_rows == 16
+    assert job.steps() == steps
+
+
+def test_epochs_are_those_of_the_decimal_number(target, tmp_path):
+    """As floats, 1.1 × 100 is above 110, which would take a step of no data."""
+    data = f"data.files=[{rows_of(tmp_path, 100)}]", "data.mixture={jsonl: 1, math: 0}"
+    data += "data.mixture.code=0", "data.mixture.chat=0", f"data.data_dir={tmp_path}"
+    data += "data.length=32", "data.held_out_percent=0", "train.batch_size=10"
+    length = "train.steps=null", "train.epochs=1.1"
+    assert prepare(target, *data, *length, dry=False).steps() == 11
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark", "medusa"])
+def test_one_key_decides_the_size_of_the_trained_blocks(target, name):
+    sizes = "drafter.checkpoint=random", "drafter.architecture.block_size=16"
+    rows = 17 if name == "dspark" else 16  # DSpark counts drafts.
+    with pytest.raises(errors.ConfigError) as caught:
+        prepare(target, f"drafter.name={name}", *sizes, "drafter.block_size=8")
+    assert str(caught.value).startswith(
+        f"drafter.block_size: 8, but blocks of {rows} rows are trained, by "
+        "drafter.architecture.block_size"
+    )
+    same = () if name == "dspark" else ("drafter.block_size=16",)
+    assert prepare(target, f"drafter.name={name}", *sizes, *same).task.learner.longest_path == rows

@@ -54,7 +54,8 @@ def sample_anchors(batch: TrainBatch, count: int, key: jax.Array) -> Anchors:
 
     Args:
       batch: Packed rows.
-      count: Number of anchors per sequence, A.
+      count: Maximum number of anchors per sequence. The number A is at most one less than the
+        length of a row, whose last token has no successor.
       key: PRNG key.
     Returns:
       Anchors in ascending order, with invalid ones last.
@@ -67,7 +68,6 @@ def sample_anchors(batch: TrainBatch, count: int, key: jax.Array) -> Anchors:
     priority = jax.random.uniform(key, batch.tokens.shape)[:, :-1]
     order = jnp.argsort(jnp.where(eligible, priority, 2.0), axis=1)[:, :count]
     chosen = jnp.where(jnp.take_along_axis(eligible, order, axis=1), order, length)
-    chosen = jnp.pad(chosen, ((0, 0), (0, count - chosen.shape[1])), constant_values=length)
     chosen = jnp.sort(chosen, axis=1)
     valid = chosen < length
     return Anchors(jnp.where(valid, chosen, 0).astype(jnp.int32), valid)

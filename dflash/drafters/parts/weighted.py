@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dflash.checkpoints import hf_config
 from dflash.config.schema import DrafterConfig, TargetArchitecture
+from dflash.drafters import base_config
 from dflash.drafters.base import Drafter
 from dflash.drafters.base_config import DrafterShape, LayeredDrafterConfig
 from dflash.layers import cache as kv
@@ -48,13 +49,15 @@ class WeightedDrafter(Drafter):
     ) -> "WeightedDrafter":
         """Creates an abstract drafter and checks it against its target; see `Drafter.create`."""
         if hf is None:
-            shape = cls.architecture_for(target, config.architecture)
+            shape = cls.architecture_for(target, config.architecture).fit(target)
         else:
-            shape = cls.architecture_from_hf(hf)
+            shape = cls.architecture_from_hf(hf).fit(target)
+            if config.architecture is not None:
+                stated = cls.architecture_for(target, config.architecture).fit(target)
+                base_config.check_stated(config, stated, shape)
         if isinstance(config, LayeredDrafterConfig) and config.rope_scaling is not None:
             decoder = hf_config.with_rope_scaling(shape.decoder, config.rope_scaling)
             shape = dataclasses.replace(shape, decoder=decoder)
-        shape = shape.fit(target)
         return cls(shape, dtype=dtype, sharding=sharding, **cls.options(config))
 
     @classmethod

@@ -68,10 +68,10 @@ def test_every_name_of_a_causal_head_is_read():
         config = make_config()
         config["dflash_config"][name] = True
         shape = DFlashShape.from_hf(config)
-        assert shape.is_causal
+        assert shape.causal
         assert DFlashShape.from_hf(shape.to_hf()) == shape
         assert shape.to_hf()["dflash_config"]["causal_head"]
-    assert not DFlashShape.from_hf(make_config()).is_causal
+    assert not DFlashShape.from_hf(make_config()).causal
 
 
 def test_a_fresh_drafter_may_be_causal():

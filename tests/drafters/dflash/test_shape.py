@@ -68,10 +68,13 @@ def test_null_counts_as_absent():
     assert (shape.block_size, shape.decoder.rope_theta) == (BLOCK, 1e5)
 
 
-def test_taps_are_spread_where_config_json_is_silent():
+@pytest.mark.parametrize("absent", [{}, {"target_layer_ids": None}, {"target_layer_ids": []}])
+def test_taps_are_not_guessed(absent):
     config = make_config(num_layers=5, num_target_layers=36)
     del config["dflash_config"]["target_layer_ids"]
-    assert DFlash.architecture_from_hf(config).target_layer_ids == (1, 9, 17, 25, 33)
+    config["dflash_config"] |= absent
+    with pytest.raises(errors.CheckpointError, match="missing target_layer_ids"):
+        DFlash.architecture_from_hf(config)
 
 
 WRONG = {

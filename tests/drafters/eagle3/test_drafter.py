@@ -37,7 +37,8 @@ HF = {
 
 
 def create(hf=None, target=TARGET, **options):
-    config = Eagle3Config(**({"training_steps": 3, "architecture": OPTIONS} | options))
+    architecture = {} if hf else {"architecture": OPTIONS}
+    config = Eagle3Config(**({"training_steps": 3} | architecture | options))
     build = {"dtype": jnp.dtype("float32"), "sharding": make_sharding()}
     return Eagle3.create(config, hf, target, **build)
 
