@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
     from dflash.llm import LLM, Piece, Sampling
 
 _DRAFTED, _OWN, _QUIET = "green", "bold", "dim"
-_CLEAR = "/clear"
+_CLEAR, _QUIT, _HELP = "/clear", "/quit", "/help"
 _WELCOME = (
     "green: accepted drafts; bold: the target's own tokens, one in each cycle; τ: tokens per cycle"
 )
-_KEYS = f"ctrl-C stops an answer, ctrl-D leaves, {_CLEAR} forgets the conversation"
+_KEYS = f"ctrl-C stops an answer, ctrl-D or {_QUIT} leaves; {_HELP} lists the commands"
+_COMMANDS = f"""{_CLEAR}  forgets the conversation
+{_HELP}   shows this list
+{_QUIT}   leaves, as ctrl-D does
+ctrl-C   stops an answer, or drops the line"""
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -34,7 +39,8 @@ SUBCOMMAND = cli.Subcommand(
     "chat",
     "Talks to a target in the terminal: accepted drafts and the target's own tokens in two colors, "
     "and τ after each answer. The whole conversation is given to each answer. ctrl-C stops an "
-    "answer, ctrl-D leaves. Prompts of the config are ignored; from a pipe each line is a message.",
+    "answer, ctrl-D leaves, and /help lists the commands. Prompts of the config are ignored; from "
+    "a pipe each line is a message.",
     examples=(
         "dflash chat configs/tiny_dflash.yml",
         "dflash chat configs/qwen3_4b_dflash.yml decode.max_new_tokens=1024",
@@ -142,10 +148,21 @@ class Conversation:
             except KeyboardInterrupt:  # As in a shell, ctrl-C drops the line.
                 self._note(f"\n{_KEYS}")
                 continue
-            if text == _CLEAR:
-                self.messages = list(self._first)
-            elif text:
-                self._turn(text)
+            if text == _QUIT:
+                return
+            if text:
+                self._command(text) if text.startswith("/") else self._turn(text)
+
+    def _command(self, text: str) -> None:
+        """Follows a command; a line that only looks like one is a message."""
+        if text == _CLEAR:
+            self.messages = list(self._first)
+        elif text == _HELP:
+            self._note(_COMMANDS)
+        elif self._out.is_terminal and re.fullmatch(r"/[a-z]+", text):
+            self._note(f"{text}: no such command\n{_COMMANDS}")
+        else:
+            self._turn(text)
 
     def _turn(self, text: str) -> None:
         """Answers a message; a message that cannot be answered is not kept."""
@@ -165,9 +182,10 @@ class Conversation:
         """Prints an answer as its tokens are accepted, and returns its text."""
         from rich.text import Text
 
+        from dflash.runs import terminal
         from dflash.runs.result_text import visible
 
-        tally, said = Tally(), []
+        tally, said, wrap = Tally(), [], terminal.WordWrap()
         with self._err.status("compiling, if this length is new"):  # Shown on terminals only.
             stream = self._llm.stream(messages, self._sampling)
         with _stop_on_interrupt() as stopped:
@@ -175,8 +193,10 @@ class Conversation:
                 tally = tally.plus(piece)
                 said.append(piece.text)
                 if self._out.is_terminal:
-                    shown = Text(visible(piece.text), _DRAFTED if piece.drafted else _OWN)
-                    self._out.print(shown, end="", soft_wrap=True)
+                    style = _DRAFTED if piece.drafted else _OWN
+                    for part in wrap.feed(visible(piece.text), self._out.width, style):
+                        self._out.file.write(part.control)
+                        self._out.print(Text(part.text, part.style), end="", soft_wrap=True)
                 else:
                     self._out.file.write(piece.text)
                 self._out.file.flush()
@@ -188,7 +208,7 @@ class Conversation:
         return "".join(said)
 
     def _note(self, text: str) -> None:
-        self._err.print(text, style=_QUIET, soft_wrap=True)
+        self._err.print(text, style=_QUIET, soft_wrap=not self._err.is_terminal)
 
     def _read_line(self) -> str:
         if not sys.stdin.isatty():

@@ -74,7 +74,8 @@ def _sweep(command: cli.Command) -> int:
         )
         columns = driver.columns(runner, outcome.rows.values())
         if outcome.rows:
-            display.table(driver.table(sweep, columns, outcome.rows))
+            keys = sum(map(len, sweep.axes))
+            display.table(driver.table(sweep, columns, outcome.rows), keys)
         with files.explained(directory):
             runner.draw(sweep, outcome.rows, directory)
         left = [name for name in sweep.points if name not in outcome.rows]

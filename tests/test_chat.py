@@ -57,6 +57,18 @@ def test_turns_are_kept_and_given_to_each_answer(llm):
     assert again.text == second
 
 
+def test_quit_leaves_and_help_lists_the_commands(llm):
+    talking, out, err = talk(llm, "/help", "/nonsense", "/quit", "Hello", terminal=True)
+    assert talking.messages == []
+    assert out == ""
+    assert err.count("/clear  forgets the conversation") == 2
+    assert "/nonsense: no such command" in err
+    # A path is a message, and so is every other line from a pipe.
+    for text, terminal in (("/usr/lib is a path", True), ("/nonsense", False)):
+        talking, _, _ = talk(llm, text, terminal=terminal)
+        assert talking.messages[0]["content"] == text
+
+
 def test_clear_begins_anew(llm):
     talking, _, _ = talk(llm, "Hello", "/clear", "Hi")
     assert [message["content"] for message in talking.messages][:1] == ["Hi"]
@@ -93,7 +105,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(llm):
 def test_ctrl_c_at_the_prompt_does_not_leave(llm):
     talking, _, err = talk(llm, KeyboardInterrupt(), "Hi")
     assert len(talking.messages) == 2
-    assert "ctrl-D leaves" in err
+    assert "ctrl-D or /quit leaves" in err
 
 
 def test_colors_are_for_terminals_that_want_them(llm, monkeypatch):

@@ -1,5 +1,7 @@
 """Terminal output of a benchmark: a table with all figures or a selection, and notes below it."""
 
+import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,6 +10,7 @@ import jax
 from dflash.measure import warnings
 from dflash.measure.cells import Average, Cell
 from dflash.measure.warnings import COST, MARK, SPEEDUP
+from dflash.runs import terminal
 
 WIDTH = 80
 
@@ -78,15 +81,12 @@ _WIDE: tuple[Column, ...] = (
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns table rows as lines with aligned columns: the first two left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if place < 2 else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    """Returns table rows as lines with aligned columns: the first two left, the others right.
+
+    On a terminal, columns that do not fit follow below.
+    """
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return terminal.table_lines(rows, keys=2, width=width)
 
 
 def limits(cells: Sequence[Cell]) -> list[str]:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO
 
 import rich.console
@@ -18,7 +18,7 @@ import rich.table
 import rich.text
 from rich.segment import ControlType
 
-from dflash.runs import compilation_cache, outputs, result_text
+from dflash.runs import compilation_cache, outputs, result_text, terminal
 
 BAR_WIDTH = 24  # Characters of a progress bar.
 QUIET_S = 30.0  # Minimum time between lines of progress without a terminal.
@@ -56,6 +56,7 @@ class Display:
         self._held: dict[int, list[str]] = collections.defaultdict(list)
         self._summaries: dict[int, str] = {}
         self._mid_line = False  # Stdout is in the middle of a line.
+        self._wrap = terminal.WordWrap()
         self._status_open = False
 
     @classmethod
@@ -95,7 +96,8 @@ class Display:
     def note(self, message: str) -> None:
         """Shows one line on stderr."""
         self._fresh_line()
-        self._say(message + "\n")
+        text = rich.text.Text(message)
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
 
     @contextlib.contextmanager
     def status(self, message: str) -> Iterator[None]:
@@ -189,12 +191,9 @@ class Display:
 
     def results(self, summary: outputs.Summary) -> None:
         """Shows the summary of a run as a table on stderr."""
-        self._fresh_line()
-        table = rich.table.Table(box=None, show_header=False, pad_edge=False)
-        for name, value in result_text.result_rows(summary):
-            table.add_row(name, rich.text.Text(value))
-        self._console.print()
-        self._console.print(table)
+        rows = result_text.result_rows(summary)
+        width = max(len(name) for name, _ in rows)
+        self._lines([f"{name:<{width}}  {value}".rstrip() for name, value in rows])
         if summary.cycles:
             self._console.print("\ntokens per cycle")
             for line in result_text.histogram_lines(summary.acceptance_histogram):
@@ -208,18 +207,19 @@ class Display:
         comparison: outputs.Comparison,
     ) -> None:
         """Shows a run and its baseline as a table on stderr, with a row per prompt and a total."""
-        table = rich.table.Table(box=None, pad_edge=False)
-        for title in ("prompt", "τ", "tokens/s", "plain tokens/s", "speed-up", "identical"):
-            table.add_column(title, justify="left" if title == "prompt" else "right")
-        for row in result_text.comparison_rows(records, baseline, summary, comparison):
-            table.add_row(*map(rich.text.Text, row))
-        self.table(table)
+        heads = ("prompt", "τ", "tokens/s", "plain tokens/s", "speed-up", "identical")
+        rows = result_text.comparison_rows(records, baseline, summary, comparison)
+        self.table([heads, *rows])
 
-    def table(self, table: rich.table.Table) -> None:
-        """Shows a table on stderr."""
+    def table(self, rows: Sequence[Sequence[str]], keys: int = 1) -> None:
+        """Shows a table on stderr; the first row holds the heads, the first columns the names."""
+        width = self._console.width if self._console.is_terminal else None
+        self._lines(terminal.table_lines(rows, keys=keys, width=width))
+
+    def _lines(self, lines: Sequence[str]) -> None:
+        """Shows an empty line and then some lines on stderr."""
         self._fresh_line()
-        self._console.print()
-        self._console.print(table)
+        self._say("".join(f"{line}\n" for line in ("", *lines)))
 
     def block_sizes(self, cycle_ms: Mapping[str, float], chosen: Mapping[str, int]) -> None:
         """Shows the cycle time of each block size, and how often it was chosen, on stderr.
@@ -228,13 +228,11 @@ class Display:
           cycle_ms: Cycle time by block size, in ms.
           chosen: Number of cycles by block size, for sizes that were chosen.
         """
-        table = rich.table.Table(box=None, pad_edge=False)
-        for title in ("block size", "ms per cycle", "cycles"):
-            table.add_column(title, justify="right")
-        for size, milliseconds in cycle_ms.items():
-            table.add_row(size, result_text.number(milliseconds), str(chosen.get(size, 0)))
-        self._console.print()
-        self._console.print(table)
+        rows = [
+            (size, result_text.number(milliseconds), str(chosen.get(size, 0)))
+            for size, milliseconds in cycle_ms.items()
+        ]
+        self.table([("block size", "ms per cycle", "cycles"), *rows], keys=0)
 
     def close(self) -> None:
         """Ends the current line, so that later output starts on a new one."""
@@ -272,7 +270,10 @@ class Display:
         if self._status_open:
             self._fresh_line()
         self._mid_line = not text.endswith("\n")
-        self._stdout.write(result_text.visible(text) if self._stdout_is_terminal else text)
+        if self._stdout_is_terminal:
+            pieces = self._wrap.feed(result_text.visible(text), self._console.width)
+            text = "".join(piece.control + piece.text for piece in pieces)
+        self._stdout.write(text)
         self._stdout.flush()
 
     def _say(self, text: str, style: str = "") -> None:
@@ -285,6 +286,7 @@ class Display:
         self._status_open = False
         if self._stdout_is_terminal:
             self._mid_line = False
+            self._wrap.reset()
 
 
 def _tolerant(stream: TextIO) -> TextIO:

@@ -286,16 +286,15 @@ def _cell(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, list | dict | bool) or value is None else value
 
 
-def table(sweep: Sweep, columns: Iterable[str], rows: Mapping[str, Mapping[str, Any]]):
-    """Returns the finished points as a rich table: values of the axes, then `columns`."""
-    import rich.table
-
-    keys = [key for axis in sweep.axes for key in axis]
-    rich_table = rich.table.Table(box=None, pad_edge=False)
-    for key in (*keys, *columns):
-        rich_table.add_column(key, justify="right", overflow="fold")
-    for row in rows.values():
-        rich_table.add_row(
-            *(label(row[key]) for key in keys), *(shown(row.get(key)) for key in columns)
-        )
-    return rich_table
+def table(
+    sweep: Sweep, columns: Iterable[str], rows: Mapping[str, Mapping[str, Any]]
+) -> list[list[str]]:
+    """Returns heads and finished points as rows: values of the axes, then `columns`."""
+    keys, columns = [key for axis in sweep.axes for key in axis], list(columns)
+    return [
+        [*keys, *columns],
+        *(
+            [*(label(row[key]) for key in keys), *(shown(row.get(key)) for key in columns)]
+            for row in rows.values()
+        ),
+    ]
