@@ -27,6 +27,8 @@ ASSISTANT = "assistant"
 _PLAIN = {"role", "content", "name"}  # fields of an answer without calls or reasoning
 _EMPTY = (None, "", [], {})
 _VARIABLES = ("tools", "documents")  # fields of a line that chat templates know
+# Fields that belong into messages; others of a line, such as ids, are ignored.
+_UNREAD = ("system", "weight", "tool_calls", "reasoning_content", "functions")
 _KINDS = "messages, prompt and response, or prompt_ids and output_ids"
 
 
@@ -103,6 +105,9 @@ def example_of(fields: Mapping[str, Any], task: str = TASK) -> Example:
         if invalid:
             raise errors.InputError(f"token id {invalid[0]} is not in the range 0 to 2**31 - 1")
         return Example(task, _source_of_ids(fields, prompt), prompt_ids=prompt, output_ids=output)
+    for name in _UNREAD:
+        if fields.get(name) not in _EMPTY:
+            raise errors.InputError(f"{name}: is not read here; put it into messages")
     if "messages" in fields:
         return _conversation(fields, task)
     if "prompt" in fields and "response" in fields:

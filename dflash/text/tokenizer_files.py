@@ -69,12 +69,15 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         self._template = ChatTemplate(directory, named | variables, date)
         self.fingerprint = fingerprint_of(directory, variables, date)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        special = {token.content: (number, token) for number, token in added if token.special}
-        self._special_tokens = SpecialTokens(
-            {spelling: number for spelling, (number, _) in special.items()},
-            strips={text: (token.lstrip, token.rstrip) for text, (_, token) in special.items()},
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_tokens = _special_tokens(
+            {number: token for number, token in added.items() if token.special}
         )
+        self._added_tokens = _special_tokens(added)
+
+    def special_ends(self, rendered: str) -> list[tuple[int, int]]:
+        # Some files do not mark the tokens of the template as special.
+        return [(token, end) for token, _, _, end in self._added_tokens.spans(rendered)]
 
     def encode(
         self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
@@ -139,6 +142,13 @@ def _encode(encoder: Any, text: str, *, add_special_tokens: bool = False) -> lis
     if len(text) <= _SHORT:
         return encoder.encode(text, add_special_tokens=add_special_tokens).ids
     return encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _special_tokens(tokens: Mapping[int, Any]) -> SpecialTokens:
+    return SpecialTokens(
+        {token.content: number for number, token in tokens.items()},
+        strips={token.content: (token.lstrip, token.rstrip) for token in tokens.values()},
+    )
 
 
 def _parts(content: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

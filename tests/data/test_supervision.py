@@ -1,4 +1,5 @@
 import pytest
+from support.trained_tokenizers import train_byte_level
 
 from dflash import errors
 from dflash.data import supervision
@@ -225,3 +226,14 @@ def test_context_is_not_learned(segments):
 def test_templates_without_an_end_token(answer, words_directory):
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     assert answer(plain, user("a"), bot("b")) == ("user: a\nassistant: ", "b")
+
+
+def test_end_tokens_that_are_not_marked_as_special(tmp_path):
+    tokenizer = train_byte_level(tmp_path, specials=["<|user|>", "<|assistant|>"])
+    tokenizer.add_tokens(["<|end|>", "</think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    words = tokenizer_loading.load_tokenizer(tmp_path)
+    example = Example("t", "s", (user("a"), bot(f"{THOUGHT}4")))
+    ((_, text),) = supervision.segments(example, words)
+    assert text == (f"{THOUGHT}4<|end|>", True)
