@@ -1,12 +1,13 @@
 """Tokenizers of tokenizer.json and of sentencepiece, which most checkpoints use."""
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dflash import errors
@@ -55,13 +56,10 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             raise errors.InputError(
                 f"{file}: needs tokenizers; {install_command('hf')}, or give prompts as prompt_ids"
             ) from error
-        try:
+        self._file = file
+        with _reported_damage(file):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-        except Exception as error:  # the library raises plain Exception
-            raise errors.InputError(
-                f"{file}: damaged ({chat_template.first_line(error)})"
-            ) from error
-        added_tokens.complete(self._tokenizer, directory)
+            added_tokens.complete(self._tokenizer, directory)
         # Some files truncate or pad every text to a training length.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -83,10 +81,15 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
     ) -> list[int]:
         plain = special_tokens or not self._special_tokens.spelled_in(text)
-        encoder = self._tokenizer if plain else self._literal
-        return _encode(encoder, text, add_special_tokens=add_special_tokens)
+        with _reported_damage(self._file):
+            encoder = self._tokenizer if plain else self._literal
+            return _encode(encoder, text, add_special_tokens=add_special_tokens)
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
+        with _reported_damage(self._file):
+            return self._encode_rendered(text, beginning)
+
+    def _encode_rendered(self, text: str, beginning: bool) -> list[int]:
         # The template adds the beginning-of-sequence token, which must not occur twice.
         if (beginning or not self._prefix) and special_tokens.MARK not in text:
             return _encode(self._tokenizer, text)
@@ -103,9 +106,10 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
         ids, skip = list(ids), not special_tokens
-        if len(ids) <= _SHORT:
-            return self._tokenizer.decode(ids, skip_special_tokens=skip)
-        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip)[0]
+        with _reported_damage(self._file):
+            if len(ids) <= _SHORT:
+                return self._tokenizer.decode(ids, skip_special_tokens=skip)
+            return self._tokenizer.decode_batch([ids], skip_special_tokens=skip)[0]
 
     def token_bytes(self) -> TokenBytes:
         content = json.loads(self._tokenizer.to_str())
@@ -136,6 +140,22 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             elif part["type"] == "Prepend":
                 part["prepend"] = ""
         return _without_special_tokens(content)
+
+
+@contextlib.contextmanager
+def _reported_damage(file: pathlib.Path) -> Iterator[None]:
+    """Turns an error or a panic of the `tokenizers` library into InputError, which names the file.
+
+    The library checks a file only in part. What is wrong with it may appear with any text.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # of Rust; not an Exception
+        is_plain = type(error) in (Exception, ValueError) or isinstance(error, OSError)
+        if not is_panic and not is_plain:
+            raise
+        raise errors.InputError(f"{file}: damaged ({chat_template.first_line(error)})") from error
 
 
 def _encode(encoder: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:

@@ -1,6 +1,7 @@
 """Tests of tokenizers and streaming, with freshly trained tokenizers."""
 
 import builtins
+import json
 
 import pytest
 from hypothesis import example, given, settings
@@ -239,6 +240,48 @@ def test_damaged_tokenizer_json(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version"')
     message = failure(load_tokenizer, tmp_path)
     assert message.startswith(f"{tmp_path}/tokenizer.json: damaged (")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "x"}),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "X", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            },
+        ),
+        (
+            "model",
+            {
+                "type": "WordPiece",
+                "unk_token": "[UNK]",
+                "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 100,
+                "vocab": {"a": 0},
+            },
+        ),
+    ],
+    ids=["charsmap", "replace", "length", "template", "unknown"],
+)
+def test_damage_that_the_library_does_not_expect(tmp_path, part, value):
+    """It panics, when it reads the file or with a text, which Python does not take for an error."""
+    train_byte_level(tmp_path, specials=())
+    path = tmp_path / "tokenizer.json"
+    write_json(path, json.loads(path.read_text()) | {part: value})
+
+    def use():
+        tokenizer = load_tokenizer(tmp_path)
+        tokenizer.encode("a b")
+        tokenizer.encode_rendered("a b")
+
+    assert failure(use).startswith(f"{path}: damaged (")
 
 
 def test_damaged_sentencepiece_model(tmp_path):
