@@ -2,7 +2,7 @@
 
     data:
       mixture: {tfds: 1.0}
-      tfds: {name: databricks_dolly, prompt: instruction, response: response}
+      tfds: {name: my_chats, messages: turns}
 
 Rows are read through tfds's `data_source`, so the data set must be stored as array_record.
 """
