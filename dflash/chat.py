@@ -28,7 +28,7 @@ _KEYS = f"ctrl-C stops an answer, ctrl-D or {_QUIT} leaves; {_HELP} lists the co
 _COMMANDS = f"""{_CLEAR}  forgets the conversation
 {_HELP}   shows this list
 {_QUIT}   leaves, as ctrl-D does
-ctrl-C   stops an answer, or drops the line"""
+ctrl-C  stops an answer, or drops the line"""
 
 
 def _define_flags(values: flags.FlagValues) -> None:

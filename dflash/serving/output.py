@@ -63,12 +63,14 @@ class OutputStatistics:
       drafted: Drafted tokens.
       accepted: Drafted tokens that were accepted.
       cached_tokens: Prompt tokens found in the prefix cache.
+      decode_ms: Engine's time from the first token to the last, in milliseconds; None until then.
     """
 
     cycles: int = 0
     drafted: int = 0
     accepted: int = 0
     cached_tokens: int = 0
+    decode_ms: float | None = None
 
     @property
     def tau(self) -> float | None:
@@ -158,6 +160,7 @@ class Output:
         """Ends the output, and returns the text that was held back until now."""
         if self.ended:
             return OutputDelta()
+        self.statistics.decode_ms = done.decode_ms
         remainder = self._decoder.flush()
         if self._pieces is not None:
             self._pieces.add(remainder, "own")

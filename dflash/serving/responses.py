@@ -202,6 +202,7 @@ def _drafts(request: CompletionRequest, output: Output, delta: OutputDelta) -> J
             "cycles": statistics.cycles,
             "accepted": statistics.accepted,
             "tau": statistics.tau,
+            "decode_ms": statistics.decode_ms,
         }
     }
 

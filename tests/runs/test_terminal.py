@@ -35,13 +35,11 @@ def test_a_table_keeps_every_column_and_figure(width):
 
 def test_columns_of_a_sweep_are_kept_on_a_terminal():
     """A narrow terminal cut the last columns off, and figures in two."""
-    axes = ({"decode.batch_size": (1, 16)},)
     figures = [
         f"cells.{task}.{name}" for task in ("math", "code", "chat") for name in ("tau", "speedup")
     ]
     rows = {str(n): {"decode.batch_size": n, **dict.fromkeys(figures, 12345.678)} for n in (1, 16)}
-    sweep = Sweep.__new__(Sweep)
-    object.__setattr__(sweep, "axes", axes)
+    sweep = Sweep("decode", (("decode.batch_size",),), {})
     err = io.StringIO()
     err.isatty = lambda: True
     display = Display(stdout=io.StringIO(), stderr=err)
@@ -93,7 +91,6 @@ def test_streamed_words_stay_whole(pieces, width):
 def test_a_moved_word_keeps_its_styles():
     out = fed([("one tw", "x"), ("elve", "y")], 10)
     assert screen(out, 10) == ["one ", "twelve"]
-    assert [(o.text, o.style) for o in out if not o.erase][-5:-1] != []
     moved = [(o.text, o.style) for o in out if len(o.text) == 1 and o.text != "\n"]
     assert moved[:2] == [("t", "x"), ("w", "x")]
 

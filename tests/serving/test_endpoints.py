@@ -196,6 +196,7 @@ def test_show_drafts_reports_origins(server):
     assert own_after, "the target's own token stands in place of what was refused"
     assert all(refused[0] != own[0] for refused, own in own_after)
     assert last["tokens"] == 40
+    assert last["decode_ms"] > 0
     assert last["tau"] == pytest.approx(39 / last["cycles"], rel=0.2)
 
 

@@ -1,5 +1,6 @@
 """The page at /, driven in a browser."""
 
+import re
 import shutil
 
 import pytest
@@ -68,6 +69,32 @@ def test_with_and_without_drafting(page):
     assert with_drafts == without != ""
     first, second = page.locator(".pair .said").all()
     assert first.locator(".drafted").count() > 0 == second.locator(".drafted").count()
+    verdict = page.locator(".pair .verdict").text_content()
+    assert re.fullmatch(r"\d+\.\d\d× as fast with drafting · same text", verdict)
+
+
+def test_speeds_are_by_the_engines_clock_where_it_is_known(page):
+    """Otherwise they are by the browser's, which measures the network and the page as well."""
+    figures = "{tokens: 11, seconds: 1, decode_ms: %s}"
+    assert page.evaluate(f"speed({figures % 'null'})") == 10
+    assert page.evaluate(f"speed({figures % 100})") == 100
+    shape = "{text: '%s', tokens: 11, seconds: 1, decode_ms: %s}"
+    verdict = page.evaluate(f"comparison({shape % ('a', 100)}, {shape % ('b', 200)})")
+    assert verdict == "2.00× as fast with drafting · texts differ"
+
+
+def test_examples_are_offered_until_one_talks(page):
+    examples = page.locator("#examples button")
+    assert examples.count() == 3
+    shortest = examples.first.text_content()
+    playwright.expect(examples.first).to_be_visible()
+    examples.first.click()
+    done = playwright.expect(page.locator("#turns"))
+    done.to_have_attribute("aria-busy", "false", timeout=60_000)
+    assert page.locator(".user .said").text_content() == shortest
+    assert not examples.first.is_visible()
+    page.click("#clear")
+    assert examples.first.is_visible()
 
 
 def test_outputs_are_shown_as_text(page):
