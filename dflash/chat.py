@@ -75,22 +75,28 @@ class Tally:
     Attributes:
       drafted: Number of accepted drafts.
       own: Number of tokens that the target drew itself; the first one comes from the prefill.
+      ends_in_draft: Whether the latest token is an accepted draft, so that its cycle has no token
+        of the target's own yet.
     """
 
     drafted: int = 0
     own: int = 0
+    ends_in_draft: bool = False
 
     def plus(self, piece: "Piece") -> "Tally":
         """Returns the tally with the tokens of one more piece."""
         count = len(piece.token_ids)
+        if not count:
+            return self
         if piece.drafted:
-            return dataclasses.replace(self, drafted=self.drafted + count)
-        return dataclasses.replace(self, own=self.own + count)
+            return Tally(self.drafted + count, self.own, True)
+        return Tally(self.drafted, self.own + count)
 
     @property
     def tau(self) -> float | None:
         """Returns the mean acceptance length (τ), in tokens per cycle; None without a cycle."""
-        return 1 + self.drafted / (self.own - 1) if self.own > 1 else None
+        cycles = self.own - 1 + self.ends_in_draft
+        return (self.drafted + self.own - 1) / cycles if cycles > 0 else None
 
     def line(self, ending: str) -> str:
         """Returns one line for people."""

@@ -37,7 +37,7 @@ from dflash.sampling import Sampling
 from dflash.text import prompts as prompts_lib
 from dflash.text.grammar import Vocabulary
 from dflash.text.prompts import Prompt
-from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
+from dflash.text.tokenizer import IncrementalDecoder, Tokenizer, decode_output
 
 # Fewest tokens that an engine has room for, so that prompts of similar lengths share its programs.
 _MIN_LENGTH = 512
@@ -51,7 +51,7 @@ class Piece:
       text: Text that is complete so far; a character appears with its last token.
       token_ids: Token ids.
       drafted: Whether these are accepted drafts; otherwise this is the token that the target adds
-        at the end of each cycle.
+        at the end of each cycle. A cycle in which the output ends within the draft has none.
       logprobs: Log-probabilities of the tokens, if requested.
     """
 
@@ -68,7 +68,8 @@ class Completion:
     Attributes:
       prompt: Prompt as passed by the caller.
       prompt_token_ids: Token ids of the prompt.
-      text: Text of the output, without special tokens.
+      text: Text that the output adds to the prompt's, without special tokens and without that of a
+        stop token.
       token_ids: Token ids of the output, a stop token included.
       finish_reason: "stop" (the last token is a stop token), "length", or "error" (the output could
         not be continued according to its grammar).
@@ -320,7 +321,8 @@ def _pieces(
 ) -> Iterator[Piece | Completion]:
     """Yields the pieces of a job's only prompt, then its completion."""
     (prompt,) = job.prompts
-    words = IncrementalDecoder(job.tokenizer)
+    words = IncrementalDecoder(job.tokenizer, prompt=prompt.ids)
+    silent = frozenset(batch[0].stop_ids)
     logprobs: list[TokenLogprobs] = []
     for event in decode(engine, batch):
         if isinstance(event, requests.Completion):
@@ -331,12 +333,14 @@ def _pieces(
             return
         logprobs += event.logprobs
         begin = 0
-        for length in event.acceptance_lengths or (len(event.ids),):
-            end = begin + length
-            for first, last, drafted in ((begin, end - 1, True), (end - 1, end, False)):
+        cycles = zip(event.accepted, event.acceptance_lengths, strict=True)
+        for accepted, length in cycles if event.accepted else ((0, len(event.ids)),):
+            middle, end = begin + accepted, begin + length
+            for first, last, drafted in ((begin, middle, True), (middle, end, False)):
                 ids = event.ids[first:last]
                 if ids:
-                    yield Piece(words.push(ids), ids, drafted, event.logprobs[first:last])
+                    text = words.push(token for token in ids if token not in silent)
+                    yield Piece(text, ids, drafted, event.logprobs[first:last])
             begin = end
 
 
@@ -350,7 +354,7 @@ def _completion(
     return Completion(
         prompt=value,
         prompt_token_ids=prompt.ids,
-        text=tokenizer.decode(completion.output_ids),
+        text=decode_output(tokenizer, prompt.ids, completion.text_ids),
         token_ids=completion.output_ids,
         finish_reason=completion.finish_reason,
         acceptance_lengths=completion.acceptance_lengths,

@@ -43,12 +43,14 @@ class Outcome(NamedTuple):
     Attributes:
       tokens: int32 [B, longest path].
       count: int32 [B]; number of valid entries in each row of `tokens`.
+      accepted: int32 [B]; number of accepted drafts among them: all, or all but the bonus token.
       logprobs: Log-probabilities of the tokens, zero where no sequence requests them.
       rejected: int32 [B, drafts]; rejected drafts, and -1 in place of accepted ones.
     """
 
     tokens: jax.Array
     count: jax.Array
+    accepted: jax.Array
     logprobs: Logprobs
     rejected: jax.Array
 
@@ -117,6 +119,7 @@ def conclude(
     outcome = Outcome(
         committed,
         num_committed,
+        jnp.minimum(result.num_accepted, num_committed),
         logprobs.of_tokens(logits, committed, with_logprobs, result.path),
         _rejected(proposal.tokens, result),
     )

@@ -5,6 +5,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterable
@@ -104,8 +105,9 @@ class Tokens:
     Attributes:
       id: Identifier of the request.
       ids: Tokens of one or more cycles, or the first token, which comes from the prefill.
-      acceptance_lengths: Tokens committed by each cycle; empty for the first token. The last token
-        of a cycle is the target's own, unless the output ended within the draft.
+      acceptance_lengths: Tokens committed by each cycle; empty for the first token.
+      accepted: Accepted drafts among the tokens of each cycle: all but the last, which is the
+        target's own, unless the output ended within the draft.
       logprobs: Log-probabilities of each token, if requested.
       block_sizes: Rows that the target verified in each cycle.
       rejected: Rejected drafts of each cycle in the order of drafting, if requested.
@@ -115,10 +117,25 @@ class Tokens:
     id: int
     ids: tuple[int, ...]
     acceptance_lengths: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     block_sizes: tuple[int, ...] = ()
     rejected: tuple[tuple[int, ...], ...] = ()
     cached_tokens: int = 0
+
+    def first(self, count: int) -> "Tokens":
+        """Returns the event of an output that ends with the first `count` of these tokens."""
+        starts = itertools.accumulate(self.acceptance_lengths, initial=0)
+        kept = [count - start for start in starts if start < count][: len(self.acceptance_lengths)]
+        return dataclasses.replace(
+            self,
+            ids=self.ids[:count],
+            acceptance_lengths=tuple(map(min, self.acceptance_lengths, kept)),
+            accepted=tuple(map(min, self.accepted, kept)),
+            logprobs=self.logprobs[:count],
+            block_sizes=self.block_sizes[: len(kept)],
+            rejected=self.rejected[: len(kept)],
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +180,11 @@ class Completion:
         """Returns the completion of a request that failed before it was prefilled."""
         now = time.perf_counter()
         return cls(request.id, (), "error", (), (), 0.0, 0.0, 0.0, now, error=error)
+
+    @property
+    def text_ids(self) -> tuple[int, ...]:
+        """Output tokens that are part of the text: all but the stop token."""
+        return self.output_ids[:-1] if self.finish_reason == "stop" else self.output_ids
 
     @property
     def tau(self) -> float:

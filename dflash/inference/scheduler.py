@@ -320,6 +320,7 @@ class Scheduler:
                     request.id,
                     tuple(tokens),
                     tuple(lengths),
+                    tuple(int(report.num_accepted[i, slot]) for i in ran),
                     committed_logprobs(report, slot, ran, request.logprobs),
                     tuple(sizes),
                     rejected(report, slot, ran) if request.rejected else (),

@@ -62,6 +62,7 @@ class Report:
       cycles: int32 []; cycles run.
       tokens: int32 [C, B, R]; committed tokens of each cycle.
       num_committed: int32 [C, B]; number of valid tokens; 0 for an inactive slot.
+      num_accepted: int32 [C, B]; number of accepted drafts among the valid tokens.
       active: bool [B]; slots that are still active after the dispatch.
       block_sizes: int32 [C]; rows that each cycle verified per sequence.
       nonfinite_at: int32 [B]; same as in `DecodeState`.
@@ -73,6 +74,7 @@ class Report:
     cycles: jax.Array
     tokens: jax.Array
     num_committed: jax.Array
+    num_accepted: jax.Array
     active: jax.Array
     block_sizes: jax.Array
     nonfinite_at: jax.Array
@@ -91,7 +93,7 @@ class Report:
 
     def by_cycle(self) -> dict[str, Any]:
         """Returns the fields with one entry per cycle."""
-        names = "tokens", "num_committed", "block_sizes", "logprobs", "rejected"
+        names = "tokens", "num_committed", "num_accepted", "block_sizes", "logprobs", "rejected"
         return {name: getattr(self, name) for name in names}
 
     def with_only(self, *, logprobs: bool, rejected: bool) -> "Report":

@@ -32,7 +32,7 @@ from dflash.runs.result_text import prompt_text, summary_line
 from dflash.runs.shards import Shard
 from dflash.storage import paths
 from dflash.text.prompts import Prompt
-from dflash.text.tokenizer import IncrementalDecoder
+from dflash.text.tokenizer import IncrementalDecoder, decode_output
 
 
 class RunRecords(NamedTuple):
@@ -218,7 +218,11 @@ def _round(
 ) -> float:
     """Decodes prompts, and returns the clock in seconds, which continues from `clock_s`."""
     by_index = {prompt.index: prompt for prompt in ready}
-    words = {index: IncrementalDecoder(job.tokenizer) for index in by_index}
+    words = {
+        index: IncrementalDecoder(job.tokenizer, prompt=prompt.ids)
+        for index, prompt in by_index.items()
+    }
+    silent = frozenset(job.stop_ids)
     display.expect(
         {index: len(prompt.ids) for index, prompt in by_index.items()},
         {index: prompt_text(_asked(prompt)) for index, prompt in by_index.items()},
@@ -232,7 +236,8 @@ def _round(
 
     for event in decode(engine, job.requests(ready), tell):
         if isinstance(event, Tokens):
-            display.token(event.id, words[event.id].push(event.ids))
+            shown = (token for token in event.ids if token not in silent)
+            display.token(event.id, words[event.id].push(shown))
             continue
         tokens += len(event.output_ids)
         display.token(event.id, words.pop(event.id).flush())
@@ -254,7 +259,7 @@ def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -
         prompt=_asked(prompt),
         prompt_ids=prompt.ids,
         output_ids=completion.output_ids,
-        text=tokenizer.decode(completion.output_ids),
+        text=decode_output(tokenizer, prompt.ids, completion.text_ids),
         finish_reason=completion.finish_reason,
         acceptance_lengths=completion.acceptance_lengths,
         prefill_ms=completion.prefill_ms,

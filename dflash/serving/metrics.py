@@ -224,7 +224,7 @@ class Metrics:
             self.totals.prompt_tokens += prompt_tokens
         elif num_tokens:
             self._observe("vllm:inter_token_latency_seconds", now - served.last_at)
-        self._count_cycles(event.acceptance_lengths, event.block_sizes)
+        self._count_cycles(event.accepted, event.block_sizes)
 
     def finished(self, served: ServedRequest, done: Completion, now: float) -> None:
         """Records a request that the engine has finished."""
@@ -250,29 +250,29 @@ class Metrics:
             mean_s = (served.last_at - served.first_at) / (served.tokens - 1)
             self._observe("vllm:request_time_per_output_token_seconds", mean_s)
 
-    def _count_cycles(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
+    def _count_cycles(self, accepted: Sequence[int], sizes: Sequence[int]) -> None:
         """Counts cycles by block size and by accepted drafts.
 
         Args:
-          lengths: Acceptance length of each cycle, the bonus token included.
+          accepted: Accepted drafts of each cycle.
           sizes: Verified rows of each cycle.
         """
         totals = self.totals
         for size in set(sizes):
             self._metric("dflash:block_sizes", size=str(size)).inc(sizes.count(size))
-        lengths = [length for length, size in zip(lengths, sizes, strict=True) if size > 1]
+        accepted = [count for count, size in zip(accepted, sizes, strict=True) if size > 1]
         sizes = [size for size in sizes if size > 1]
-        if not lengths:
+        if not accepted:
             return
-        accepted, drafted = sum(lengths) - len(lengths), sum(sizes) - len(sizes)
-        totals.cycles += len(lengths)
-        totals.accepted += accepted
+        drafted = sum(sizes) - len(sizes)
+        totals.cycles += len(accepted)
+        totals.accepted += sum(accepted)
         totals.drafted += drafted
-        self._metric("vllm:spec_decode_num_drafts").inc(len(lengths))
-        self._metric("vllm:spec_decode_num_accepted_tokens").inc(accepted)
+        self._metric("vllm:spec_decode_num_drafts").inc(len(accepted))
+        self._metric("vllm:spec_decode_num_accepted_tokens").inc(sum(accepted))
         self._metric("vllm:spec_decode_num_draft_tokens").inc(drafted)
-        for place in range(max(lengths) - 1):
-            count = sum(length - 1 > place for length in lengths)
+        for place in range(max(accepted)):
+            count = sum(each > place for each in accepted)
             totals.accepted_at[place] += count
             per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
             self._metric(per_position, position=str(place)).inc(count)

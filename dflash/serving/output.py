@@ -61,7 +61,8 @@ class OutputStatistics:
     Attributes:
       cycles: Decode cycles.
       drafted: Drafted tokens.
-      accepted: Drafted tokens that were accepted.
+      accepted: Output tokens that are accepted drafts.
+      committed: Output tokens of all cycles.
       cached_tokens: Prompt tokens found in the prefix cache.
       decode_ms: Engine's time from the first token to the last, in milliseconds; None until then.
     """
@@ -69,13 +70,14 @@ class OutputStatistics:
     cycles: int = 0
     drafted: int = 0
     accepted: int = 0
+    committed: int = 0
     cached_tokens: int = 0
     decode_ms: float | None = None
 
     @property
     def tau(self) -> float | None:
         """Mean acceptance length (τ); None if there was no cycle."""
-        return 1 + self.accepted / self.cycles if self.cycles else None
+        return self.committed / self.cycles if self.cycles else None
 
 
 class Output:
@@ -115,8 +117,19 @@ class Output:
         self._min_new_tokens = completion_request.min_new_tokens
         options = completion_request.options
         self._has_logprobs = options.logprobs is not None
-        self._decoder = IncrementalDecoder(tokenizer, special_tokens=options.special_tokens)
+        self._decoder = IncrementalDecoder(
+            tokenizer, prompt=request.prompt, special_tokens=options.special_tokens
+        )
         self._finder = StopFinder(completion_request.stop, include=options.stop)
+        # Stop tokens whose text is not part of the output.
+        self._silent = frozenset(() if options.stop else request.stop_ids)
+        # Special tokens that the text leaves out, and that some stop string contains.
+        skipped = {} if options.special_tokens else tokenizer.special_spellings
+        self._hidden = {
+            token: spelling
+            for token, spelling in skipped.items()
+            if any(spelling in stop for stop in completion_request.stop)
+        }
         self._pieces = _Pieces() if options.drafts else None
 
     @property
@@ -131,7 +144,7 @@ class Output:
 
     def push(self, event: Tokens) -> OutputDelta:
         """Appends newly committed tokens; a stop string in their text ends the output."""
-        texts, tokens = [], []
+        texts, tokens, before = [], [], len(self.ids)
         logprobs = event.logprobs if self._has_logprobs else ()
         if not event.acceptance_lengths:
             self.statistics.cached_tokens = event.cached_tokens
@@ -140,12 +153,11 @@ class Output:
             if self._pieces is not None and rejected:
                 # Decode rejected drafts on a copy, so that they do not affect the output.
                 self._pieces.add(self._decoder.fork().push(rejected), "refused")
-            text = self._decoder.push((token,))
+            text = "" if token in self._silent else self._decoder.push((token,))
             if self._pieces is not None:
                 self._pieces.add(text, origin)
-            # Do not search the text of the first `min_new_tokens` tokens for stop strings.
-            exempt = len(self.ids) <= self._min_new_tokens
-            texts.append(text if exempt else self._finder.push(text))
+            hidden = self._hidden.get(token, "")
+            texts.append(self._finder.push(text, hidden=hidden, exempt=self._is_exempt))
             if logprobs:
                 likeliest = logprobs[place]
                 top = tuple(zip(likeliest.top_ids, likeliest.top_logprobs, strict=True))
@@ -153,7 +165,7 @@ class Output:
             if self._finder.found is not None:
                 self.finish_reason, self.stop_reason = "stop", self._finder.found
                 break
-        self._count(event)
+        self._count(event.first(len(self.ids) - before))
         return self._delta("".join(texts), tokens)
 
     def finish(self, done: Completion) -> OutputDelta:
@@ -164,13 +176,18 @@ class Output:
         remainder = self._decoder.flush()
         if self._pieces is not None:
             self._pieces.add(remainder, "own")
-        text = self._finder.push(remainder, final=True)
+        text = self._finder.push(remainder, exempt=self._is_exempt, final=True)
         self.finish_reason = done.finish_reason
         if self._finder.found is not None:
             self.finish_reason, self.stop_reason = "stop", self._finder.found
         elif done.finish_reason == "stop":
             self.stop_reason = done.output_ids[-1]
         return self._delta(text, ())
+
+    @property
+    def _is_exempt(self) -> bool:
+        """True while the output is too short for a stop string to end it."""
+        return len(self.ids) <= self._min_new_tokens
 
     def _delta(self, text: str, tokens: Sequence[TokenText]) -> OutputDelta:
         self._texts.append(text)
@@ -181,7 +198,8 @@ class Output:
         lengths, sizes = event.acceptance_lengths, event.block_sizes
         self.statistics.cycles += len(lengths)
         self.statistics.drafted += sum(sizes) - len(sizes)
-        self.statistics.accepted += sum(lengths) - len(lengths)
+        self.statistics.accepted += sum(event.accepted)
+        self.statistics.committed += sum(lengths)
 
 
 class _Pieces:
@@ -215,11 +233,16 @@ class _Pieces:
 def _with_origin(event: Tokens) -> Iterator[tuple[int, Origin, tuple[int, ...]]]:
     """Yields each token of an event, its origin, and the drafts that were rejected in its favor.
 
-    The last token of each cycle is the one that the target itself supplied.
+    The last token of each cycle is the one that the target itself supplied, unless the output ended
+    within the draft.
     """
     ids = iter(event.ids)
-    lengths = event.acceptance_lengths or (len(event.ids),)
-    for length, rejected in itertools.zip_longest(lengths, event.rejected, fillvalue=()):
-        for _ in range(length - 1):
-            yield next(ids), "drafted", ()
-        yield next(ids), "own", rejected
+    rejected = event.rejected or ((),) * len(event.accepted)
+    cycles = zip(event.acceptance_lengths, event.accepted, rejected, strict=True)
+    for length, accepted, drafts in cycles:
+        for token in itertools.islice(ids, accepted):
+            yield token, "drafted", ()
+        for token in itertools.islice(ids, length - accepted):
+            yield token, "own", drafts
+    for token in ids:  # The first token, which no cycle committed.
+        yield token, "own", ()

@@ -32,17 +32,20 @@ async def follow(
     """
     async for events in group.events():
         deltas: dict[int, OutputDelta] = {}
-        for place, event in events:
+        for place, event, now in events:
             output = outputs[place]
             if isinstance(event, Tokens):
                 if output.ended:
                     continue
+                before = len(output.ids)
                 delta = output.push(event)
+                group.count(place, event.first(len(output.ids) - before), now)
                 if output.ended:
                     group.cancel([place], "stop")
-            elif event.error is not None:
-                raise _failure(event)
             else:
+                group.finish(place, event, now)
+                if event.error is not None:
+                    raise _failure(event)
                 delta = output.finish(event)
             deltas[place] = deltas.get(place, OutputDelta()).then(delta)
         if deltas:
@@ -76,6 +79,8 @@ def usage(request: CompletionRequest, outputs: Sequence[Output]) -> Json:
     """Returns the token counts of a response so far."""
     output_tokens = sum(len(output.ids) for output in outputs)
     prompt_tokens = request.prompt_tokens
+    # The outputs of a prompt share it; the first one shows how much was cached before.
+    cached = sum(output.statistics.cached_tokens for output in outputs[:: request.choices])
     statistics = [output.statistics for output in outputs]
     accepted = sum(one.accepted for one in statistics)
     rejected = max(0, sum(one.drafted for one in statistics) - accepted)
@@ -83,7 +88,7 @@ def usage(request: CompletionRequest, outputs: Sequence[Output]) -> Json:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in statistics)},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": rejected,

@@ -2,10 +2,11 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
-from dflash.inference.request import Completion, Event, Request
+from dflash.inference.request import Completion, Event, Request, Tokens
 from dflash.serving.request_error import RequestError
 
 CancelReason = Literal["stop", "abort"]
@@ -42,28 +43,54 @@ class ServedRequest:
         self.tokens += num_tokens
 
 
+class Recorder(Protocol):
+    """Receiver of what becomes of requests; see `metrics.Metrics`."""
+
+    def tokens(self, served: ServedRequest, event: Tokens, now: float) -> None:
+        """Counts new tokens of a request."""
+
+    def finished(self, served: ServedRequest, done: Completion, now: float) -> None:
+        """Records a request that the engine has finished."""
+
+    def cancelled(self, served: ServedRequest, reason: CancelReason) -> None:
+        """Records a request that a stop string ended, or whose client disconnected."""
+
+
 class RequestGroup:
-    """The admitted requests of one HTTP request; leaving the context cancels unfinished ones."""
+    """The admitted requests of one HTTP request; leaving the context cancels unfinished ones.
+
+    The reader of `events` reports to `count` and `finish` which of them belong to the output, since
+    the engine decodes past a stop string before it hears of it.
+
+    Attributes:
+      requests: Requests as submitted to the engine.
+      served: Their records, in the same order.
+    """
 
     def __init__(
         self,
         requests: Sequence[Request],
         *,
         timeout_s: float,
-        cancel: Callable[[int, CancelReason], None],
+        cancel: Callable[[int], None],
+        recorder: Recorder,
     ):
         """Creates the group of requests that were admitted together.
 
         Args:
           requests: Requests with unique ids.
           timeout_s: Time in which all of them must finish.
-          cancel: Function that cancels the request with an id, for a reason that metrics report.
+          cancel: Function that cancels the request with an id.
+          recorder: Receiver of the tokens and the ends of the requests.
         """
+        now = time.perf_counter()
         self.requests = tuple(requests)
-        self._timeout_s, self._cancel = timeout_s, cancel
+        self.served = tuple(ServedRequest(self, i, one, now) for i, one in enumerate(requests))
+        self._timeout_s, self._cancel, self._recorder = timeout_s, cancel, recorder
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._open = {request.id for request in requests}
-        self._undelivered: list[tuple[int, Event]] = []
+        self._unrecorded = set(range(len(requests)))  # Requests whose end was not recorded yet.
+        self._undelivered: list[tuple[int, Event, float]] = []
         self._changed = asyncio.Event()
         self._problem: RequestError | None = None
 
@@ -73,8 +100,8 @@ class RequestGroup:
     def __exit__(self, *unused) -> None:
         self.cancel(range(len(self.requests)), "abort")
 
-    async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """Yields the new events, as (index of the request, event), whenever some arrive.
+    async def events(self) -> AsyncIterator[list[tuple[int, Event, float]]]:
+        """Yields the new events whenever some arrive, each with its request's index and its time.
 
         Raises:
           RequestError: The engine has failed, or the requests took too long.
@@ -97,18 +124,31 @@ class RequestGroup:
             yield events
 
     def cancel(self, indices: Sequence[int], reason: CancelReason) -> None:
-        """Cancels the requests at these indices that have not finished."""
-        for index in indices:
+        """Ends the requests at these indices whose end was not recorded yet."""
+        for index in sorted(self._unrecorded.intersection(indices)):
+            self._unrecorded.discard(index)
+            self._recorder.cancelled(self.served[index], reason)
             id = self.requests[index].id
             if id in self._open:
                 self._open.discard(id)
-                self._cancel(id, reason)
+                self._cancel(id)
 
-    def deliver(self, index: int, event: Event) -> None:
-        """Passes an event of the request at `index` on to `events`."""
+    def count(self, index: int, event: Tokens, now: float) -> None:
+        """Records tokens of the output of the request at `index`, which arrived at `now`."""
+        self._recorder.tokens(self.served[index], event, now)
+        self.served[index].count(len(event.ids), now)
+
+    def finish(self, index: int, done: Completion, now: float) -> None:
+        """Records the end of the request at `index`, unless it was cancelled."""
+        if index in self._unrecorded:
+            self._unrecorded.discard(index)
+            self._recorder.finished(self.served[index], done, now)
+
+    def deliver(self, index: int, event: Event, now: float) -> None:
+        """Passes an event of the request at `index`, which arrived at `now`, on to `events`."""
         if isinstance(event, Completion):
             self._open.discard(event.id)
-        self._undelivered.append((index, event))
+        self._undelivered.append((index, event, now))
         self._changed.set()
 
     def fail(self, problem: RequestError) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dflash import errors
 from dflash.config.serve_schema import ServeConfig
 from dflash.inference.engine import Engine
-from dflash.inference.request import Event, Tokens
+from dflash.inference.request import Completion, Event
 from dflash.inference.scheduler import SchedulerStats
 from dflash.serving.backend import DRAFTED, PLAIN, Backend
 from dflash.serving.completion_request import CompletionRequest, ServedModel
@@ -32,7 +32,7 @@ from dflash.serving.engine_thread import (
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
 from dflash.serving.request_error import RequestError
-from dflash.serving.served_requests import CancelReason, RequestGroup, ServedRequest
+from dflash.serving.served_requests import RequestGroup, ServedRequest
 
 _MAX_RETRY_S = 60
 _DEFAULT_RETRY_S = 1  # Used until a request has finished.
@@ -144,20 +144,22 @@ class Service:
                 code="queue_full",
                 retry_after_s=self._retry_after_s(),
             )
-        group = RequestGroup(requests, timeout_s=self.config.request_s, cancel=self.cancel)
-        now = time.perf_counter()
-        for index, request in enumerate(requests):
-            self._requests[request.id] = ServedRequest(group, index, request, now)
-            self._queues[mode].add(request.id, (client, group))
+        group = RequestGroup(
+            requests,
+            timeout_s=self.config.request_s,
+            cancel=self.cancel,
+            recorder=self.metrics,
+        )
+        for served in group.served:
+            self._requests[served.request.id] = served
+            self._queues[mode].add(served.request.id, (client, group))
         self._submit_next()
         self.metrics.admitted(completion_request, model.decode)
         return group
 
-    def cancel(self, id: int, reason: CancelReason) -> None:
+    def cancel(self, id: int) -> None:
         """Cancels the request `id` if it is in flight."""
-        served = self._requests.pop(id, None)
-        if served is not None:
-            self.metrics.cancelled(served, reason)
+        if self._requests.pop(id, None) is not None:
             if self._leave_queue(id):
                 self._put(Cancel(id))
             self._submit_next()
@@ -266,17 +268,12 @@ class Service:
             served = self._requests.get(event.id)
             if served is None:  # The request was cancelled in the meantime.
                 continue
-            if isinstance(event, Tokens):
-                if event.ids:
-                    self.metrics.tokens(served, event, now)
-                    served.count(len(event.ids), now)
-            else:
+            if isinstance(event, Completion):
                 del self._requests[event.id]
                 self._leave_queue(event.id)
-                self.metrics.finished(served, event, now)
                 took = now - served.submitted_at
                 self._mean_s = took if self._mean_s is None else 0.9 * self._mean_s + 0.1 * took
-            served.group.deliver(served.index, event)
+            served.group.deliver(served.index, event, now)
         self._submit_next()
 
     def _on_end(self, error: BaseException | None) -> None:

@@ -36,6 +36,11 @@ class SpecialTokens:
         # A mark consumes the character after it, so that no special token is found there.
         self._found = re.compile(f"{MARK}.|({'|'.join(parts) or '(?!)'})", re.DOTALL)
 
+    @property
+    def spellings(self) -> Mapping[int, str]:
+        """Spellings by token id."""
+        return {token: spelling for spelling, token in self._ids.items()}
+
     def spelled_in(self, text: str) -> bool:
         """Returns whether a text contains the spelling of a special token, or a mark."""
         return self._spelled.search(text) is not None

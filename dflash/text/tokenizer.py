@@ -1,6 +1,6 @@
 """Interface of tokenizers, tokenizers without files, and incremental decoding.
 
-decoder = IncrementalDecoder(tokenizer)
+decoder = IncrementalDecoder(tokenizer, prompt=prompt_ids)
 for ids in stream:
     print(decoder.push(ids), end="")
 print(decoder.flush())
@@ -10,7 +10,7 @@ import abc
 import copy
 import functools
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
@@ -98,6 +98,11 @@ class Tokenizer(abc.ABC):
           special_tokens: Whether to include the spellings of special tokens.
         """
 
+    @property
+    def special_spellings(self) -> Mapping[int, str]:
+        """Spellings of the special tokens by token id."""
+        return {}
+
     def token_bytes(self) -> TokenBytes:
         """Returns the bytes of each token, for grammars.
 
@@ -169,19 +174,59 @@ class NoTokenizer(Tokenizer):
         return "".join(f"⟨{token}⟩" for token in ids)
 
 
+def decode_output(
+    tokenizer: Tokenizer, prompt: Sequence[int], output_ids: Sequence[int], **options: bool
+) -> str:
+    """Decodes an output: returns what it adds to the text of its prompt.
+
+    Many tokenizers drop the space of the first token of a text, which an output is not.
+
+    Args:
+      tokenizer: Tokenizer of the target.
+      prompt: Token ids of the prompt.
+      output_ids: Token ids of the output.
+      **options: Options of `Tokenizer.decode`.
+    """
+    context = _context(tokenizer, prompt, **options)
+    before = tokenizer.decode(context, **options)
+    return _added(before, tokenizer.decode([*context, *output_ids], **options))
+
+
+def _context(tokenizer: Tokenizer, prompt: Sequence[int], **options: bool) -> list[int]:
+    """Returns the last tokens of a prompt: as few as have a text, and no character's rest."""
+    size = IncrementalDecoder.MAX_PENDING
+    while size < len(prompt) and not tokenizer.decode(prompt[-size:], **options).strip("\ufffd"):
+        size *= 2
+    return list(prompt[-size:])
+
+
+def _added(before: str, text: str) -> str:
+    """Returns what follows `before` in a text that may complete the last character of `before`."""
+    return text[len(before if text.startswith(before) else before.rstrip("\ufffd")) :]
+
+
 class IncrementalDecoder:
     """Decodes token ids as they arrive, in whole characters.
 
-    The concatenated results equal `decode` of all ids at once if their bytes are valid UTF-8.
+    The concatenated results equal `decode_output` of all ids if their bytes are valid UTF-8.
     """
 
     # A character has up to 4 bytes and therefore up to 4 tokens. Some decoders garble a whole run
     # of byte tokens while one is missing, so wait for a few more before giving up.
-    _MAX_PENDING = 8
+    MAX_PENDING = 8
 
-    def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool = False):
+    def __init__(
+        self, tokenizer: Tokenizer, *, prompt: Sequence[int] = (), special_tokens: bool = False
+    ):
+        """Creates a decoder of the output that follows a prompt.
+
+        Args:
+          tokenizer: Tokenizer of the target.
+          prompt: Token ids of the prompt.
+          special_tokens: Whether to include the spellings of special tokens.
+        """
         self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
-        self._reset()
+        self._reset(_context(tokenizer, prompt, special_tokens=special_tokens))
 
     def fork(self) -> "IncrementalDecoder":
         """Returns a decoder in the same state that shares the tokenizer."""
@@ -195,27 +240,27 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """Returns the text that was held back, and resets the decoder."""
-        remaining = self._decode(self._ids)[len(self._shown) :]
-        self._reset()
+        remaining = _added(self._shown, self._decode(self._ids))
+        self._reset([])
         return remaining
 
-    def _reset(self) -> None:
+    def _reset(self, context: list[int]) -> None:
         # The window holds the ids whose text can still change, after some ids of context. Context
         # is needed because the first token of a text may be decoded without its leading space.
-        self._ids: list[int] = []
-        self._shown = ""  # text of the window that was already returned
-        self._context = 0  # number of ids in the window that are context
+        self._ids = context
+        self._shown = self._decode(context)  # text of the window that was already returned
+        self._context = len(context)  # number of ids in the window that are context
 
     def _push_one(self, token: int) -> str:
         self._ids.append(token)
         text = self._decode(self._ids)
-        patient = len(self._ids) - self._context <= self._MAX_PENDING
+        patient = len(self._ids) - self._context <= self.MAX_PENDING
         held = min(3, len(text) - len(text.rstrip("\ufffd")))
         if held and patient:
             text = text[: len(text) - held]
             if not text.startswith(self._shown):
                 return ""
-        new, self._shown = text[len(self._shown) :], text
+        new, self._shown = _added(self._shown, text), text
         if held and patient:
             return new
         if new:  # after a context without text, the next token would decode as the first one

@@ -7,7 +7,8 @@ import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
@@ -37,6 +38,10 @@ class TemplateTokenizer(Tokenizer):
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens.mark(variables),
         )
+
+    @property
+    def special_spellings(self) -> Mapping[int, str]:
+        return self._special_tokens.spellings
 
     def mark(self, text: str) -> str:
         return self._special_tokens.mark(text)
@@ -80,9 +85,9 @@ class HuggingFaceTokenizer(TemplateTokenizer):
     def encode(
         self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
     ) -> list[int]:
-        plain = special_tokens or not self._special_tokens.spelled_in(text)
         with _reported_damage(self._file):
-            encoder = self._tokenizer if plain else self._literal
+            literal = self._model_has_special or self._special_tokens.spelled_in(text)
+            encoder = self._literal if literal and not special_tokens else self._tokenizer
             return _encode(encoder, text, add_special_tokens=add_special_tokens)
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
@@ -91,7 +96,8 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 
     def _encode_rendered(self, text: str, beginning: bool) -> list[int]:
         # The template adds the beginning-of-sequence token, which must not occur twice.
-        if (beginning or not self._prefix) and special_tokens.MARK not in text:
+        literal = self._model_has_special or special_tokens.MARK in text
+        if (beginning or not self._prefix) and not literal:
             return _encode(self._tokenizer, text)
         ids: list[int] = []
         inner = not beginning
@@ -122,6 +128,17 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         content = json.loads(self._tokenizer.to_str())
         prefixes = {_prefix_of(part) for part in _parts(content)}
         return "each" if "each" in prefixes else "first" if "first" in prefixes else ""
+
+    @functools.cached_property
+    def _model_has_special(self) -> bool:
+        """Whether the model may encode text as a special token, such as after normalization."""
+        model = json.loads(self._tokenizer.to_str())["model"]
+        if model["type"] == "BPE" and not model.get("ignore_merges"):
+            return False
+        return any(
+            self._tokenizer.model.token_to_id(spelling) is not None
+            for spelling in self.special_spellings.values()
+        )
 
     @functools.cached_property
     def _literal(self) -> Any:
@@ -187,12 +204,38 @@ def _prefix_of(part: Mapping[str, Any]) -> str:
     return "each" if prefixed else ""
 
 
-def _without_special_tokens(content: Mapping[str, Any]) -> Any:
+def _without_special_tokens(content: dict[str, Any]) -> Any:
+    """Returns the tokenizer of a tokenizer.json that never encodes text as a special token.
+
+    The models of some files (unigram, WordPiece, BPE with `ignore_merges`) have special tokens
+    among their pieces, so these get names that no text contains.
+    """
     import tokenizers
 
+    names = {
+        token["content"]: f"{token['content']}{secrets.token_hex(16)}"
+        for token in content["added_tokens"]
+        if token["special"]
+    }
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    if isinstance(model["vocab"], Mapping):
+        model["vocab"] = {names.get(piece, piece): token for piece, token in model["vocab"].items()}
+    else:  # (piece, score) pairs of a unigram model
+        model["vocab"] = [(names.get(piece, piece), score) for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if _merged(pair) not in names]
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _merged(pair: str | Sequence[str]) -> str:
+    """Returns the piece that a merge rule of a BPE model gives."""
+    return "".join(pair.split(" ", 1) if isinstance(pair, str) else pair)
 
 
 class SentencePieceTokenizer(TemplateTokenizer):

@@ -41,3 +41,29 @@ def _cycles(event: Tokens):
     """The tokens of each cycle."""
     ids = iter(event.ids)
     return [[next(ids) for _ in range(length)] for length in event.acceptance_lengths]
+
+
+def test_an_origin_does_not_depend_on_where_the_output_ends():
+    """An output that ends within an accepted draft ends with a draft, at a limit and a stop."""
+    run = engine(drafter("ngram"), batch_size=1, sync_every=3)
+    (prompt,) = random_prompts([6])
+
+    def origins(limit, **how):
+        drafted, ids = [], []
+        for event in decoding.decode(run, make_requests([prompt], limit, **how)):
+            if isinstance(event, Tokens):
+                ids += event.ids
+                for length, accepted in zip(event.acceptance_lengths, event.accepted, strict=True):
+                    assert length - accepted in (0, 1)
+                    drafted += [True] * accepted + [False] * (length - accepted)
+        return drafted, ids
+
+    whole, ids = origins(40)
+    assert any(whole)
+    for limit in range(2, 40):
+        assert origins(limit) == (whole[: limit - 1], ids[:limit])
+    drafts = [
+        i + 1 for i, drafted in enumerate(whole) if drafted and ids[i + 1] not in ids[: i + 1]
+    ]
+    for end in drafts:
+        assert origins(40, stop_ids=(ids[end],)) == (whole[:end], ids[: end + 1])

@@ -152,7 +152,10 @@ def test_stop_tokens(server):
     _, answer = server.post(TEXT, {"prompt": PROMPT, "stop_token_ids": [token], **parameters})
     (choice,) = answer["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
-    assert choice["text"] == bytes(whole[: whole.index(token) + 1]).decode()
+    assert choice["text"] == bytes(whole[: whole.index(token)]).decode()
+    fields = {"stop_token_ids": [token], "include_stop_str_in_output": True}
+    _, answer = server.post(TEXT, {"prompt": PROMPT, **fields, **parameters})
+    assert answer["choices"][0]["text"] == bytes(whole[: whole.index(token) + 1]).decode()
 
 
 def test_echo(server):
@@ -210,7 +213,8 @@ def test_sglang_generate(server):
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 12)
     assert meta["finish_reason"] == {"type": "length", "length": 12}
     assert meta["spec_accept_length"] == 12 / meta["spec_verify_ct"]
-    assert meta["spec_accept_token_num"] == 11 - meta["spec_verify_ct"]
+    # The last cycle has no token of the target's own if the limit is within its draft.
+    assert meta["spec_accept_token_num"] - (11 - meta["spec_verify_ct"]) in (0, 1)
     _, several = server.post("/generate", {**body, "text": [PROMPT, "x"]})
     assert [type(one["text"]) for one in several] == [str, str]
     assert several[0]["text"] == answer["text"]

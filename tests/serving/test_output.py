@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 import dflash
-from dflash.inference.request import Request, Tokens
+from dflash.inference.request import Completion, Request, TokenLogprobs, Tokens
 from dflash.serving.completion_request import CompletionRequest, ResponseOptions
 from dflash.serving.output import Output
 from dflash.text.tokenizer_loading import load_tokenizer
@@ -22,7 +22,9 @@ def tokenizer():
     return loaded
 
 
-def make_output(tokenizer, *, stop=(), stop_ids=(), min_new_tokens=0, prompt=None, **options):
+def make_output(
+    tokenizer, *, stop=(), stop_ids=(), min_new_tokens=0, prompt=None, include=False, **options
+):
     """Returns an output without tokens."""
     prompt = tuple(tokenizer.encode_chat(QUESTION)) if prompt is None else tuple(prompt)
     request = Request(0, prompt, 64, stop_ids=stop_ids, min_new_tokens=min_new_tokens)
@@ -32,15 +34,117 @@ def make_output(tokenizer, *, stop=(), stop_ids=(), min_new_tokens=0, prompt=Non
         min_new_tokens=min_new_tokens,
         stop=stop,
         stop_ids=stop_ids,
-        options=ResponseOptions(**options),
+        options=ResponseOptions(stop=include, **options),
     )
     return Output(0, request, completion_request, tokenizer)
+
+
+def cycle(*ids, accepted=None, size=8, **fields):
+    """Returns the event of one cycle."""
+    accepted = len(ids) - 1 if accepted is None else accepted
+    return Tokens(0, ids, (len(ids),), (accepted,), block_sizes=(size,), **fields)
+
+
+def done(output, reason):
+    """Returns the completion of an output."""
+    return Completion(0, tuple(output.ids), reason, (), (), 0.0, 0.0, 0.0, 0.0)
 
 
 def test_rejected_drafts_are_shown_with_a_real_chat_template(tokenizer):
     output = make_output(tokenizer, drafts=True)
     words, others = tokenizer.encode("Tom has 7 pens."), tokenizer.encode(" 12 pencils")
     output.push(Tokens(0, tuple(words[:1])))
-    delta = output.push(Tokens(0, tuple(words[1:]), (len(words) - 1,), (), (8,), (tuple(others),)))
-    assert ("".join(text for text, origin in delta.pieces if origin == "refused")) == " 12 pencils"
+    delta = output.push(cycle(*words[1:], rejected=(tuple(others),)))
+    assert "".join(text for text, origin in delta.pieces if origin == "refused") == " 12 pencils"
     assert output.text == "Tom has 7 pens."
+
+
+def test_an_output_that_ends_within_the_draft_has_only_drafts(tokenizer):
+    output = make_output(tokenizer, drafts=True)
+    first, *drafts = tokenizer.encode("Tom has 7 pens.")
+    shown = (
+        output.push(Tokens(0, (first,))).pieces
+        + output.push(cycle(*drafts, accepted=len(drafts))).pieces
+    )
+    assert [origin for _, origin in shown] == ["own", "drafted"]
+    statistics = output.statistics
+    assert (statistics.accepted, statistics.tau) == (len(drafts), len(drafts))
+
+
+def test_counts_end_at_a_stop_string(tokenizer):
+    """Whatever was decoded after it belongs to no count, cycles included."""
+    output = make_output(tokenizer, stop=("12",))
+    first, *rest = tokenizer.encode("Tom has 12 pens and 34 pencils. ")
+    output.push(Tokens(0, (first,)))
+    lengths = len(rest), 3, 3
+    event = Tokens(
+        0, (*rest, *rest[:6]), lengths, tuple(n - 1 for n in lengths), block_sizes=(32, 4, 4)
+    )
+    output.push(event)
+    assert (output.text, output.stop_reason) == ("Tom has ", "12")
+    statistics = output.statistics
+    assert (statistics.cycles, statistics.drafted) == (1, 31)
+    assert statistics.accepted == statistics.committed == len(output.ids) - 1 < len(rest)
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_the_first_tokens_of_an_event(count):
+    logprobs = tuple(TokenLogprobs(-1.0, (), ()) for _ in range(7))
+    event = Tokens(0, tuple(range(7)), (3, 1, 3), (2, 0, 3), logprobs, (4, 1, 4), ((9,), (), ()))
+    first = event.first(count)
+    assert first.ids == event.ids[:count]
+    assert sum(first.acceptance_lengths) == count == len(first.logprobs)
+    assert all(first.acceptance_lengths)
+    cycles = len(first.acceptance_lengths)
+    assert cycles == len(first.accepted) == len(first.block_sizes) == len(first.rejected)
+    assert first.accepted == ((min(count, 2),), (2, 0), (2, 0, count - 4))[cycles - 1]
+    assert event.first(7) == event
+
+
+def test_the_text_of_a_stop_token_is_left_out(tokenizer):
+    *words, last = tokenizer.encode("Tom has 7")
+    (end,) = tokenizer.encode("<|end|>", special_tokens=True)
+    for stop_id, options in ((last, {}), (end, {"special_tokens": True})):
+        for include in (False, True):
+            output = make_output(tokenizer, stop_ids=(stop_id,), include=include, **options)
+            text = output.push(Tokens(0, (*words, stop_id))).text
+            text += output.finish(done(output, "stop")).text
+            ending = tokenizer.decode([*words, stop_id], **options) if include else "Tom has"
+            assert (text.rstrip(), output.stop_reason) == (ending, stop_id)
+            assert output.ids == [*words, stop_id]
+
+
+@pytest.mark.parametrize(
+    ("stop", "minimum", "text", "found"),
+    [
+        ("has 7", 2, "Tom ", "has 7"),  # Begins within the first tokens and ends after them.
+        ("Tom has", 2, "Tom has 7 pens.", None),  # Ends within the first tokens.
+        ("Tom", 3, "Tom has 7 pens.", None),
+        ("pens", 3, "Tom has 7 ", "pens"),
+    ],
+)
+def test_stop_strings_end_after_the_minimum(tokenizer, stop, minimum, text, found):
+    output = make_output(tokenizer, stop=(stop,), min_new_tokens=minimum)
+    words = tokenizer.encode("Tom has 7 pens.")
+    assert tokenizer.decode(words[:2]) == "Tom has"
+    shown = ""
+    for word in words:
+        if not output.ended:
+            shown += output.push(Tokens(0, (word,))).text
+    shown += output.finish(done(output, "length")).text
+    assert (shown, output.stop_reason) == (text, found)
+
+
+@pytest.mark.parametrize("stop", ["<|end|>", "pens<|end|>", "<|end|>\n", "<|end|> Tom"])
+def test_stop_strings_may_contain_special_tokens_that_the_text_leaves_out(tokenizer, stop):
+    (end,) = tokenizer.encode("<|end|>", special_tokens=True)
+    words = tokenizer.encode("Tom has 7 pens")
+    for after in ("\n and", " Tom and"):
+        output = make_output(tokenizer, stop=(stop,))
+        output.push(Tokens(0, (*words, end, *tokenizer.encode(after))))
+        output.finish(done(output, "length"))
+        if (whole := f"Tom has 7 pens<|end|>{after}").find(stop) < 0:
+            assert output.text == whole.replace("<|end|>", "")
+            continue
+        assert output.text == whole[: whole.index(stop)].replace("<|end|>", "")
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)

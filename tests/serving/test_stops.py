@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from dflash.serving.stops import StopFinder
 
 LETTERS = st.text("ab", max_size=12)
+STOPS = st.lists(LETTERS.filter(bool), max_size=3)
 
 
 def whole(text, stops, include=False):
@@ -18,7 +19,7 @@ def whole(text, stops, include=False):
     return text, None
 
 
-@given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=3), st.booleans())
+@given(st.lists(LETTERS, max_size=8), STOPS, st.booleans())
 def test_output_does_not_depend_on_the_pieces(pieces, stops, include):
     finder, output = StopFinder(stops, include=include), ""
     expected, stop = whole("".join(pieces), stops, include)
@@ -40,3 +41,34 @@ def test_a_partial_match_is_held_back():
 def test_text_without_partial_match_is_not_held_back():
     assert StopFinder([]).push("text") == "text"
     assert StopFinder(["z"]).push("text") == "text"
+
+
+@given(
+    st.lists(LETTERS, max_size=6),
+    st.lists(LETTERS, max_size=6),
+    STOPS,
+)
+def test_no_stop_string_ends_within_an_exempt_beginning(exempt, rest, stops):
+    finder, begin = StopFinder(stops), "".join(exempt)
+    text = begin + "".join(rest)
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(len(begin) + 1, len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    end, length, stop = min(ends, default=(len(text), 0, None))
+    output = "".join(finder.push(piece, exempt=True) for piece in exempt)
+    output += "".join(finder.push(piece) for piece in rest) + finder.push("", final=True)
+    assert (output, finder.found) == (text[: end + length], stop)
+
+
+@given(st.lists(st.tuples(LETTERS, LETTERS), max_size=6), STOPS)
+def test_hidden_text_matches_and_is_not_shown(pieces, stops):
+    finder = StopFinder(stops)
+    expected, stop = whole("".join(text + hidden for text, hidden in pieces), stops)
+    visible = "".join("1" * len(text) + "0" * len(hidden) for text, hidden in pieces)
+    output = "".join(finder.push(text, hidden=hidden) for text, hidden in pieces)
+    output += finder.push("", final=True)
+    shown = [character for character, bit in zip(expected, visible, strict=False) if bit == "1"]
+    assert (output, finder.found) == ("".join(shown), stop)

@@ -99,6 +99,33 @@ def train_metaspace(directory, scheme="first"):
     return tokenizer
 
 
+def train_unigram(directory):
+    """Unigram model whose pieces include the special tokens, as T5's and XLM-R's."""
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    tokenizer.normalizer = tokenizers.normalizers.NFKC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=120,
+        special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"],
+        unk_token="<unk>",
+        initial_alphabet=list("<|im_end>start"),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
+def ignore_merges(directory):
+    """Makes a byte-level tokenizer look up whole words first, special tokens among them."""
+    content = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["ignore_merges"] = True
+    content["pre_tokenizer"]["use_regex"] = False
+    write_json(directory / "tokenizer.json", content)
+
+
 def train_sentencepiece(directory, **options):
     import sentencepiece
 
@@ -106,7 +133,6 @@ def train_sentencepiece(directory, **options):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*TEXTS[:1] * 200, *TEXTS]),
         model_writer=model,
-        model_type="bpe",
         vocab_size=300,
         hard_vocab_limit=False,
         byte_fallback=True,
@@ -115,7 +141,12 @@ def train_sentencepiece(directory, **options):
         normalization_rule_name="identity",
         pad_id=3,
         minloglevel=2,
-        **{"remove_extra_whitespaces": False, "add_dummy_prefix": False, **options},
+        **{
+            "model_type": "bpe",
+            "remove_extra_whitespaces": False,
+            "add_dummy_prefix": False,
+            **options,
+        },
     )
     (directory / "tokenizer.model").write_bytes(model.getvalue())
 

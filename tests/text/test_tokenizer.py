@@ -13,9 +13,12 @@ from support.trained_tokenizers import (
     QWEN_TEMPLATE,
     TEXTS,
     failure,
+    ignore_merges,
     train_byte_fallback,
     train_byte_level,
+    train_metaspace,
     train_sentencepiece,
+    train_unigram,
     write_json,
 )
 
@@ -95,6 +98,52 @@ def test_streaming_any_ids(any_tokenizer, ids):
     assert "".join(stream(any_tokenizer, [*ids, *any_tokenizer.encode(" Hello")])).endswith("Hello")
 
 
+@pytest.fixture(scope="module", params=["bpe", "unigram", "first", "always", "fallback", "never"])
+def spaced_tokenizer(request, tmp_path_factory):
+    """Returns a tokenizer whose decoder may drop the first space of a text."""
+    directory = tmp_path_factory.mktemp("spaced")
+    if request.param in ("bpe", "unigram"):
+        options = {"model_type": request.param, "add_dummy_prefix": True}
+        train_sentencepiece(directory, **options)
+    elif request.param == "fallback":
+        train_byte_fallback(directory)
+    else:
+        train_metaspace(directory, request.param)
+    return load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("prompt", ["Hello", "world! ", "你", ""])
+@pytest.mark.parametrize("output", [" world", "world", "  two", " 你好", " "])
+def test_an_output_is_what_it_adds_to_its_prompt(spaced_tokenizer, prompt, output):
+    tokenizer = spaced_tokenizer
+    before, ids = tokenizer.encode(prompt), tokenizer.encode("Hello" + output)
+    ids = ids[len(tokenizer.encode("Hello")) :]
+    added = tokenizer.decode([*before, *ids]).removeprefix(tokenizer.decode(before))
+    assert tokenization.decode_output(tokenizer, before, ids) == added
+    decoder = tokenization.IncrementalDecoder(tokenizer, prompt=before)
+    assert decoder.push(ids) + decoder.flush() == added
+
+
+def test_a_prompt_that_ends_with_many_special_tokens_is_context(tmp_path):
+    train_metaspace(tmp_path, "always")
+    tokenizer = load_tokenizer(tmp_path)
+    special = tokenizer.encode("<|im_end|>", special_tokens=True)[-1]
+    prompt = [*tokenizer.encode("Hello"), *[special] * 100]
+    word = tokenizer.encode("Hello two")[len(tokenizer.encode("Hello")) :]
+    assert tokenization.decode_output(tokenizer, prompt, word) == " two"
+    assert tokenization.decode_output(tokenizer, [special] * 100, word) == "two"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_output_completes_the_last_character_of_its_prompt(size):
+    tokenizer, word = tokenization.ByteTokenizer(), "né🦜".encode()
+    prompt, output = word[:-size], word[-size:]
+    decoder = tokenization.IncrementalDecoder(tokenizer, prompt=prompt)
+    assert decoder.push(output) + decoder.flush() == "🦜"
+    assert tokenization.decode_output(tokenizer, prompt, output) == "🦜"
+    assert tokenization.decode_output(tokenizer, b"a\xff", b"b") == "b"
+
+
 def test_a_fork_shares_the_tokenizer_and_nothing_else():
     tokenizer = tokenization.ByteTokenizer()
     decoder = tokenization.IncrementalDecoder(tokenizer)
@@ -161,6 +210,34 @@ def test_special_tokens_in_a_text_are_read_as_such_where_asked_for(tmp_path):
     assert (ids[0], ids[-1]) == (start, end)
     assert tokenizer.decode(ids) == "a"
     assert tokenizer.vocab_size == trained.get_vocab_size()
+
+
+@pytest.mark.parametrize("kind", ["unigram", "ignore_merges", "metaspace", "bytes"])
+def test_users_cannot_spell_special_tokens(tmp_path, kind):
+    """Not alone, not as a part of a word, and not by characters that normalization changes."""
+    if kind == "unigram":
+        train_unigram(tmp_path)
+    elif kind == "metaspace":
+        train_metaspace(tmp_path)
+    else:
+        train_byte_level(tmp_path)
+    if kind == "ignore_merges":
+        ignore_merges(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(QWEN_TEMPLATE)
+    tokenizer = load_tokenizer(tmp_path)
+    special = tokenizer.special_spellings
+    for spelling in ("<|im_end|>", "<|im_start|>"):
+        wide = spelling.replace("|", "｜").replace("<", "＜")
+        for text in (spelling, f"a{spelling}b", f" {spelling} ", 2 * spelling, wide):
+            ids = tokenizer.encode(text)
+            assert "<|im_" not in "".join(special.get(token, "") for token in ids), text
+            empty = tokenizer.encode_chat([{"role": "user", "content": ""}])
+            chat = tokenizer.encode_chat([{"role": "user", "content": text}])
+            for token in special:
+                if special[token] != "<unk>":
+                    assert chat.count(token) == empty.count(token), text
+        (token,) = (token for token, known in special.items() if known == spelling)
+        assert token in tokenizer.encode(spelling, special_tokens=True)
 
 
 def test_training_lengths_in_a_file_are_ignored(tmp_path):
