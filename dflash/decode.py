@@ -33,6 +33,7 @@ def _decode(command: cli.Command) -> None:
     from dflash.offline import decode_run, merge_shards
     from dflash.parallel import distributed
     from dflash.runs import dates, records, shards
+    from dflash.text import prompts
 
     # A dry run touches no device, so it asks no other process for the date.
     date = (
@@ -40,7 +41,7 @@ def _decode(command: cli.Command) -> None:
     )
     job = jobs.prepare(command.config, stdin=sys.stdin, dry=command.dry_run, date=date)
     if command.dry_run:
-        print("\n".join(job.plan().lines()))
+        print("\n".join([*job.plan().lines(), *prompts.dropped_answers(job.prompts)]))
         return
     divided = command.shard is None and distributed.compute_on_first(
         lambda: shards.is_divided(command.workdir, records.OUTPUTS)

@@ -375,3 +375,18 @@ def test_a_draft_vocabulary_is_chosen_once_and_stays(config, tmp_path):
     after = weights(tmp_path / "onward" / "hf")
     np.testing.assert_array_equal(after["d2t"], stored["d2t"])
     assert not np.array_equal(after["fc.weight"], stored["fc.weight"])
+
+
+@pytest.mark.parametrize("defect", ["are empty", "do not end with an end token", "end in a loop"])
+def test_defects_of_the_answers_are_told_before_the_first_step(config, tmp_path, capfd, defect):
+    outputs = {"are empty": [2], "do not end with an end token": [5, 6, 7]}
+    path = tmp_path / "outputs.jsonl"
+    with path.open("w") as file:
+        for number in range(60):
+            ids = {"prompt_ids": [7, number], "output_ids": outputs.get(defect, [9] * 40 + [2])}
+            file.write(json.dumps(ids) + "\n")
+    length = "train.steps=1", "train.batch_size=1", "data.held_out_percent=0"
+    assert run(config, *TARGET, f"data.files=[{path}]", *length, "--workdir", tmp_path / "w") == 0
+    told = capfd.readouterr().err
+    assert "jsonl/train: tokens per answer, of 60 answers: 10 % up to" in told
+    assert told.index(f"warning: 100 % of the answers {defect}: ") < told.index("step 1/1")

@@ -17,7 +17,7 @@ from dflash.config import distill_schema, registry, schema
 Problem = tuple[tuple[str, ...], str]
 
 _FILES = "jsonl"  # Name of the data set that reads the user's files.
-_OWN = (_FILES, "tfds")  # Data sets of which keys below `data` say what they read.
+OWN_DATA = (_FILES, "tfds")  # Data sets of which keys below `data` say what they read.
 _MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig))
 
 
@@ -166,11 +166,11 @@ def _prompts(config: Any) -> Iterator[Problem]:
         if getattr(prompts, other):
             keys = "prompts.dataset", f"prompts.{other}"
             yield keys, f"excludes prompts.{other}; give one of the two"
-    if prompts.dataset in _OWN:
+    if prompts.dataset in OWN_DATA:
         message = f"{prompts.dataset} has no prompts; set prompts.file to the file"
         yield ("prompts.dataset",), message
     elif prompts.dataset not in registry.DATASETS:
-        near = registry.suggest(prompts.dataset, set(registry.DATASETS) - {*_OWN})
+        near = registry.suggest(prompts.dataset, set(registry.DATASETS) - {*OWN_DATA})
         yield ("prompts.dataset",), f"unknown data set {prompts.dataset!r}{near}"
 
 
@@ -203,8 +203,8 @@ def _tasks(config: Any) -> Iterator[Problem]:
     if not config.tasks:
         yield ("tasks",), "required: a list of data sets, such as [math, code, chat]"
     for task in config.tasks:
-        if task in _OWN or task not in registry.DATASETS:
-            near = registry.suggest(task, set(registry.DATASETS) - {*_OWN})
+        if task in OWN_DATA or task not in registry.DATASETS:
+            near = registry.suggest(task, set(registry.DATASETS) - {*OWN_DATA})
             yield ("tasks",), f"unknown task {task!r}{near}"
 
 
@@ -264,8 +264,8 @@ def _distillation(config: Any) -> Iterator[Problem]:
         yield ("test.block_sizes", "drafter.name"), message
     for key in ("answers", "test"):
         for name in getattr(config, key).tasks:
-            if name in _OWN or name not in registry.DATASETS:
-                near = registry.suggest(name, set(registry.DATASETS) - {*_OWN})
+            if name in OWN_DATA or name not in registry.DATASETS:
+                near = registry.suggest(name, set(registry.DATASETS) - {*OWN_DATA})
                 yield (f"{key}.tasks",), f"unknown data set {name!r}{near}"
         alone = types.SimpleNamespace(target=config.target, decode=getattr(config, key).decode)
         for keys, message in (*_stop_ids(alone), *_lengths(alone)):

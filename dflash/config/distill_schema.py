@@ -14,13 +14,20 @@ from dflash.config.schema import location, option
 
 @dataclasses.dataclass(frozen=True)
 class AnswersConfig:
-    """Questions that the target answers, and the decoding of the answers."""
+    """Questions that the target answers, and the decoding of the answers.
+
+    Naming files on the command line replaces the data sets of the config, and so on.
+    """
+
+    ALTERNATIVES = ("made", "tasks", "files")
 
     # Existing answers.jsonl of another distillation. Replaces tasks and files; nothing is decoded.
     made: str | None = location("file")
     # Number of questions from the training split, by data set.
     tasks: Mapping[str, int] = option({}, minimum=1)
-    files: tuple[str, ...] = location("file", ())  # More questions: JSONL files like prompts.file.
+    files: tuple[str, ...] = location("file", ())  # JSONL files like prompts.file.
+    # Format each text in `files` as a message of the chat template. None: if there is one.
+    chat: bool | None = None
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
 
 
@@ -79,7 +86,9 @@ class DistillRun:
             for name, count in self.answers.tasks.items()
         }
         for number, file in enumerate(self.answers.files):
-            sources[f"{number}-{pathlib.Path(file).stem}"] = schema.PromptsConfig(file=file)
+            sources[f"{number}-{pathlib.Path(file).stem}"] = schema.PromptsConfig(
+                file=file, chat=self.answers.chat
+            )
         return {name: self.answer_run(source) for name, source in sources.items()}
 
     def answer_run(self, questions: schema.PromptsConfig) -> schema.DecodeRun:

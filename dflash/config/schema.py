@@ -227,7 +227,8 @@ class PromptsConfig:
 
     text: tuple[str, ...] = ()
     file: str | None = location("file")
-    chat: bool = False  # Format each text prompt as one user message of the chat template.
+    # Format each text prompt as one user message of the chat template. None: if there is one.
+    chat: bool | None = False
     # The chat template asks for reasoning first. Most drafters are trained without it.
     thinking: bool = False
     special_tokens: bool = False  # Parse special tokens, such as <|im_end|>, in text prompts.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dflash.config.distill_schema import DistillRun
 from dflash.config.schema import DecodeRun, PromptsConfig
 from dflash.config.train_schema import TrainRun
+from dflash.distillation import questions
 from dflash.loading import job as decode_jobs
 from dflash.loading.job import Job as DecodeJob
 from dflash.measure import roofline
@@ -66,6 +67,9 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
         _export(training),
     ]
     return [
+        "questions",
+        *questions.describe(config, decoding, dry=dry),
+        "",
         "answers: decoding with the target",
         *decoding.plan().lines(),
         "",
@@ -92,18 +96,18 @@ def _machine(config: DistillRun, job: DecodeJob | None) -> Machine | None:
 
 
 def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> StageEstimate:
-    decode, questions = job.config.decode, _num_questions(config)
+    decode, count = job.config.decode, _num_questions(config)
     if config.answers.made is not None:
         size = paths.to_path(config.answers.made).stat().st_size
-        return StageEstimate("answers", f"{questions:,} existing ones", 0.0, size)
-    tokens = questions * decode.max_new_tokens
+        return StageEstimate("answers", f"{count:,} existing ones", 0.0, size)
+    tokens = count * decode.max_new_tokens
     context = config.plan.prompt_tokens + decode.max_new_tokens // 2
     forward = roofline.target_work(
         job.target, batch=decode.batch_size, rows=1, context=context, kv_dtype=decode.kv_dtype
     )
     seconds = _seconds(forward, tokens / decode.batch_size, machine)
-    stored = questions * (config.plan.prompt_tokens + decode.max_new_tokens) * _BYTES_PER_TOKEN
-    amount = f"{questions:,} questions, at most {decode.max_new_tokens:,} tokens each"
+    stored = count * (config.plan.prompt_tokens + decode.max_new_tokens) * _BYTES_PER_TOKEN
+    amount = f"{count:,} questions, at most {decode.max_new_tokens:,} tokens each"
     return StageEstimate("answers", amount, seconds, stored)
 
 

@@ -31,6 +31,7 @@ from dflash.runs.records import Records
 from dflash.runs.result_text import prompt_text, summary_line
 from dflash.runs.shards import Shard
 from dflash.storage import paths
+from dflash.text import prompts
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import IncrementalDecoder, decode_output
 
@@ -118,6 +119,8 @@ def run(
     drafted, baseline = records
     ready = _ready(job, drafted)
     plain_ready = [] if baseline is None else _ready(job, baseline)
+    for line in prompts.dropped_answers(job.prompts):
+        display.note(line)
     if ready or plain_ready:
         with display.status("loading weights"):
             job = load(job)

@@ -59,8 +59,22 @@ class ChatTemplate:
             reason = first_line(error)
             raise errors.InputError(f"{path}: chat template fails: {reason}") from error
 
-    @functools.cached_property
+    @property
+    def exists(self) -> bool:
+        """Returns whether the checkpoint has a template, which may still be unusable."""
+        return self._stored is not None
+
+    @property
     def _source(self) -> tuple[pathlib.Path, str]:
+        if self._stored is None:
+            raise errors.InputError(
+                f"{self._directory}: no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); give plain text prompts or prompt_ids"
+            )
+        return self._stored
+
+    @functools.cached_property
+    def _stored(self) -> tuple[pathlib.Path, str] | None:
         path = self._directory / "chat_template.jinja"
         if path.exists():
             return path, _read(path)
@@ -70,12 +84,7 @@ class ChatTemplate:
             named = [entry for entry in template if isinstance(entry, dict)]
             sources = (entry.get("template") for entry in named if entry.get("name") == "default")
             template = next(sources, None)
-        if not isinstance(template, str):
-            raise errors.InputError(
-                f"{self._directory}: no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json); give plain text prompts or prompt_ids"
-            )
-        return path, template
+        return (path, template) if isinstance(template, str) else None
 
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Prompts of a run, from the config, a JSONL file, a data set, standard input, or a program."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -36,6 +37,8 @@ class Prompt:
       messages: Messages of a conversation, else None.
       source: Place for error messages, such as "prompts.jsonl:7".
       later_turns: Further messages of the user, each of which follows an answer of the model.
+      dropped_answer: The line of a file ended with a reference answer, which is not a part of the
+        prompt.
     """
 
     index: int
@@ -44,6 +47,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     source: str = ""
     later_turns: tuple[str, ...] = ()
+    dropped_answer: bool = False
 
     @property
     def indices(self) -> range:
@@ -65,7 +69,9 @@ def read_prompts(
     Prompts come from `config.text`, `config.file` or `config.dataset`, otherwise from `stdin`. A
     line of the file has exactly one of the keys `prompt`, `messages`, `turns` (messages of the
     user, each answered by the model) and `prompt_ids`. Other keys are ignored, since data sets
-    often have ids and answers. Each line of `stdin` is a prompt. Blank lines are skipped.
+    often have ids and answers. Messages of the assistant at the end of a conversation are dropped,
+    since they answer the question that the prompt asks. Each line of `stdin` is a prompt. Blank
+    lines are skipped.
 
     Args:
       config: Source of the prompts, and whether the chat template is applied to plain text.
@@ -90,7 +96,8 @@ def read_prompts(
         entries = _conversation_entries(name, conversations, later_turns)
     else:
         name, entries = "stdin", _stdin_entries(stdin)
-    return _collect(name, entries, config, tokenizer, vocab_size)
+    drop_answers = config.file is not None
+    return _collect(name, entries, config, tokenizer, vocab_size, drop_answers=drop_answers)
 
 
 def from_values(
@@ -119,6 +126,8 @@ def _collect(
     config: schema.PromptsConfig,
     tokenizer: tokenizer_lib.Tokenizer | None,
     vocab_size: int,
+    *,
+    drop_answers: bool = False,
 ) -> list[Prompt]:
     """Tokenizes all entries; raises like `read_prompts`."""
     prompts: list[Prompt] = []
@@ -131,6 +140,7 @@ def _collect(
                 chat=config.chat,
                 special_tokens=config.special_tokens,
                 vocab_size=vocab_size,
+                drop_answer=drop_answers,
             )
         except errors.InputError as error:
             problems.append(f"{source}: {error}")
@@ -142,6 +152,48 @@ def _collect(
     if not prompts:
         raise errors.InputError(f"{name}: no prompts found")
     return prompts
+
+
+def read_first(
+    config: schema.PromptsConfig, tokenizer: tokenizer_lib.Tokenizer, *, vocab_size: int
+) -> Prompt | None:
+    """Returns the first prompt of `config.file` that can be read; None without any.
+
+    Raises:
+      InputError: The file cannot be read.
+    """
+    for _, read in jsonl.entries(config.file):
+        with contextlib.suppress(errors.InputError):
+            return _make_prompt(
+                read(),
+                tokenizer,
+                chat=config.chat,
+                special_tokens=config.special_tokens,
+                vocab_size=vocab_size,
+                drop_answer=True,
+            )
+    return None
+
+
+def dropped_answers(prompts: Sequence[Prompt]) -> list[str]:
+    """Returns a line that counts the reference answers that were dropped; empty for none."""
+    count = sum(prompt.dropped_answer for prompt in prompts)
+    return [f"prompts      reference answers at the end of {count} are dropped"] if count else []
+
+
+def ends_with_answer(fields: Mapping[str, Any]) -> bool:
+    """Returns whether the messages of a JSONL line end with one of the assistant.
+
+    Raises:
+      InputError: The messages are unusable.
+    """
+    messages = jsonl.check_messages(fields["messages"]) if "messages" in fields else []
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
+def in_chat(chat: bool | None, tokenizer: tokenizer_lib.Tokenizer) -> bool:
+    """Returns whether texts go through the chat template; None asks for it if there is one."""
+    return tokenizer.has_chat_template if chat is None else chat
 
 
 def continued(
@@ -223,9 +275,10 @@ def _make_prompt(
     fields: Mapping[str, Any],
     tokenizer: tokenizer_lib.Tokenizer | None,
     *,
-    chat: bool = False,
+    chat: bool | None = False,
     special_tokens: bool = False,
     vocab_size: int,
+    drop_answer: bool = False,
 ) -> Prompt:
     """Checks and tokenizes an entry; the caller sets index and source.
 
@@ -244,6 +297,9 @@ def _make_prompt(
     text = jsonl.check_text(value) if "prompt" in fields else None
     messages = jsonl.check_messages(value) if "messages" in fields else None
     later_turns = fields.get(_LATER_TURNS, ())
+    dropped = drop_answer and ends_with_answer(fields)
+    if dropped:
+        messages = _without_answer(messages)
     if "turns" in fields:
         first, *later_turns = _check_turns(value)
         messages = ({"role": "user", "content": first},)
@@ -251,14 +307,28 @@ def _make_prompt(
         raise errors.InputError("text needs a tokenizer and the target has none: give prompt_ids")
     if messages is not None:
         ids = tuple(tokenizer.encode_chat(messages))
-    elif chat:
+    elif in_chat(chat, tokenizer):
         ids = tuple(tokenizer.encode_chat([{"role": "user", "content": text}]))
     else:
         ids = tuple(tokenizer.encode(text, special_tokens=special_tokens))
     if not ids:
         raise errors.InputError("empty prompt: the text has no tokens")
     _check_vocabulary(ids, vocab_size, "the tokenizer does not fit the target: token id")
-    return Prompt(0, ids, text, messages, later_turns=tuple(later_turns))
+    return Prompt(0, ids, text, messages, later_turns=tuple(later_turns), dropped_answer=dropped)
+
+
+def _without_answer(messages: Messages) -> tuple[Mapping[str, Any], ...]:
+    """Returns a conversation without the messages of the assistant at its end.
+
+    Raises:
+      InputError: Nothing is left.
+    """
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if not end:
+        raise errors.InputError("messages: expected a question, not answers alone")
+    return tuple(messages[:end])
 
 
 def _check_turns(value: Any) -> list[str]:

@@ -27,6 +27,7 @@ class Tokenizer(abc.ABC):
 
     vocab_size: int  # number of tokens; the vocabulary of a model may be padded to a larger size
     fingerprint: str  # equal for tokenizers that encode every text alike
+    has_chat_template: bool = False  # whether the checkpoint has a chat template
 
     @abc.abstractmethod
     def encode(

@@ -30,6 +30,10 @@ class TemplateTokenizer(Tokenizer):
     _special_tokens: SpecialTokens
     _template: ChatTemplate
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template.exists
+
     def render_chat(
         self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:

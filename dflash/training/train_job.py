@@ -152,7 +152,7 @@ class TrainJob:
         """
         config = self.config.evaluation
         if config.prompts_file is not None:
-            source = PromptsConfig(file=config.prompts_file)
+            source = PromptsConfig(file=config.prompts_file, chat=None)
             vocab_size = self.task.target.arch.vocab_size
             held_out_prompts = prompts.read_prompts(
                 source, self.tokenizer, vocab_size=vocab_size, stdin=None

@@ -2,7 +2,7 @@
 
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,11 +10,11 @@ import numpy as np
 
 from dflash import errors
 from dflash.checkpoints import files as checkpoint_files
-from dflash.config import loader
+from dflash.config import checks, loader
 from dflash.parallel import agreement
 from dflash.runs.directory import CONFIG, RunDirectory
 from dflash.storage import files, paths
-from dflash.training import features, rundir
+from dflash.training import answer_check, features, rundir
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints, RestoredCheckpoint
@@ -45,6 +45,9 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
         with _open_report(job, directory, steps, start.step) as report:
             for note in notes:
                 report.note(note)
+            if start.step == 0:
+                for line in _check_answers(job):
+                    report.note(line)
             train_step = _train_step(job, steps, start.state)
             evaluation = Evaluation(job, frozen, drafting_test)
             trainer = Trainer(
@@ -65,6 +68,15 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
             outcome = trainer.run()
             report.note(_finish(job, directory, start.step, outcome, steps))
     return outcome
+
+
+def _check_answers(job: TrainJob) -> Iterator[str]:
+    """Yields lengths and defects of the answers in the user's own data sets."""
+    end_ids = job.task.target.arch.eos_token_id
+    for rows in job.training_rows.corpora if jax.process_index() == 0 else ():
+        name, _, _ = rows.corpus.name.partition("/")
+        if name in checks.OWN_DATA:
+            yield from answer_check.check(rows.corpus, end_ids).lines(rows.corpus.name)
 
 
 def _begin(

@@ -78,6 +78,41 @@ def test_chat_wraps_plain_text(jsonl):
     assert read(stdin="ab\n", chat=True)[0].ids == (256, ord("u"), 97, 98)
 
 
+@pytest.mark.parametrize("has_template", [False, True])
+def test_text_goes_through_the_template_if_there_is_one(jsonl, has_template):
+    class Tokenizer(BytesTokenizer):
+        has_chat_template = has_template
+
+    plain, wrapped = (97, 98), (256, ord("u"), 97, 98)
+    for chat, expected in ((None, wrapped if has_template else plain), (False, plain)):
+        keys = {"file": jsonl({"prompt": "ab"}), "chat": chat}
+        assert read(tokenizer=Tokenizer, **keys)[0].ids == expected
+
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "left"),
+    [
+        ([USER, ANSWER], [USER]),
+        ([USER, ANSWER, ANSWER], [USER]),
+        ([USER, ANSWER, USER, ANSWER], [USER, ANSWER, USER]),
+        ([USER, ANSWER, USER], None),
+        ([USER], None),
+    ],
+)
+def test_reference_answers_at_the_end_of_a_line_are_dropped(jsonl, messages, left):
+    (prompt,) = found = read(file=jsonl({"messages": messages}))
+    assert prompt.messages == tuple(left or messages)
+    assert prompt.dropped_answer == (left is not None)
+    assert len(prompts.dropped_answers(found)) == (left is not None)
+
+
+def test_a_conversation_of_answers_alone_asks_nothing(jsonl):
+    assert "expected a question, not answers alone" in failure(file=jsonl({"messages": [ANSWER]}))
+
+
 def test_special_tokens_in_text_are_read_where_asked_for(jsonl):
     assert read(text=("a|",))[0].ids == (97, 124)
     assert read(text=("a|",), special_tokens=True)[0].ids == (97, 257)
