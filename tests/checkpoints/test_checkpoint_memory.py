@@ -46,6 +46,16 @@ def test_reading_stays_close_to_the_weights(directory, options):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_gguf_file_is_dequantized_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run("make", tmp_path / "m", "--megabytes", MEGABYTES, "--gguf")
+    figures = json.loads(run("load", tmp_path / "m.gguf"))
+    assert figures["weights"] == pytest.approx(MEGABYTES, rel=0.1)
+    assert figures["peak"] >= figures["before"] + 0.9 * figures["weights"]
+    assert figures["beyond_weights"] <= MOST_BEYOND_MEGABYTES
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     ("options", "most_beyond"),
     [

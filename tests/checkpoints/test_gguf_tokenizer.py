@@ -6,6 +6,7 @@ import json
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import sentencepiece
 from support import gguf_files
 from support.trained_tokenizers import (
     LLAMA_TEMPLATE,
@@ -130,34 +131,16 @@ def test_the_beginning_of_sequence(tmp_path, pre, stated, added):
     assert unpack(tmp_path, values).encode("Hello") == bos + original.encode("Hello").ids
 
 
-def sentencepiece_values(directory):
-    """Metadata as llama.cpp's converter writes them, from a tokenizer.model."""
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
-    ids = range(model.vocab_size())
-    kinds = ((model.is_unknown, 2), (model.is_control, 3), (model.is_unused, 5), (model.is_byte, 6))
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [model.id_to_piece(token) for token in ids],
-        "tokenizer.ggml.scores": [model.get_score(token) for token in ids],
-        "tokenizer.ggml.token_type": [
-            next((kind for holds, kind in kinds if holds(token)), 1) for token in ids
-        ],
-        "tokenizer.ggml.bos_token_id": model.bos_id(),
-        "tokenizer.ggml.eos_token_id": model.eos_id(),
-        "tokenizer.ggml.unknown_token_id": model.unk_id(),
-        "tokenizer.chat_template": LLAMA_TEMPLATE,
-    }
-
-
 @pytest.fixture(scope="module")
 def sentencepieces(tmp_path_factory):
     made = {}
     for prefixed in (False, True):
         directory = tmp_path_factory.mktemp("sentencepiece")
         train_sentencepiece(directory, add_dummy_prefix=prefixed)
-        values = sentencepiece_values(directory)
+        file = str(directory / "tokenizer.model")
+        model = sentencepiece.SentencePieceProcessor(model_file=file)
+        template = {"tokenizer.chat_template": LLAMA_TEMPLATE}
+        values = gguf_files.sentencepiece_values(model) | template
         ours = tmp_path_factory.mktemp("ours")
         space = {"tokenizer.ggml.add_space_prefix": prefixed}
         template = {"chat_template": LLAMA_TEMPLATE, "bos_token": "<s>", "add_bos_token": True}

