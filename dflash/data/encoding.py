@@ -52,7 +52,7 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 
     Raises:
       InputError: The tokenizer has no chat template, or the template does not fit the messages. The
-        message begins with the place of the example if that is known.
+        message begins with the place of the example.
     """
     if example.output_ids:
         prompt, output = (
@@ -64,8 +64,8 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         for segments in supervision.segments(example, tokenizer):
             yield _encode_segments(segments, tokenizer)
     except errors.InputError as error:
-        prefix = f"{example.place}: " if example.place else ""
-        raise errors.InputError(f"{prefix}{error}") from error
+        place = example.place or f"data set {example.task}"
+        raise errors.InputError(f"{place}: {error}") from error
 
 
 def _encode_segments(segments: supervision.Segments, tokenizer: Tokenizer) -> np.ndarray:

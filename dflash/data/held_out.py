@@ -6,12 +6,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from dflash import errors
 from dflash.data.dataset import Dataset
 from dflash.data.example import Split
 from dflash.storage import files
 from dflash.text.tokenizer import Tokenizer
 
-Prompt = Mapping[str, Any]  # "prompt_ids", or "messages" and "variables" of the chat template
+Prompt = Mapping[str, Any]  # "prompt_ids"; or "messages", "variables" and "place", as in `Example`
 
 
 def mixed_prompts(
@@ -49,7 +50,10 @@ def mixed_prompts(
 def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
     if prompt.get("prompt_ids"):
         return tuple(prompt["prompt_ids"])
-    return tuple(tokenizer.encode_chat(prompt["messages"], **prompt.get("variables", {})))
+    try:
+        return tuple(tokenizer.encode_chat(prompt["messages"], **prompt["variables"]))
+    except errors.InputError as error:
+        raise errors.InputError(f"{prompt['place']}: {error}") from error
 
 
 def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Prompt]:
@@ -71,6 +75,10 @@ def _find_sample(dataset: Dataset, split: Split, count: int) -> list[Prompt]:
     return [
         {"prompt_ids": example.prompt_ids}
         if example.prompt_ids
-        else {"messages": example.prompt, "variables": example.variables}
+        else {
+            "messages": example.prompt,
+            "variables": example.variables,
+            "place": example.place or f"data set {example.task}",
+        }
         for example in dataset.sample(split, count)
     ]

@@ -161,3 +161,15 @@ def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path, monkeypatch)
             "data set jsonl: no examples in its split validation: "
             "raise data.held_out_percent=0, or give more questions"
         )
+
+
+def test_prompts_that_the_template_rejects_are_named(tmp_path):
+    message = {"role": "user", "content": "a"}
+    answer = {"role": "assistant", "content": "b"}
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n" + json.dumps({"messages": [message, answer]}))
+    config = DataConfig(files=(str(path),), held_out_percent=0.0)
+    sets = datasets.find_all(config)
+    with pytest.raises(errors.InputError) as caught:
+        held_out.mixed_prompts(sets, NoTokenizer(tmp_path), tmp_path, "train")
+    assert str(caught.value).startswith(f"{path}:2: {tmp_path}: no tokenizer")
