@@ -90,11 +90,12 @@ def serving(
     directory: pathlib.Path,
     *overrides: str,
     program: Sequence[str] = ("-m", "dflash.serve"),
+    config_text: str = CONFIG,
     **environment: str,
 ) -> Iterator[Server]:
     """A server that is ready, until the context ends."""
     config, log = directory / "serve.yml", directory / "log.txt"
-    config.write_text(CONFIG)
+    config.write_text(config_text)
     command = [sys.executable, *program, str(config), "--port=0", *overrides]
     with log.open("w") as stderr:
         process = subprocess.Popen(
