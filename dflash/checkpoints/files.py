@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dflash import errors
 from dflash.config import encoding
-from dflash.storage.files import copy_file, publish, remove_tree, sync
+from dflash.storage.files import copy_file, publish, read_regular, remove_tree, sync
 
 CONFIG = "config.json"
 # Files that are copied with the weights, unchanged. Python files are code for other programs, to
@@ -40,7 +40,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       CheckpointError: The file is missing, unreadable, or holds something else.
     """
     try:
-        content = json.loads(encoding.decode(path.read_bytes()))
+        content = json.loads(encoding.decode(read_regular(path)))
     except FileNotFoundError as error:
         raise errors.CheckpointError(
             f"{path}: missing; is {path.parent} a checkpoint directory?"

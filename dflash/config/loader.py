@@ -2,7 +2,7 @@
 
 The layers, of which later ones win: the dataclass's defaults, each file of `base: [..]` in order,
 the file itself, the command line. Mappings merge, lists replace. An error lists all problems at
-once.
+once. A file that another one names must be of type .yml or .yaml.
 """
 
 import dataclasses

@@ -9,10 +9,12 @@ import ml_collections
 from dflash import errors
 from dflash.config import encoding, registry, strict_yaml
 from dflash.config.strict_yaml import Node
+from dflash.storage.files import read_regular
 from dflash.storage.paths import in_bucket, to_path
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yml", ".yaml")
+_NO_CONFIG = f"expected a file of type {' or '.join(_SUFFIXES)}"
 _MAX_BYTES = 2**20  # Limit for a config file; the largest resolved config has a few thousand bytes.
 Path = tuple[str, ...]  # Path of a key, such as ("decode", "seed").
 
@@ -77,12 +79,15 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     raise errors.ConfigError(f"{path}: no such file{near}")
 
 
-def read(path: str | pathlib.Path, problems: list[str]) -> tuple[list[Node | None], str]:
+def read(
+    path: str | pathlib.Path, problems: list[str], *, is_named: bool = False
+) -> tuple[list[Node | None], str]:
     """Reads a config file and its bases, earliest first.
 
     Args:
       path: Path of the main file, as `find_config` accepts it.
       problems: List to which problems are appended.
+      is_named: Whether another config names the file; see `_is_config`.
     Returns:
       One mapping per file, of which later ones win, None for a file that cannot be read; the main
       file's name for messages.
@@ -91,6 +96,9 @@ def read(path: str | pathlib.Path, problems: list[str]) -> tuple[list[Node | Non
         main = find_config(path)
     except errors.ConfigError as error:
         problems.extend(error.problems)
+        return [None], str(path)
+    if is_named and not _is_config(main):
+        problems.append(f"{path}: {_NO_CONFIG}")
         return [None], str(path)
     return _read_with_bases(main, (), problems), _display(main)
 
@@ -231,7 +239,7 @@ def _entry_from_file(
     if entry.value is None:
         return content
     own_problems: list[str] = []
-    files, _ = read(entry.value, own_problems)
+    files, _ = read(entry.value, own_problems, is_named=True)
     problems += [f"{entry.source}: {'.'.join(here)}: {problem}" for problem in own_problems]
     for node in files:
         if node is not None and group in node.value:
@@ -334,6 +342,9 @@ def _read_with_bases(
                 "nor among the shipped configs"
             )
             layers.append(None)
+        elif not _is_config(base_path):
+            problems.append(f"{base.source}: base: {base.value!r}: {_NO_CONFIG}")
+            layers.append(None)
         elif base_path.resolve() in (resolved := [link.resolve() for link in (*chain, path)]):
             cycle = [*resolved[resolved.index(base_path.resolve()) :], base_path.resolve()]
             problems.append(f"{base.source}: base: cycle {' -> '.join(map(_display, cycle))}")
@@ -343,10 +354,14 @@ def _read_with_bases(
     return [*layers, Node(content, name)]
 
 
+def _is_config(path: pathlib.Path) -> bool:
+    """Returns whether a config may name a file: error messages may quote what is in it."""
+    return path.resolve().suffix in _SUFFIXES
+
+
 def _read_one(path: pathlib.Path, name: str) -> tuple[Node | None, list[str]]:
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
+        content = read_regular(path, _MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             return None, [f"{name}: larger than {_MAX_BYTES:,} bytes, the limit for a config"]
         return strict_yaml.parse(encoding.decode(content), name)

@@ -201,7 +201,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 def _kind(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return repr(node.value)
+        return "a single value"
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
 

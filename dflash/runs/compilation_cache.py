@@ -6,6 +6,8 @@
 A program that was compiled for one kind of CPU may crash on another, and home directories are
 shared between machines, so each kind has a directory of its own. Their total size is limited at the
 start of a run. jax itself limits a single directory only, with a lock that needs write access.
+
+A program is code that runs with this user's rights. So nobody else may write where they are kept.
 """
 
 import contextlib
@@ -14,12 +16,14 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import stat
+import sys
 import time
 import warnings
 import zlib
 from collections.abc import Iterator
 
-from dflash.storage import paths
+from dflash.storage import files, paths
 
 OFF = "off"
 MAX_BYTES = 2 * 2**30  # Limit for all programs together.
@@ -36,6 +40,8 @@ def default_root() -> pathlib.Path:
 
 def enable(where: str | None = None) -> pathlib.Path | None:
     """Enables jax's compilation cache; an unusable directory only disables it.
+
+    A directory that others may write to is not used, and a line on stderr says so.
 
     jax's own settings (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE) apply unless
     `where` overrides them.
@@ -56,18 +62,45 @@ def enable(where: str | None = None) -> pathlib.Path | None:
         root = default_root() if where is None else paths.to_path(where)
         directory = root / machine()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            files.make_private(directory)
         except OSError:
+            return None
+        if _is_refused(root) or _is_refused(directory):
             return None
         if not paths.in_bucket(root):  # Never delete objects in a bucket.
             trim(root)
         location = str(directory)
         jax.config.update("jax_compilation_cache_dir", location)
+    elif _is_refused(paths.to_path(location)):
+        return None
     # Most programs of a run compile in less than jax's default of a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # A program that cannot be read or written is simply compiled again, so hide jax's warning.
     warnings.filterwarnings("ignore", message=_TROUBLE)
     return paths.to_path(location)
+
+
+def _is_refused(directory: pathlib.Path) -> bool:
+    """Disables the cache if others may write to its directory; returns whether they may."""
+    if paths.in_bucket(directory) or not directory.exists():
+        return False
+    entry, target = directory.lstat(), directory.stat()
+    if _is_foreign(entry) or _is_foreign(target):
+        problem = "belongs to another user"
+    elif target.st_mode & 0o022 and not target.st_mode & stat.S_ISVTX:
+        problem = "other users may write to it (chmod go-w, and delete its programs)"
+    else:
+        return False
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    print(f"compilation cache off: {directory}: {problem}", file=sys.stderr, flush=True)
+    return True
+
+
+def _is_foreign(status: os.stat_result) -> bool:
+    """Returns whether something belongs neither to this user nor to root."""
+    return status.st_uid not in (os.geteuid(), 0)
 
 
 def machine() -> str:
@@ -89,7 +122,7 @@ def _cpu() -> str:
 
 
 def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
-    """Deletes damaged programs, and the least recently used ones beyond `max_bytes`.
+    """Deletes damaged and foreign programs, and the least recently used ones beyond `max_bytes`.
 
     jax writes programs in place. A killed run or a full disk leaves a truncated program, which jax
     would neither use nor replace.
@@ -98,7 +131,7 @@ def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
     for path in root.glob(_PROGRAMS):
         with contextlib.suppress(OSError):  # Another process may have deleted it.
             status = path.stat()
-            if _is_damaged(path, status):
+            if _is_foreign(path.lstat()) or _is_foreign(status) or _is_damaged(path, status):
                 path.unlink()
             else:
                 used = max(status.st_atime, status.st_mtime)

@@ -66,7 +66,7 @@ class RunDirectory:
         if self.path is None or not take:
             return
         with files.explained(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            files.make_private(self.path)
             lock = _LOCK if shard is None else f"{_LOCK}.{shard.index}-of-{shard.count}"
             try:
                 self._held.enter_context(_locked(self.path, lock))

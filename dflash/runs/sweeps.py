@@ -117,7 +117,7 @@ def run(
     pending = [point for point in chosen if point.name not in rows]
     _check(runner, directory, pending)
     with files.explained(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        files.make_private(directory)
         add_rows(directory / TABLE, rows)
     skipped = len(chosen) - len(pending)
     if skipped:

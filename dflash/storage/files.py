@@ -6,6 +6,7 @@ other modules need not know them.
 
 import concurrent.futures
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,6 +15,7 @@ import pathlib
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -28,6 +30,33 @@ if TYPE_CHECKING:
 
 _COPY_BYTES = 8 * 2**20  # size of the buffer that copies a file
 _MAX_REQUESTS = 16  # concurrent requests to a bucket
+
+
+def make_private(directory: pathlib.Path) -> None:
+    """Creates a directory that only its owner may read, unless it exists; also its parents.
+
+    Parents get the usual mode.
+
+    Raises:
+      OSError: The directory cannot be created.
+    """
+    directory.mkdir(0o700, parents=True, exist_ok=True)
+
+
+def read_regular(path: pathlib.Path, max_bytes: int = -1) -> bytes:
+    """Returns the content of a file, or its first `max_bytes`.
+
+    Raises:
+      OSError: The file cannot be read, or is a pipe or device, from which reading may not end.
+    """
+    if paths.in_bucket(path):
+        with path.open("rb") as file:
+            return file.read(max_bytes)
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read(max_bytes)
 
 
 def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> None:

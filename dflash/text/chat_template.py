@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.config import encoding
+from dflash.storage.files import read_regular
 from dflash.text import template_process
 
 Messages = Sequence[Mapping[str, Any]]
@@ -111,7 +112,7 @@ def special_tokens_map(directory: pathlib.Path) -> dict[str, Any]:
 
 def _read(path: pathlib.Path) -> str:
     try:
-        return encoding.decode(path.read_bytes())
+        return encoding.decode(read_regular(path))
     except errors.InputError as error:
         raise errors.InputError(f"{path}: {error}") from error
     except OSError as error:

@@ -1,9 +1,12 @@
 """Exact messages of the loader about bad configs."""
 
+import os
+
 import pytest
 from support.config_files import MINIMAL, problems
 
 from dflash.config import loader
+from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.registry import DRAFTERS
 
 SEED = "decode.seed: expected an integer in [-9223372036854775808, 9223372036854775807]"
@@ -228,3 +231,24 @@ def test_the_command_line_is_to_blame_for_what_it_makes_inconsistent(write):
     assert loader.load("c.yml").decode.max_length == 300
     (problem,) = problems("c.yml", "decode.max_new_tokens=300")
     assert problem.startswith("command line: decode.max_length: 300 leaves no room")
+
+
+def test_a_config_names_configs_only(write, tmp_path):
+    """The messages about another file, such as a key, would show what is in it."""
+    write("id_rsa", "secret\n")
+    (tmp_path / "linked.yml").symlink_to(tmp_path / "id_rsa")
+    for name in ("id_rsa", "linked.yml"):
+        write("c.yml", f"base: [{name}]\n" + MINIMAL)
+        expected = f"c.yml:1: base: '{name}': expected a file of type .yml or .yaml"
+        assert problems("c.yml") == [expected]
+    write("b.yml", MINIMAL + "strategies: {a: id_rsa}\n")
+    problem, *_ = problems("b.yml", schema=BenchmarkRun)
+    assert problem.endswith("strategies.a: id_rsa: expected a file of type .yml or .yaml")
+
+
+def test_a_pipe_is_no_config(write, tmp_path):
+    """Reading one would wait for somebody to write to it."""
+    os.mkfifo(tmp_path / "pipe.yml")
+    assert problems("pipe.yml") == ["pipe.yml: cannot be read: not a regular file"]
+    write("c.yml", "base: [pipe.yml]\n" + MINIMAL)
+    assert problems("c.yml") == ["pipe.yml: cannot be read: not a regular file"]

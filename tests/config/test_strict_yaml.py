@@ -106,7 +106,7 @@ def test_sources_name_the_line_of_the_key():
         ("a: 1\n---\nb: 2\n", ["f.yml:2: not valid YAML: but found another document"]),
         ("a: \x07\n", ["f.yml: not valid YAML: special characters are not allowed"]),
         ("[1, 2]\n", ["f.yml: expected a mapping of keys to values, got a list"]),
-        ("hello\n", ["f.yml: expected a mapping of keys to values, got 'hello'"]),
+        ("hello\n", ["f.yml: expected a mapping of keys to values, got a single value"]),
         ("? [1]\n: 2\n", ["f.yml:1: a key must be a plain name, got a list"]),
         ("[" * 5000, ["f.yml:1: not valid YAML: nested deeper than 40 levels"]),
     ],

@@ -136,3 +136,69 @@ def test_machines_are_told_apart(monkeypatch):
     monkeypatch.setattr(cache, "_cpu", lambda: "another CPU")
     assert cache.machine() != mine
     assert cache.machine().partition("-")[0] == mine.partition("-")[0], "the same jaxlib"
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+NOBODY = 65534
+
+
+def test_programs_are_private(tmp_path, monkeypatch):
+    import jax
+
+    monkeypatch.setattr(jax.config, "update", lambda key, value: None)
+    directory = cache.enable(str(tmp_path / "root"))
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("place", ["machine", "root"])
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_place_that_others_may_write_to_is_not_used(place, mode, tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    directory = tmp_path / "root" / cache.machine()
+    directory.mkdir(parents=True)
+    changed = directory if place == "machine" else directory.parent
+    changed.chmod(mode)
+    assert refused(tmp_path / "root", monkeypatch)
+    assert f"{changed}: other users may write to it" in capfd.readouterr().err
+
+
+@AS_ROOT
+@pytest.mark.parametrize("place", ["directory", "link"])
+def test_a_place_of_another_user_is_not_used(place, tmp_path, monkeypatch, capfd):
+    directory = tmp_path / "root" / cache.machine()
+    directory.parent.mkdir()
+    if place == "link":
+        (tmp_path / "own").mkdir()
+        directory.symlink_to(tmp_path / "own")
+    else:
+        directory.mkdir(mode=0o755)
+    os.chown(directory, NOBODY, NOBODY, follow_symlinks=False)
+    assert refused(tmp_path / "root", monkeypatch)
+    assert f"{directory}: belongs to another user" in capfd.readouterr().err
+
+
+def refused(root, monkeypatch) -> bool:
+    import jax
+
+    settings = {}
+    monkeypatch.setattr(jax.config, "update", lambda key, value: settings.update({key: value}))
+    return cache.enable(str(root)) is None and settings == {"jax_enable_compilation_cache": False}
+
+
+@AS_ROOT
+def test_a_program_of_another_user_is_deleted(tmp_path):
+    keep(tmp_path, "own")
+    os.chown(keep(tmp_path, "foreign"), NOBODY, NOBODY)
+    cache.trim(tmp_path)
+    assert kept(tmp_path) == ["own"]
+
+
+def test_a_place_that_jax_was_told_is_checked(tmp_path):
+    place = tmp_path / "told"
+    place.mkdir()
+    place.chmod(0o777)
+    code = "from dflash.runs import compilation_cache as c; assert c.enable() is None"
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(place)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith(f"compilation cache off: {place}: other users may write to it")

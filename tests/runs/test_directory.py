@@ -54,6 +54,7 @@ def test_a_directory_is_made_and_holds_the_config(tmp_path):
     with take(path) as held:
         assert held.path == path
         held.write_json("results", {"x": 1.5})
+    assert path.stat().st_mode & 0o777 == 0o700, "it may hold prompts"
     assert (path / "results").read_text() == '{\n  "x": 1.5\n}\n'
     assert loader.load(path / "config.yml") == CONFIG
 
