@@ -25,6 +25,9 @@ class ServeConfig:
     drain_s: float = option(30.0, minimum=0.0)  # Time for running requests to end after SIGTERM.
     # Decode requests with "drafting": false without a drafter, in one additional slot.
     compare: bool = False
+    # Share cached beginnings of prompts between requests without a cache_salt; false: each of them
+    # is on its own, so that neither times nor cached_tokens tell what others have asked.
+    share_prefixes: bool = True
     # Accept requests that constrain their output by a grammar. Compiles two more programs.
     grammars: bool = True
 

@@ -137,8 +137,8 @@ class Batch:
             replica = self._layout.replica_of(slot)
             if slot not in taken and replica not in self.prefilling:
                 free.setdefault(replica, slot)
-        token_ids, context = request.token_ids, request.context
-        cached = {replica: self._cache.find(replica, token_ids, context) for replica in free}
+        wanted = request.token_ids, request.context, request.request.cache_salt
+        cached = {replica: self._cache.find(replica, *wanted) for replica in free}
         for replica in sorted(free, key=lambda replica: -len(cached[replica])):
             if self._take_pages(request, replica, cached[replica]):
                 self._start_prefill(request, free[replica], replica, cached[replica])
@@ -228,7 +228,12 @@ class Batch:
         rows = max(rows, request.prefilled)
         slot = Slot(request.slot, request.pages)
         request.published = self._cache.publish(
-            self._state, slot, request.token_ids, rows, request.published
+            self._state,
+            slot,
+            request.token_ids,
+            rows,
+            request.published,
+            request.request.cache_salt,
         )
 
     def pages(self) -> dict[str, int]:

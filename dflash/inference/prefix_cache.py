@@ -19,7 +19,9 @@ from dflash.inference.prefill import GREEDY, PrefillChunk, pack
 from dflash.inference.state import DecodeState
 
 
-def page_keys(token_ids: Sequence[int], page_size: int, ahead: int = 0) -> Iterator[bytes]:
+def page_keys(
+    token_ids: Sequence[int], page_size: int, ahead: int = 0, salt: str = ""
+) -> Iterator[bytes]:
     """Yields the keys of the pages that a sequence fills, in order, as a chain of hashes.
 
     Args:
@@ -27,8 +29,10 @@ def page_keys(token_ids: Sequence[int], page_size: int, ahead: int = 0) -> Itera
       page_size: Tokens per page.
       ahead: Number of tokens past its end that a page depends on too; pages without them are left
         out.
+      salt: Name that all keys depend on, so that pages of another salt are never found.
     """
-    tokens, key = np.asarray(token_ids, np.uint32), b""
+    tokens = np.asarray(token_ids, np.uint32)
+    key = hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""
     for end in range(page_size, len(tokens) - ahead + 1, page_size):
         # The tokens that follow belong to the key of this page, but not to the chain.
         key = hashlib.blake2b(
@@ -52,7 +56,9 @@ class PrefixCache:
         # Pages of the drafter's rows, with the numbers of the target's pages.
         self._context = engine.program("new_context")() if self._keeps_rows else ()
 
-    def find(self, replica: int, token_ids: Sequence[int], length: int) -> tuple[int, ...]:
+    def find(
+        self, replica: int, token_ids: Sequence[int], length: int, salt: str
+    ) -> tuple[int, ...]:
         """Returns a replica's cached pages of the first `length` tokens of a sequence.
 
         At least one of these tokens is left to compute.
@@ -60,7 +66,7 @@ class PrefixCache:
         if not self._engine.prefix_cache:
             return ()
         most = (length - 1) // self._engine.layout.page_size
-        return self._pool.find(replica, list(self._keys(token_ids))[:most])
+        return self._pool.find(replica, list(self._keys(token_ids, salt))[:most])
 
     def restore(
         self,
@@ -94,7 +100,13 @@ class PrefixCache:
         return prefill_state
 
     def publish(
-        self, state: DecodeState, slot: Slot, token_ids: Sequence[int], rows: int, begin: int
+        self,
+        state: DecodeState,
+        slot: Slot,
+        token_ids: Sequence[int],
+        rows: int,
+        begin: int,
+        salt: str,
     ) -> int:
         """Publishes the full pages of a sequence.
 
@@ -104,6 +116,7 @@ class PrefixCache:
           token_ids: Tokens of the sequence.
           rows: Number of its positions that both the cache and the drafter's state hold.
           begin: Number of its pages that were published before.
+          salt: Salt of the sequence; see `page_keys`.
         Returns:
           The number of its published pages, including those published by other sequences.
         """
@@ -111,7 +124,7 @@ class PrefixCache:
             return begin
         layout = self._engine.layout
         replica, full = layout.replica_of(slot.index), rows // layout.page_size
-        keys = list(self._keys(token_ids))[:full]
+        keys = list(self._keys(token_ids, salt))[:full]
         fresh = [0] * len(keys)
         for i in range(begin, len(keys)):
             if self._pool.publish(replica, slot.pages[i], keys[i]):
@@ -123,6 +136,6 @@ class PrefixCache:
             self._context = run(self._context, state.drafter, *where)
         return max(begin, len(keys))
 
-    def _keys(self, token_ids: Sequence[int]) -> Iterator[bytes]:
+    def _keys(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
         ahead = self._engine.drafter.rows_ahead
-        return page_keys(token_ids, self._engine.layout.page_size, ahead)
+        return page_keys(token_ids, self._engine.layout.page_size, ahead, salt)

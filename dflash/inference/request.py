@@ -62,6 +62,8 @@ class Request:
         MAX_LOGPROBS; None reports nothing.
       grammar: Grammar that the whole output must match; None leaves it unconstrained.
       rejected: Whether to report rejected drafts.
+      cache_salt: Name of the part of the prefix cache to use; requests share cached pages only with
+        those of the same salt.
     """
 
     id: int
@@ -73,6 +75,7 @@ class Request:
     logprobs: int | None = None
     grammar: Grammar | None = None
     rejected: bool = False
+    cache_salt: str = ""
 
     @property
     def limit(self) -> int:

@@ -106,6 +106,7 @@ class Backend:
             drafts=engine.block_sizes[-1] > 1,
             special_tokens=config.prompts.special_tokens,
             compares=config.serve.compare,
+            shares_prefixes=config.serve.share_prefixes,
         )
 
     @functools.cached_property

@@ -24,6 +24,7 @@ from dflash.text.grammar import Kind
 MAX_CHOICES = 128  # Outputs of one HTTP request, over all of its prompts.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1000
+MAX_SALT_CHARACTERS = 1000
 MAX_FIELDS = 100  # Fields of a JSON object that the server reads.
 
 
@@ -99,6 +100,7 @@ Limit = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Minimum = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[str, Bias | None], BeforeValidator(_at_most(MAX_BIASED, "tokens"))]
+CacheSalt = Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -222,6 +224,7 @@ class OpenAIBody(SamplingBody):
     structured_outputs: StructuredOutputs = StructuredOutputs()
     length_penalty: only(1) = None
     metadata: only({}) = None
+    cache_salt: CacheSalt = None
     priority: only(0) = None
     service_tier: only("auto", "default") = None
     store: only(False) = None
@@ -341,5 +344,6 @@ class GenerateBody(Body):
     return_hidden_states: only(False) = None
     return_text_in_logprobs: Any = None  # Responses always contain the texts.
     log_metrics: Any = None
+    cache_salt: CacheSalt = None
     image_data: only([]) = None
     rid: Any = None

@@ -41,6 +41,7 @@ class ServedModel:
       drafts: Whether the strategy drafts any tokens.
       special_tokens: Whether text prompts may contain special tokens.
       compares: Whether requests can also be decoded without drafting.
+      shares_prefixes: Whether requests without a cache salt share cached pages.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ServedModel:
     drafts: bool
     special_tokens: bool = False
     compares: bool = False
+    shares_prefixes: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,7 @@ class CompletionRequest:
       structure: Constraint on the outputs; None leaves them unconstrained.
       grammar: Compiled form of `structure`; None until it is compiled.
       drafting: Decode with drafts; False selects plain decoding, for comparison.
+      cache_salt: Salt of the prefix cache; see `inference.request.Request`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -114,6 +117,7 @@ class CompletionRequest:
     structure: StructuredOutput | None = None
     grammar: Grammar | None = None
     drafting: bool = True
+    cache_salt: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -140,6 +144,7 @@ class CompletionRequest:
                 logprobs=self.options.logprobs,
                 grammar=self.grammar,
                 rejected=self.options.drafts,
+                cache_salt=self.cache_salt,
             )
             for prompt in self.prompts
             for number in range(self.choices)
@@ -182,6 +187,7 @@ def complete(
     model: ServedModel,
     prompts: tuple[tuple[int, ...], ...],
     options: ResponseOptions,
+    cache_salt: str | None,
 ) -> CompletionRequest:
     """Builds a request from the fields that all dialects share.
 
@@ -190,9 +196,12 @@ def complete(
       model: Model that is served.
       prompts: Token ids of the prompts.
       options: Format and contents of the response.
+      cache_salt: Salt of the prefix cache; None if the request has none.
     Raises:
       RequestError: A field is invalid or not supported; the error names it.
     """
+    if cache_salt is None:
+        cache_salt = "" if model.shares_prefixes else secrets.token_hex(16)
     minimum, constraints = getattr(body, body.MINIMUM), body.constraints()
     request = CompletionRequest(
         prompts=prompts,
@@ -205,6 +214,7 @@ def complete(
         options=options,
         structure=constraints[0] if constraints else None,
         drafting=body.drafting,
+        cache_salt=cache_salt,
     )
     if body.n * len(prompts) > MAX_CHOICES:
         raise RequestError(

@@ -113,4 +113,4 @@ def _request(
         stop=fields.include_stop_str_in_output,
         drafts=fields.show_drafts,
     )
-    return requests.complete(fields, model, prompts, options)
+    return requests.complete(fields, model, prompts, options, fields.cache_salt)

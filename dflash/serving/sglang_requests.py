@@ -30,7 +30,7 @@ def read_generate(body: Mapping[str, Any], model: ServedModel) -> tuple[Completi
         logprobs=fields.top_logprobs_num if fields.return_logprob else None,
         special_tokens=not sampling.skip_special_tokens,
     )
-    request = requests.complete(sampling, model, prompts, options)
+    request = requests.complete(sampling, model, prompts, options, fields.cache_salt)
     several = several or request.choices > 1
     if options.stream and several:
         raise RequestError("stream: true supports only one prompt and n=1", param="stream")

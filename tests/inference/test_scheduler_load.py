@@ -12,7 +12,8 @@ from support.models import drafter
 
 from dflash.inference import adaptive
 from dflash.inference.engine import Engine
-from dflash.inference.request import Completion, Tokens
+from dflash.inference.prefix_cache import page_keys
+from dflash.inference.request import Completion, Request, Tokens
 from dflash.inference.scheduler import Scheduler
 
 CHUNK = 16
@@ -294,3 +295,26 @@ def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
     one.submit(dataclasses.replace(request, prompt=(*prompt, *said, 1), max_new_tokens=2))
     (done,) = (event for event in drain(one) if isinstance(event, Completion))
     assert done.cached_tokens == 16, "of 48 that the target has"
+
+
+def test_pages_are_shared_by_requests_of_one_salt_alone():
+    one = Scheduler(run(page_size=8, prefix_cache=True))
+    (prompt,) = random_prompts([33])
+    salts = ["", "a", "", "a", "b", "ab"]
+    cached = []
+    for id, salt in enumerate(salts):
+        one.submit(Request(id, prompt, 4, cache_salt=salt))
+        while not one.idle:
+            cached += [e.cached_tokens for e in one.step() if isinstance(e, Completion)]
+    assert cached == [0, 0, 32, 32, 0, 0]
+
+
+def test_no_salt_gives_the_keys_of_another_sequence():
+    tokens = list(range(64))
+    salted = {key for salt in ("a", "b", "ab") for key in page_keys(tokens, 8, salt=salt)}
+    assert len(salted) == 3 * 8
+    plain = list(page_keys(tokens, 8))
+    assert not salted.intersection(plain)
+    # A salt that spells the key of a page does not continue its sequence.
+    spelled = plain[0].decode("latin-1")
+    assert not set(plain).intersection(page_keys(tokens[8:], 8, salt=spelled))

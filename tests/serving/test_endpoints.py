@@ -408,3 +408,22 @@ def test_requests_in_the_documentation(server):
     assert len(examples) >= 2
     for path, body in examples:
         assert server.post(path, body.encode())[0] == 200
+
+
+def test_cached_tokens_are_those_of_the_same_salt(server):
+    """A prompt counts once, however many outputs it has."""
+    prompt = "the quick brown fox jumps over the lazy cat; " * 2
+    details = "prompt_tokens_details"
+
+    def cached(**fields):
+        usage = server.post(TEXT, {"prompt": prompt, "max_tokens": 2, **fields})[1]["usage"]
+        return usage[details]["cached_tokens"]
+
+    assert cached(cache_salt="one") == 0
+    assert cached(cache_salt="two") == 0
+    whole = cached(cache_salt="one")
+    assert 0 < whole < len(prompt)
+    assert cached(cache_salt="one", n=4) == whole
+    assert cached(cache_salt="three", n=4) == 0
+    _, answer = server.post("/generate", {"text": prompt, "cache_salt": "two"})
+    assert answer["meta_info"]["cached_tokens"] == whole

@@ -1,6 +1,7 @@
 """Request bodies with a real tokenizer: templates, special tokens, and defaults."""
 
 import functools
+import itertools
 import pathlib
 
 import pytest
@@ -92,6 +93,30 @@ def test_defaults_come_from_the_config():
     assert request.max_new_tokens == 5
     assert chat("a", ignore_eos=True).stop_ids == ()
     assert chat("a", top_k=-1).sampling.top_k == 0
+
+
+def test_requests_share_cached_pages_by_salt():
+    """Without a salt they share, or each HTTP request is on its own; its outputs share."""
+    body = {"prompt": "a", "n": 2}
+    alone = model(shares_prefixes=False)
+    for read, fields in ((read_completion, body), (read_generate, {"text": "a"})):
+
+        def salts(served, read=read, fields=fields, **more):
+            request = read({**fields, **more}, served)
+            request = request if read is read_completion else request[0]
+            return {each.cache_salt for each in request.requests(served, itertools.count())}
+
+        assert salts(model()) == {""}
+        assert (
+            salts(model(), cache_salt="tenant") == salts(alone, cache_salt="tenant") == {"tenant"}
+        )
+        one, other = salts(alone), salts(alone)
+        assert len(one) == len(other) == 1
+        assert one != other
+        assert min(map(len, one)) == 32
+    for salt in ("", 7, "s" * 1001, "\ud800"):
+        with pytest.raises(RequestError, match="cache_salt"):
+            read_completion({**body, "cache_salt": salt}, model())
 
 
 def test_the_output_limit_has_two_names():
