@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -24,7 +25,7 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
     **host.ENVIRONMENT,
 }
-EXAMPLES = "v5p:2x2x1, v5e:2x2, v6e:16x16 or v5p:1x1x1"
+EXAMPLES = "v5p:2x2x1, v5p-8, v5e:2x2 or v6e:16x16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +72,40 @@ def prepare_environment(schedules: str | None = None) -> None:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(options).strip()
 
 
+def shape_of_type(name: str) -> str:
+    """Returns the topology of a Cloud TPU accelerator type; other names are returned unchanged.
+
+    Types such as v5p-8 count cores, of which v4 and v5p have two per chip; v5litepod-8 and v6e-8
+    count chips.
+
+    Source: the tables of configurations in Cloud TPU's documentation.
+    """
+    found = re.fullmatch(r"(v4|v5p|v5e|v5litepod|v6e)-(\d+)", name)
+    if not found:
+        return name
+    generation, count = found[1].replace("v5litepod", "v5e"), int(found[2])
+    cores, dimensions = (2, 3) if generation in ("v4", "v5p") else (1, 2)
+    doublings = (count // cores).bit_length() - 1
+    if count != cores << max(doublings, 0):
+        return name
+    if (dimensions, doublings) == (3, 2):
+        return f"{generation}:2x2x1"
+    exponents = ((doublings + place) // dimensions for place in range(dimensions))
+    return f"{generation}:{'x'.join(str(1 << exponent) for exponent in exponents)}"
+
+
 def find(name: str | None, slices: int = 1) -> Topology:
     """Returns the topology with this name and number of slices.
 
     Args:
-      name: Chip and shape, such as "v5p:2x2x1".
+      name: Chip and shape, such as "v5p:2x2x1", or an accelerator type, such as "v5p-8".
       slices: Number of slices.
     Raises:
       ConfigError: The chip is unknown, or the compiler has no such shape.
     """
     if name is None:
         raise errors.ConfigError(f"tpu.topology: required, such as {EXAMPLES}")
+    name = shape_of_type(name)
     generation, _, shape = name.partition(":")
     try:
         chip = chips.find(generation)

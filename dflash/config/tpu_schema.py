@@ -13,7 +13,7 @@ from dflash.config.schema import location, option
 class TpuConfig:
     """TPU to compile for, and budget of the run."""
 
-    topology: str | None = None  # Chip and shape, such as v5p:2x2x1, v5e:2x2 or v6e:16x16.
+    topology: str | None = None  # Such as v5p:2x2x1, v5e:2x2 or v5p-8.
     slices: int = option(1, minimum=1)  # Slices on the data center network; they split mesh.data.
     context: int | None = option(None, minimum=1)  # Tokens before each block; None: as many as fit.
     only: Literal["all", "cycle", "prefill", "train step"] = "all"  # Programs to compile.

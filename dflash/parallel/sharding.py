@@ -88,8 +88,21 @@ class Sharding:
                 raise errors.ConfigError(
                     f"mesh: axis {name!r} of length {length} does not divide over "
                     f"{self.size(name)} devices ({' × '.join(self.axes(name))})"
+                    f"{self._suggestion(length, name)}"
                 )
         return NamedSharding(self.mesh, spec)
+
+    def _suggestion(self, length: int, name: str) -> str:
+        """Returns a mesh of as many devices over which the axis does divide, as the message's end.
+
+        The devices that are left over go to the data axis.
+        """
+        if self.axes(name) != ("tensor",):
+            return ""
+        size = self.size(name)
+        tensor = math.gcd(length, size)
+        data = self.mesh.shape["data"] * size // tensor
+        return f"; as many devices: mesh.tensor={tensor} mesh.data={data}"
 
     def abstract(self, shape, names, dtype) -> jax.ShapeDtypeStruct:
         """Returns an abstract array with shape, dtype and sharding, which takes no memory."""

@@ -78,6 +78,25 @@ def test_indivisible():
     )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "length", "advice"),
+    [
+        ({"tensor": 16}, 8, "mesh.tensor=8 mesh.data=2"),
+        ({"tensor": 16, "data": 2}, 4, "mesh.tensor=4 mesh.data=8"),
+        ({"tensor": 6}, 8, "mesh.tensor=2 mesh.data=3"),
+        ({"tensor": 4}, 1, "mesh.tensor=1 mesh.data=4"),
+    ],
+)
+def test_too_many_shards_of_a_model_name_a_mesh_that_fits(sizes, length, advice):
+    with pytest.raises(errors.ConfigError) as caught:
+        sharding.make_sharding(sizes, RULES, abstract=True).named((length,), ("kv_heads",))
+    assert str(caught.value).endswith(f"(tensor); as many devices: {advice}")
+    fitting = {
+        key.removeprefix("mesh."): int(n) for key, n in (w.split("=") for w in advice.split())
+    }
+    sharding.make_sharding(fitting, RULES, abstract=True).named((length,), ("kv_heads",))
+
+
 def test_a_name_for_every_dimension():
     with pytest.raises(ValueError, match="shorter"):
         describe().named((16, 3), ("batch",))
