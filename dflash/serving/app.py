@@ -33,9 +33,8 @@ from dflash.version import __version__
 
 Body = Mapping[str, Any]
 Result = TypeVar("Result")
-_LARGE_BYTES = 2**15  # Size from which bodies are parsed by threads of their own.
 _LARGE_TOKENS = 2**12  # Output tokens from which a response is built on a thread.
-_NUM_THREADS = 2  # Threads for small bodies, and again for large ones.
+_NUM_THREADS = 2  # Threads that parse small bodies, and again for large ones.
 # Paths for probes and the web page, which need no API key.
 _OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version"))
 
@@ -97,6 +96,8 @@ class Endpoints:
     def __init__(self, service: Service):
         """Creates the endpoints of a service."""
         self._service, self._grammars = service, GrammarQueue()
+        limits = service.config
+        self._bodies = http.BodyReader(max_bytes=limits.max_body_bytes, timeout_s=limits.read_s)
         # Large bodies take seconds to encode, which those of small ones should not wait for.
         self._small = ThreadPoolExecutor(_NUM_THREADS, "small-bodies")
         self._large = ThreadPoolExecutor(_NUM_THREADS, "large-bodies")
@@ -110,15 +111,12 @@ class Endpoints:
           RequestError: The body is not a JSON object, or `read` rejects it.
           ClientDisconnected: The client disconnected.
         """
-        limits = self._service.config
-        content = await http.read_body(
-            http_request, max_bytes=limits.max_body_bytes, timeout_s=limits.read_s
-        )
-        model = self._service.served()
-        threads = self._large if len(content) > _LARGE_BYTES else self._small
-        work = functools.partial(_parse_and_read, read, content, model)
-        running = asyncio.get_running_loop().run_in_executor(threads, work)
-        return await http.until_disconnect(http_request.receive, running)
+        async with self._bodies.read(http_request) as content:
+            model = self._service.served()
+            threads = self._large if len(content) > http.LARGE_BYTES else self._small
+            work = functools.partial(_parse_and_read, read, content, model)
+            running = asyncio.get_running_loop().run_in_executor(threads, work)
+            return await http.until_disconnect(http_request.receive, running)
 
     async def _admit(self, http_request: Request, request: CompletionRequest) -> RequestGroup:
         """Admits a request, once its grammar is compiled.

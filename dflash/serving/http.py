@@ -19,6 +19,8 @@ from dflash.text import jsonl
 
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
+LARGE_BYTES = 2**15  # Size from which a body is large.
+LARGE_BODIES = 16  # Large bodies of maximum size that the server holds at the same time.
 DONE = b"data: [DONE]\n\n"
 _DISCONNECTED = 499  # nginx's status for a client that disconnected; no client receives it.
 
@@ -55,28 +57,86 @@ def _internal_error() -> RequestError:
     return RequestError("internal error; see the server's log", status=500)
 
 
-async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Reads the body of a request.
+class BodyReader:
+    """Reads the bodies of requests, within limits for each and for all of them together."""
 
-    Args:
-      request: Request whose body has not been read.
-      max_bytes: Maximum size of the body.
-      timeout_s: Time in which the body must arrive.
-    Raises:
-      RequestError: The body is too large, compressed, or arrives too slowly.
-      ClientDisconnected: The client disconnected.
-    """
-    coding = request.headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
-        raise RequestError(
-            f"Content-Encoding: {coding}: not supported; send the body uncompressed", status=415
-        )
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await _read(request, max_bytes)
-    except TimeoutError:
-        message = f"the body did not arrive within {timeout_s:g} s"
-        raise RequestError(message, status=408, code="timeout") from None
+    def __init__(self, *, max_bytes: int, timeout_s: float):
+        """Creates a reader.
+
+        Args:
+          max_bytes: Maximum size of a body; large ones may take `LARGE_BODIES` times as much.
+          timeout_s: Time in which a body must arrive.
+        """
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._held = 0  # Size of all large bodies, in bytes.
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Yields the body of a request, which counts as held until the context ends.
+
+        Raises:
+          RequestError: The body is too large, compressed, or arrives too slowly, or too many large
+            ones are held.
+          ClientDisconnected: The client disconnected.
+        """
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise RequestError(
+                f"Content-Encoding: {coding}: not supported; send the body uncompressed",
+                status=415,
+            )
+        body = bytearray()
+        try:
+            await self._receive_in_time(request, body)
+            yield bytes(body)
+        finally:
+            self._held -= _counted(len(body))
+
+    async def _receive_in_time(self, request: Request, body: bytearray) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._receive(request, body)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._timeout_s:g} s"
+            raise RequestError(message, status=408, code="timeout") from None
+
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        """Appends a request's body to `body`."""
+        announced = request.headers.get("content-length", "0")
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            raise self._too_large()
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            self._hold(body, message.get("body", b""))
+            more = message.get("more_body", False)
+
+    def _hold(self, body: bytearray, piece: bytes) -> None:
+        """Appends a piece to a body."""
+        size = len(body) + len(piece)
+        if size > self._max_bytes:
+            raise self._too_large()
+        held = self._held - _counted(len(body)) + _counted(size)
+        if held > LARGE_BODIES * self._max_bytes:
+            raise RequestError(
+                "too many large requests arrive at the same time; try again later",
+                status=429,
+                code="queue_full",
+                retry_after_s=1,
+            )
+        self._held = held
+        body += piece
+
+    def _too_large(self) -> RequestError:
+        message = f"body: larger than {self._max_bytes} bytes, the limit of serve.max_body_bytes"
+        return RequestError(message, status=413, code="too_large")
+
+
+def _counted(size: int) -> int:
+    """Returns the size of a body if it is large, else 0."""
+    return size if size > LARGE_BYTES else 0
 
 
 def parse_json(body: bytes) -> Mapping[str, Any]:
@@ -85,24 +145,6 @@ def parse_json(body: bytes) -> Mapping[str, Any]:
         return jsonl.parse_json(jsonl.decode(body))
     except errors.InputError as error:
         raise RequestError(f"body: {error}") from error
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    message = f"body: larger than {max_bytes} bytes, the limit of serve.max_body_bytes"
-    too_large = RequestError(message, status=413, code="too_large")
-    announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced[:20]) > max_bytes:
-        raise too_large
-    body = bytearray()
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise too_large
-        if not message.get("more_body", False):
-            return bytes(body)
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 
 import pytest
+from starlette.requests import Request
 
-from dflash.serving.http import EventStream
+from dflash.serving.http import LARGE_BODIES, BodyReader, EventStream
 from dflash.serving.request_error import RequestError
 
 SCOPE = {"type": "http"}
@@ -111,3 +112,48 @@ def test_an_unexpected_error_is_logged_and_reported(begun, capsys):
     assert b"cannot be copied" not in bodies(sent)
     assert "TypeError: cannot be copied" in capsys.readouterr().err
     assert context.exited
+
+
+def reading(reader, pieces, *, hold=None):
+    """Reads a body of these pieces; waits for `hold` before the last one."""
+    waiting = list(pieces)
+
+    async def receive():
+        if hold is not None and len(waiting) == 1:
+            await hold.wait()
+        piece = waiting.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(waiting)}
+
+    async def read():
+        async with reader.read(Request(SCOPE | {"headers": []}, receive)) as body:
+            return len(body)
+
+    return read()
+
+
+def test_large_bodies_together_are_bounded():
+    """Small ones pass; large ones are rejected until others have been handled."""
+    size = 2**16
+    reader = BodyReader(max_bytes=size, timeout_s=60)
+
+    async def scenario():
+        hold = asyncio.Event()
+        large = [
+            asyncio.ensure_future(reading(reader, [b"a" * (size - 1), b"b"], hold=hold))
+            for _ in range(LARGE_BODIES)
+        ]
+        await asyncio.sleep(0)
+        while reader._held < LARGE_BODIES * (size - 1):
+            await asyncio.sleep(0)
+        assert await reading(reader, [b"a" * 2**15]) == 2**15
+        with pytest.raises(RequestError, match="too many large requests") as caught:
+            await reading(reader, [b"a" * 2**15, b"a" * 2**10])
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        hold.set()
+        assert await asyncio.gather(*large) == [size] * LARGE_BODIES
+        assert await reading(reader, [b"a" * size]) == size
+        with pytest.raises(RequestError, match="larger than"):
+            await reading(reader, [b"a" * size, b"a"])
+        assert reader._held == 0
+
+    asyncio.run(scenario())
