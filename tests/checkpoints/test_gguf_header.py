@@ -1,5 +1,6 @@
 """Headers of GGUF files: as the `gguf` package reads them, and damaged in every way."""
 
+import os
 import struct
 
 import gguf
@@ -169,6 +170,28 @@ def test_impossible_tensors(tmp_path, tensors, message):
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 0) + b"".join(tensors)
     (tmp_path / "x.gguf").write_bytes(head.ljust(65_600, b"\0"))
     assert failure(tmp_path / "x.gguf").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (struct.pack("<IQ", 8, 2**25), "corrupt (a string of 33,554,432 bytes)"),
+        (struct.pack("<IIQ", 9, 0, 2**25), "corrupt (an array of 33,554,432 values)"),
+        (struct.pack("<IIQ", 9, 9, 1), "corrupt (an array of values of type 9)"),
+        (struct.pack("<I", 13), "corrupt (a value of type 13)"),
+    ],
+)
+def test_impossible_values(tmp_path, value, message):
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + value
+    with (tmp_path / "x.gguf").open("wb") as file:
+        file.write(head)
+        file.truncate(2**26)
+    assert failure(tmp_path / "x.gguf").startswith(message)
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "x.gguf")
+    assert failure(tmp_path / "x.gguf") == "not a regular file"
 
 
 def test_a_file_in_a_bucket_is_refused():
