@@ -46,6 +46,7 @@ SUBCOMMAND = cli.Subcommand(
         "dflash chat configs/qwen3_4b_dflash.yml decode.max_new_tokens=1024",
         "dflash chat configs/qwen3_4b_dflash.yml --system 'Be brief.'",
         "dflash chat configs/qwen3_4b_dflash.yml drafter.block_size=auto",
+        "dflash chat hf:Qwen/Qwen3-0.6B",
     ),
     schema=schema.DecodeRun,
     shared=("print_config", "compilation_cache"),

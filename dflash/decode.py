@@ -18,6 +18,7 @@ SUBCOMMAND = cli.Subcommand(
         "dflash decode configs/tiny_dflash.yml decode.temperature=0.8 decode.seed=1",
         "dflash decode configs/tiny_dflash.yml drafter.name=none      # the baseline",
         "dflash decode configs/qwen3_4b_dflash.yml --dry_run mesh.tensor=4",
+        "dflash decode hf:Qwen/Qwen3-0.6B prompts.text=Hi",
         "dflash decode configs/qwen3_4b_dflash.yml prompts.file=p.jsonl --workdir w",
         "dflash decode configs/tiny_dflash.yml prompts.file=p.jsonl --shard 0/8 \\",
         "    --workdir w",

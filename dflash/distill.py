@@ -17,6 +17,8 @@ SUBCOMMAND = cli.Subcommand(
     examples=(
         "dflash distill configs/distill/qwen3_4b_dflash.yml --dry_run",
         "dflash distill configs/distill/tiny_dflash.yml --workdir runs/mine",
+        "dflash distill configs/distill/dflash2.yml target.checkpoint=hf:org/model \\",
+        "    answers.files=questions.jsonl --workdir runs/mine",
     ),
     schema=distill_schema.DistillRun,
     shared=cli.RUN_FLAGS,

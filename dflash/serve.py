@@ -39,6 +39,7 @@ SUBCOMMAND = cli.Subcommand(
         "dflash serve configs/tiny_dflash.yml drafter.name=none --port 8001",
         "dflash serve configs/qwen3_4b_dflash.yml decode.batch_size=32 --host 0.0.0.0",
         "dflash serve configs/qwen3_4b_dflash.yml decode.max_length=16384 --dry_run",
+        "dflash serve hf:Qwen/Qwen3-0.6B drafter.name=ngram",
     ),
     schema=serve_schema.ServeRun,
     shared=tuple(name for name in cli.RUN_FLAGS if name != "workdir"),

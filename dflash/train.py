@@ -27,8 +27,7 @@ SUBCOMMAND = cli.Subcommand(
     examples=(
         "dflash train configs/train/qwen3_4b_dflash.yml --dry_run mesh.fsdp=8",
         "dflash train configs/train/qwen3_4b_dflash.yml mesh.fsdp=8 --workdir w",
-        "dflash train configs/train/tiny_dflash.yml --workdir w data.files=[] \\",
-        "    target.checkpoint=assets/tiny_target data.mixture.jsonl=0    # on a laptop",
+        "dflash train configs/train/tiny_dflash.yml --workdir w    # on a laptop",
     ),
     schema=train_schema.TrainRun,
     shared=cli.RUN_FLAGS,

@@ -11,7 +11,7 @@ from support import tiny_distillation
 
 from dflash import distill, sweep
 from dflash.checkpoints import checkpoint
-from dflash.config import distill_schema, loader
+from dflash.config import distill_schema, loader, merging
 from dflash.distillation import card, distill_plan, distill_sweep, recipe_comparison, stages
 from dflash.inference.scheduler import Scheduler
 from dflash.runs import outputs, records, sweeps
@@ -375,11 +375,15 @@ def test_no_workdir_is_one_line(config, capsys):
     assert "--workdir: required" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["tiny_dflash", "tiny_eagle3", "qwen3_4b_dflash"])
-def test_shipped_configs_load(name):
-    path = f"configs/distill/{name}.yml"
-    found = loader.load(path, schema=distill_schema.DistillRun)
-    assert bool(found.answer_runs()) is (found.answers.made is None)
+@pytest.mark.parametrize("path", sorted(merging.package_configs().glob("distill/*.yml")))
+def test_shipped_configs_load_and_plan(path):
+    path = f"configs/distill/{path.name}"
+    overrides = ["target.checkpoint=assets/tiny_target"] if path.endswith("/dflash2.yml") else []
+    found = loader.load(path, overrides, schema=distill_schema.DistillRun)
+    assert found.answer_runs()
+    assert found.data.files == ()
+    if found.target.checkpoint == "assets/tiny_target":  # Runs in a fresh clone.
+        assert distill_plan.make(found, answers=stages.ANSWERS, dry=True)
     header = loader.find_config(path).read_text(encoding="utf-8")
     assert f"python -m dflash.distill {path}" in header
     assert "Needs:" in header

@@ -20,7 +20,7 @@ from dflash import errors
 from dflash.cli import preflight
 from dflash.cli.declaration import JOIN_FLAGS, Subcommand, help_text
 from dflash.cli.declaration import RUN_FLAGS as RUN_FLAGS
-from dflash.config import loader, registry
+from dflash.config import loader, merging, registry
 from dflash.parallel import host
 from dflash.runs import shards
 from dflash.runs.shards import Shard
@@ -38,7 +38,7 @@ class Command:
     Attributes:
       config: Resolved config, an instance of the subcommand's schema; None without CONFIG.
       config_hash: Hash of the resolved config.
-      config_path: Path of the config file.
+      config_path: Path of the config file, or a checkpoint.
       overrides: Arguments of the form key=value.
       arguments: Positional arguments of a subcommand without CONFIG.
       workdir: Directory for results; None prints them only.
@@ -224,7 +224,7 @@ def _configured(
     command = Command(
         config=config,
         config_hash=loader.config_hash(config),
-        config_path=str(loader.find_config(path)),
+        config_path=path if merging.is_checkpoint(path) else str(loader.find_config(path)),
         overrides=tuple(overrides),
         **_values(values),
     )

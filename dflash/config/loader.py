@@ -34,6 +34,7 @@ def load(
 
     Args:
       path: YAML file, looked up as given, then among the shipped configs; None is the defaults.
+        Where prompts are decoded, it may also be a checkpoint: hf:org/name or its directory.
       overrides: `key=value` arguments; keys are dotted, values are YAML. A string field takes the
         text as typed, and a list field takes a single value as a list of one.
       schema: Dataclass to fill. Of several, the one that shares most groups with the file.
@@ -43,7 +44,7 @@ def load(
       ConfigError: The config is invalid; the message lists every problem, one line each.
     """
     problems: list[str] = []
-    files, origin = ([], merging.COMMAND_LINE) if path is None else merging.read(path, problems)
+    files, origin = _layers(path, schema, problems)
     command_line = merging.parse_overrides(overrides, problems)
     readable = [file for file in files if file is not None]
     if len(readable) == len(files):
@@ -93,6 +94,18 @@ def resolve(
     if config is not None and complete:
         problems += _crossed(config, tree, unusable)
     return config, problems
+
+
+def _layers(
+    path: str | pathlib.Path | None, schema: type | tuple[type, ...], problems: list[str]
+) -> tuple[list[Node | None], str]:
+    """Returns the layers of CONFIG and its name for messages; see `merging.read`."""
+    if path is None:
+        return [], merging.COMMAND_LINE
+    decodes = isinstance(schema, type) and issubclass(schema, DecodeRun)
+    if decodes and merging.is_checkpoint(path):
+        return [merging.checkpoint_layer(path)], str(path)
+    return merging.read(path, problems)
 
 
 def check_command(

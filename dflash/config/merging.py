@@ -13,6 +13,7 @@ from dflash.storage.files import read_regular
 from dflash.storage.paths import in_bucket, to_path
 
 COMMAND_LINE = "command line"
+_HUB = "hf:"  # Prefix of checkpoints on the Hugging Face Hub.
 _SUFFIXES = (".yml", ".yaml")
 _NO_CONFIG = f"expected a file of type {' or '.join(_SUFFIXES)}"
 _MAX_BYTES = 2**20  # Limit for a config file; the largest resolved config has a few thousand bytes.
@@ -77,6 +78,24 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     if not near and candidate.suffix not in _SUFFIXES:
         near = f"; expected a config; give a model as CONFIG target.checkpoint={path}"
     raise errors.ConfigError(f"{path}: no such file{near}")
+
+
+def is_checkpoint(path: str | pathlib.Path) -> bool:
+    """Returns whether CONFIG names a checkpoint: hf:org/name, or a directory with a config.json.
+
+    A directory with a config.yml is that of a run.
+    """
+    directory = to_path(path) if in_bucket(path) else pathlib.Path(path)
+    model, run = (_exists(directory / name) for name in ("config.json", "config.yml"))
+    return str(path).startswith(_HUB) or (model and not run)
+
+
+def checkpoint_layer(path: str | pathlib.Path) -> Node:
+    """Returns the config of a checkpoint alone: the target, without a drafter."""
+    source = str(path)
+    target = Node({"checkpoint": Node(source, source, source)}, source)
+    chat = Node({"chat": Node(None, source)}, source)  # Prompts use the template if there is one.
+    return Node({"target": target, "prompts": chat}, source)
 
 
 def read(

@@ -8,7 +8,14 @@ import pytest
 from support.config_files import MINIMAL, problems
 
 from dflash import errors
-from dflash.config import benchmark_schema, loader, merging, schema
+from dflash.config import (
+    benchmark_schema,
+    loader,
+    merging,
+    schema,
+    serve_schema,
+    train_schema,
+)
 from dflash.drafters.dflash_config import DFlashConfig
 
 # Who wins.
@@ -231,3 +238,16 @@ def test_one_way_of_forcing_acceptance_replaces_the_other():
     load = functools.partial(loader.load, path, schema=benchmark_schema.BenchmarkRun)
     assert load(["trace=t.json"]).acceptance == ()
     assert load(["acceptance=[math500]"]).trace is None
+
+
+@pytest.mark.parametrize("schema_class", [schema.DecodeRun, serve_schema.ServeRun])
+def test_a_checkpoint_in_place_of_a_config_is_the_target(schema_class, tmp_path):
+    """hf:org/model, or a directory with a config.json; other commands ask for a config."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    for path in ("hf:Qwen/Qwen3-4B", tmp_path / "model"):
+        config = loader.load(path, ["decode.seed=3"], schema_class)
+        assert (config.target.checkpoint, config.drafter.name) == (str(path), "none")
+        assert (config.prompts.chat, config.decode.seed) == (None, 3)
+        with pytest.raises(errors.ConfigError, match=r"CONFIG target\.checkpoint="):
+            loader.load(path, (), train_schema.TrainRun)

@@ -5,7 +5,7 @@ import os
 import pytest
 from support.config_files import MINIMAL, problems
 
-from dflash.config import loader
+from dflash.config import loader, train_schema
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.registry import DRAFTERS
 
@@ -207,7 +207,7 @@ def test_files_that_are_no_config(write, tmp_path):
         "folder: is a directory, expected a config, such as configs/tiny_dflash.yml"
     ]
     (tmp_path / "folder" / "config.json").touch()
-    assert problems("folder") == [
+    assert problems("folder", schema=train_schema.TrainRun) == [
         "folder: is a directory, expected a config; give a checkpoint as CONFIG "
         "target.checkpoint=folder"
     ]

@@ -4,6 +4,7 @@ import dataclasses
 import typing
 
 import pytest
+from support import reduced_recipes
 
 from dflash.config import (
     benchmark_schema,
@@ -24,6 +25,7 @@ BASES = sorted([*CONFIGS.glob("models/*.yml"), *CONFIGS.glob("drafters/*.yml")])
 TRAINING = sorted(CONFIGS.glob("train/*.yml"))
 BENCHMARKS = sorted(CONFIGS.glob("benchmark/*.yml"))
 FORECASTS = sorted(CONFIGS.glob("forecast/*.yml"))
+GENERIC = "target.checkpoint=assets/tiny_target", "data.files=[answers.jsonl]"
 PAIRS = [CONFIGS / f"{name}_dflash.yml" for name in ("qwen3_4b", "qwen3_8b", "llama3_1_8b")]
 
 
@@ -38,7 +40,8 @@ def test_a_runnable_config_loads_from_anywhere(path, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_a_training_config_loads_from_anywhere(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = loader.load(f"configs/train/{path.name}", schema=train_schema.TrainRun)
+    overrides = GENERIC if path.stem in reduced_recipes.GENERIC else ()
+    config = loader.load(f"configs/train/{path.name}", overrides, schema=train_schema.TrainRun)
     assert config.target.checkpoint
     assert config.data.shares
     header = path.read_text(encoding="utf-8")

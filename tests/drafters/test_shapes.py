@@ -11,7 +11,7 @@ import typing
 
 import jax.numpy as jnp
 import pytest
-from support import TESTS
+from support import TESTS, reduced_recipes
 from support.models import make_architecture, make_sharding
 
 from dflash import errors
@@ -187,7 +187,11 @@ def shipped() -> dict[str, tuple[schema.DrafterConfig, schema.TargetArchitecture
         folder = path.parent.name
         if folder in ("models", "drafters", "sweeps"):
             continue
-        run = loader.load(path, schema=runs.get(folder, schema.DecodeRun))
+        generic = folder in ("train", "distill") and path.stem in reduced_recipes.GENERIC
+        overrides = ["target.checkpoint=assets/tiny_target"] if generic else []
+        if generic and folder == "train":
+            overrides.append("data.files=[answers.jsonl]")
+        run = loader.load(path, overrides, schema=runs.get(folder, schema.DecodeRun))
         if getattr(run.drafter, "architecture", None) is not None:
             name = str(path.relative_to(CONFIGS))
             found[name] = run.drafter, run.target.architecture or tiny_target()

@@ -31,7 +31,7 @@ def test_prompts_print_the_date_of_the_run(tmp_path):
     template = "{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}"
     (directory / "chat_template.jinja").write_text(template)
     overrides = f"target.checkpoint={directory}", "drafter.name=none", "prompts.text=[Hi]"
-    config = loader.load("configs/tiny_medusa.yml", (*overrides, "prompts.chat=true"))
+    config = loader.load("configs/tiny_dflash.yml", overrides)
     date = datetime.date(2024, 2, 29)
     prepared = job.prepare(config, stdin=io.StringIO(), dry=True, date=date)
     assert prepared.date == date

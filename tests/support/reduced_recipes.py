@@ -30,7 +30,9 @@ EAGLE3 = (
 )
 # Of a mixture, what is not of this run takes longer to make than to learn.
 MIXTURE = "data.mixture={jsonl: 0.7, math: 0.3, arithmetic: 0, copying: 0, code: 0, chat: 0}"
+GENERIC = ("dflash2",)  # Recipes for any target, which the command line names.
 REDUCED = {
+    "dflash2": (*DRAFTER, *BLOCK, "drafter.architecture.num_target_features=1"),
     "qwen3_4b_dflash": (*DRAFTER, *BLOCK, "drafter.architecture.target_layer_ids=[0]"),
     "qwen3_4b_eagle3": EAGLE3,
     "tiny_dflash": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),

@@ -39,7 +39,9 @@ def prepare(target, *overrides, date=None, dry=True) -> train_job.TrainJob:
 @pytest.mark.parametrize("thinking", ["false", "true"])
 def test_prompts_are_those_of_decoding(target, thinking):
     overrides = f"target.checkpoint={target}", "drafter.name=none", f"prompts.thinking={thinking}"
-    config = loader.load("configs/tiny_medusa.yml", overrides)
+    config = loader.load(
+        "configs/tiny_dflash.yml", (*overrides, "prompts.text=[]", "prompts.chat=false")
+    )
     decoding = decode_jobs.prepare(config, stdin=io.StringIO("Hi"), dry=True).tokenizer
     training = prepare(target, f"data.thinking={thinking}").tokenizer
     assert training.encode_chat(MESSAGES) == decoding.encode_chat(MESSAGES)
