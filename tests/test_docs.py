@@ -11,6 +11,7 @@ Pages show the form of a command in indented blocks, which are not collected.
 """
 
 import importlib
+import importlib.util
 import inspect
 import json
 import pathlib
@@ -108,6 +109,32 @@ def test_every_page_is_in_the_navigation():
     for page in (ROOT / "docs").rglob("*.md"):
         name = str(page.relative_to(ROOT / "docs"))
         assert re.search(rf"\b{re.escape(name)}$", navigation, re.MULTILINE), f"{name} is missing"
+
+
+def load_tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+def test_the_reference_of_keys_is_that_of_the_schemas():
+    """`python tools/write_keys.py` writes it; every key has a meaning."""
+    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    assert page == load_tool("write_keys").page()
+    rows = re.findall(r"^\| (`\S+`) \| .* \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) > 120
+    bare = re.compile(r"(One of .*|At \w+ \S+|\S+ to \S+|A number, or .*)?")
+    assert [key for key, meaning in rows if bare.fullmatch(meaning)] == []
+
+
+def test_lines_of_code_fit_the_page():
+    """The site shows about a hundred characters of a code block."""
+    for page in PAGES:
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+        for block in (text for kind, text in blocks if kind != "mermaid"):
+            long = [line for line in block.splitlines() if len(line) > 100]
+            assert long == [], page.name
 
 
 def anchor_of(heading: str) -> str:
