@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dflash import errors
-from dflash.config import build, checks, merging, registry, strict_yaml
+from dflash.config import bare_checkpoint, build, checks, merging, registry, strict_yaml
 from dflash.config.keys import CHOICES
 from dflash.config.merging import find_config as find_config
 from dflash.config.schema import DecodeRun
@@ -103,8 +103,8 @@ def _layers(
     if path is None:
         return [], merging.COMMAND_LINE
     decodes = isinstance(schema, type) and issubclass(schema, DecodeRun)
-    if decodes and merging.is_checkpoint(path):
-        return [merging.checkpoint_layer(path)], str(path)
+    if decodes and bare_checkpoint.is_checkpoint(path):
+        return [bare_checkpoint.checkpoint_layer(path)], str(path)
     return merging.read(path, problems)
 
 

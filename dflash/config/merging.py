@@ -13,7 +13,6 @@ from dflash.storage.files import read_regular
 from dflash.storage.paths import in_bucket, to_path
 
 COMMAND_LINE = "command line"
-_HUB = "hf:"  # Prefix of checkpoints on the Hugging Face Hub.
 _SUFFIXES = (".yml", ".yaml")
 _NO_CONFIG = f"expected a file of type {' or '.join(_SUFFIXES)}"
 _MAX_BYTES = 2**20  # Limit for a config file; the largest resolved config has a few thousand bytes.
@@ -63,7 +62,7 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
       ConfigError: There is no such file; the message suggests the nearest shipped config.
     """
     candidate = to_path(path) if in_bucket(path) else pathlib.Path(path)
-    if _exists(candidate):
+    if exists(candidate):
         if candidate.is_dir():
             raise errors.ConfigError(
                 f"{path}: is a directory, expected a config{_inside(candidate)}"
@@ -78,24 +77,6 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     if not near and candidate.suffix not in _SUFFIXES:
         near = f"; expected a config; give a model as CONFIG target.checkpoint={path}"
     raise errors.ConfigError(f"{path}: no such file{near}")
-
-
-def is_checkpoint(path: str | pathlib.Path) -> bool:
-    """Returns whether CONFIG names a checkpoint: hf:org/name, or a directory with a config.json.
-
-    A directory with a config.yml is that of a run.
-    """
-    directory = to_path(path) if in_bucket(path) else pathlib.Path(path)
-    model, run = (_exists(directory / name) for name in ("config.json", "config.yml"))
-    return str(path).startswith(_HUB) or (model and not run)
-
-
-def checkpoint_layer(path: str | pathlib.Path) -> Node:
-    """Returns the config of a checkpoint alone: the target, without a drafter."""
-    source = str(path)
-    target = Node({"checkpoint": Node(source, source, source)}, source)
-    chat = Node({"chat": Node(None, source)}, source)  # Prompts use the template if there is one.
-    return Node({"target": target, "prompts": chat}, source)
 
 
 def read(
@@ -329,10 +310,10 @@ def _drop(content, path: Path, places: dict[Path, Node]) -> None:
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     shipped = package_configs().joinpath(*parts)
-    return shipped if _exists(shipped) and shipped.is_file() else None
+    return shipped if exists(shipped) and shipped.is_file() else None
 
 
-def _exists(path: pathlib.Path) -> bool:
+def exists(path: pathlib.Path) -> bool:
     """Returns whether the path exists; False for an invalid path."""
     try:
         return path.exists()
@@ -353,7 +334,7 @@ def _read_with_bases(
     layers: list[Node | None] = []
     for base in _base_names(bases, problems):
         base_path = path.parent / base.value
-        if not _exists(base_path):
+        if not exists(base_path):
             base_path = _shipped(pathlib.Path(base.value))
         if base_path is None:
             problems.append(
