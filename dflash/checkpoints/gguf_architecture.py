@@ -117,7 +117,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = header.get(prefix + "attention.head_count_kv", int, heads)
     config["head_dim"] = _head_dim(header, prefix, config["hidden_size"], heads)
-    config["rope_theta"] = _shortest(header.get(prefix + "rope.freq_base", float, _DEFAULT_THETA))
+    config["rope_theta"] = _theta(header, prefix + "rope.freq_base")
     config["rope_scaling"] = _rope_scaling(header, prefix, config)
     config["vocab_size"] = _num_rows(header)
     config["tie_word_embeddings"] = HEAD not in header.tensors
@@ -146,6 +146,13 @@ def _check_known(header: GgufHeader, family: Family, prefix: str) -> None:
 def _shortest(value: float) -> float:
     """Returns the shortest number with the same value in float32, such as 1e-05."""
     return float(str(np.float32(value)))
+
+
+def _theta(header: GgufHeader, key: str) -> float:
+    theta = header.get(key, float, _DEFAULT_THETA)
+    if theta < 1:
+        raise gguf_header.corrupt(header.file, f"{key} is {theta}")
+    return _shortest(theta)
 
 
 def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:

@@ -84,6 +84,8 @@ class GgufHeader:
             raise errors.CheckpointError(
                 f"{self.file}: {key}: expected {kind.__name__}, got {type(value).__name__}"
             )
+        if kind is float and not math.isfinite(value):
+            raise corrupt(self.file, f"{key} is {value}")
         return value
 
     def require(self, key: str, kind: type) -> Any:

@@ -26,6 +26,7 @@ _TYPES = range(1, 7)
 _SPACE_SIGN = "\u2581"  # Symbol of sentencepiece for a space.
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
 _ENDS = "eos", "eot", "eom"
+_NO_TOKEN = -1, 2**32 - 1  # How writers of int32 and of uint32 say that there is no such token.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +112,10 @@ def _vocabulary(header: GgufHeader) -> tuple[list[str], list[int]]:
     """Returns the spelling and the type of each token."""
     tokens = header.require(_PREFIX + "tokens", list)
     types = header.get(_PREFIX + "token_type", list, [1] * len(tokens))
-    if not all(isinstance(token, str) for token in tokens) or len(types) != len(tokens):
+    texts = bool(tokens) and all(isinstance(token, str) for token in tokens)
+    if not texts or len(types) != len(tokens):
         raise gguf_header.corrupt(header.file, f"{_PREFIX}tokens and token_type do not fit")
-    unknown = next((kind for kind in types if kind not in _TYPES), None)
+    unknown = next((kind for kind in types if type(kind) is not int or kind not in _TYPES), None)
     if unknown is not None:
         raise gguf_header.corrupt(header.file, f"{_PREFIX}token_type has a token of type {unknown}")
     return tokens, types
@@ -123,8 +125,10 @@ def _id(header: GgufHeader, name: str) -> int | None:
     """Returns the id of a special token, such as "bos"; None if the file states none."""
     key = f"{_PREFIX}{name}_token_id"
     token = header.get(key, int)
+    if token is None or token in _NO_TOKEN:
+        return None
     count = len(header.get(_PREFIX + "tokens", list, []))
-    if token is not None and token >= count > 0:
+    if token < 0 or token >= count > 0:  # A file without tokens may still name ids.
         raise gguf_header.corrupt(header.file, f"{key} is {token} of {count} tokens")
     return token
 

@@ -3,6 +3,8 @@
 import sys
 
 import gguf
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
@@ -10,8 +12,15 @@ from support import gguf_files
 from support.models import family_architecture, make_architecture, make_sharding
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, gguf_tensors
+from dflash.checkpoints import (
+    checkpoint,
+    gguf_architecture,
+    gguf_header,
+    gguf_tensors,
+    gguf_tokenizer,
+)
 from dflash.config import registry
+from dflash.models.llama3 import Llama3
 from dflash.parallel import parameters
 
 FAMILIES = ["llama3", "qwen3", "qwen3_moe"]
@@ -224,6 +233,59 @@ def test_the_rotary_scaling_of_llama_3(tmp_path, factor):
     }
     message = failure(checkpoint.resolve, str(tmp_path / "wrong.gguf"))
     assert "only the rotary scaling of Llama 3.1 and 3.2 is supported" in message
+
+
+VALUES = st.one_of(
+    st.integers(-(2**63), 2**64 - 1),
+    st.integers(-2, 70),
+    st.floats(width=32),
+    st.booleans(),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 3) | st.floats(width=32) | st.text(max_size=2), max_size=4),
+)
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    """The header of a file with every key that is read, and with frequency divisors."""
+    file = tmp_path_factory.mktemp("scaled") / "x.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama")
+    gguf_files.add(writer, "token_embd.weight", np.zeros((4, 64), np.float32))
+    gguf_files.add(writer, "rope_freqs.weight", np.ones(16, np.float32))
+    more = {
+        "attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32,
+        "rope.dimension_count": 32, "rope.freq_base": 1e4, "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16, "vocab_size": 4,
+    }  # fmt: skip
+    more = {f"llama.{key}": value for key, value in more.items()}
+    tokenizer = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "a", "b"],
+        "tokenizer.ggml.scores": [0.0, 0.0, -1.0, -2.0], "tokenizer.ggml.token_type": [2, 3, 1, 1],
+        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1,
+    }  # fmt: skip
+    gguf_files.write_values(writer, llama_values(64, 2) | more | tokenizer)
+    gguf_files.finish(writer)
+    return gguf_header.read_header(file)
+
+
+@hypothesis.settings(max_examples=400)
+@hypothesis.given(data=st.data())
+def test_any_metadata_are_read_or_refused_in_one_line(scaled, data):
+    metadata = dict(scaled.metadata)
+    for key in data.draw(st.lists(st.sampled_from(sorted(metadata)), min_size=1, max_size=3)):
+        metadata[key] = data.draw(VALUES)
+    tensors = dict(scaled.tensors)
+    if data.draw(st.booleans()):
+        del tensors["rope_freqs.weight"]
+    header = gguf_header.GgufHeader(scaled.file, metadata, tensors)
+    problem = ""
+    try:
+        Llama3.architecture_from_hf(gguf_architecture.config_of(header))
+        gguf_tokenizer.files_of(header)
+        gguf_tokenizer.end_ids(header)
+    except errors.CheckpointError as error:
+        problem = str(error)
+    assert "Traceback" not in problem
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
