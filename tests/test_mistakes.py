@@ -209,7 +209,7 @@ MISTAKES = {
     "nothing to sweep": Mistake("sweep c.yml", "sweep: required: keys and their values"),
     "sweep": Mistake("decode configs/sweeps/block_size.yml", "sweep: only dflash sweep accepts "),
     "key": Mistake("decode c.yml decode.sead=1", "unknown key; did you mean 'decode.seed'?"),
-    "type": Mistake("decode c.yml decode.seed=many", "decode.seed: expected an integer in [0, "),
+    "type": Mistake("decode c.yml decode.seed=many", "decode.seed: expected an integer in [-"),
     "range": Mistake("decode c.yml decode.top_p=1.5", "expected a number in [0, 1], got 1.5"),
     "NaN": Mistake("decode c.yml decode.temperature=.nan", "expected a number >= 0, got nan"),
     "choice": Mistake("decode c.yml dtype=fp16", "dtype: expected one of float32, bfloat16"),

@@ -371,8 +371,8 @@ class Scheduler:
     def _recover(self) -> list[Event]:
         """Ends the requests that failed, and recomputes all others from empty caches.
 
-        Attention multiplies masked rows by 0, so a non-finite row in a page would reach whoever
-        owns the page next.
+        Attention multiplies masked rows by 0, so a non-finite row in a page would reach the next
+        owner of the page.
         """
         requests = (*self._batch.running.values(), *self._batch.prefilling.values())
         self._has_nonfinite = False

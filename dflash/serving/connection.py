@@ -79,7 +79,7 @@ class Connection(H11Protocol):
         self._send_timer = self.loop.call_later(self._limits.send_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Ends that time limit, since all has been sent."""
+        """Cancels the time limit, since all has been sent."""
         super().resume_writing()
         self._send_timer = _cancelled(self._send_timer)
 
@@ -100,7 +100,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether the client has not sent a whole request."""
+        """Returns whether the client has not sent a whole request."""
         return self._between_requests or self.cycle.more_body
 
     def _make_room(self) -> None:
@@ -123,7 +123,7 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server over `Connection`; it installs no signal handlers."""
+    """Server of uvicorn over `Connection`; it installs no signal handlers."""
 
     def __init__(self, app, limits: ServeConfig, closing_s: float):
         """Creates the server without starting it.

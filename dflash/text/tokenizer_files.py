@@ -135,7 +135,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 
     @functools.cached_property
     def _model_has_special(self) -> bool:
-        """Whether the model may encode text as a special token, such as after normalization."""
+        """Returns whether the model may encode text as a special token, as after normalizing it."""
         model = json.loads(self._tokenizer.to_str())["model"]
         if model["type"] == "BPE" and not model.get("ignore_merges"):
             return False
