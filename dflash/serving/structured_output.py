@@ -12,7 +12,7 @@ from dflash.text import grammar
 from dflash.text.grammar import Grammar, Kind, Vocabulary
 
 _WORKERS = 2  # grammars that are compiled at the same time
-_MAX_WAITING = 16  # further grammars, each of which may take `grammar_compiler.COMPILE_SECONDS`
+_MAX_WAITING = 8  # further grammars, each of which may take `grammar_compiler.COMPILE_SECONDS`
 
 
 @dataclasses.dataclass(frozen=True)

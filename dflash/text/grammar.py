@@ -28,7 +28,7 @@ from dflash.text.tokenizer import Tokenizer
 
 # Processor time for the masks of a grammar. Masks of real schemas take 0.1 ms, a few take 20 ms.
 MASK_SECONDS = 0.5  # saved up at most
-ROW_SECONDS = 0.001  # added for each row
+ROW_SECONDS = 0.0005  # added for each row
 
 
 class Vocabulary:

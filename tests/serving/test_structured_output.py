@@ -59,7 +59,7 @@ def test_too_many_grammars_are_refused(monkeypatch, tmp_path):
     error = asyncio.run(fill())
     assert (error.status, error.code) == (429, "queue_full")
     assert error.headers == {"Retry-After": "1"}
-    assert "guided_regex: 16 other grammars wait to be compiled" in error.message
+    assert "guided_regex: 8 other grammars wait to be compiled" in error.message
 
 
 def test_an_interrupted_check_may_be_tried_again(monkeypatch, tmp_path):
