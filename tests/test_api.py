@@ -1,5 +1,7 @@
 """The Python API: `import dflash`, dflash.LLM, and the commands as functions."""
 
+import copy
+import dataclasses
 import doctest
 import json
 import math
@@ -12,11 +14,13 @@ import numpy as np
 import pytest
 from support import TESTS
 from support.engines import count_compilations
+from support.trained_tokenizers import train_metaspace
 
 import dflash
 from dflash import errors, llm, sampling
 from dflash.config import schema
 from dflash.models.decoder import Decoder
+from dflash.text.tokenizer_loading import load_tokenizer
 
 CONFIG = "configs/tiny_dflash.yml"
 QUESTION = "Tom has 4 boxes with 6 pens each. How many pens does Tom have?"
@@ -29,6 +33,26 @@ def tiny():
     made = dflash.LLM(CONFIG, "decode.batch_size=2", "decode.max_new_tokens=24")
     made.generate(QUESTION)
     return made
+
+
+@pytest.mark.parametrize("last", [None, "stop"])
+def test_an_output_keeps_the_space_of_its_first_token(tiny, tmp_path, last):
+    """With a tokenizer whose decoder drops the first space of a text; a stop token has no text."""
+    train_metaspace(tmp_path)
+    spaced = copy.copy(tiny)
+    spaced._job = dataclasses.replace(tiny._job, tokenizer=load_tokenizer(tmp_path))
+    tokenizer = spaced.tokenizer
+    prompt, word = tokenizer.encode("Hello"), tokenizer.encode("a b")[-2:]
+    assert tokenizer.decode([*prompt, *word]) == "Hello b"
+    space, letter = word
+    # The biases make one token certain, so the output repeats it.
+    bias, stops = {space: 100.0, letter: 0.0}, [space] if last else []
+    given = dflash.Sampling(max_tokens=3, logit_bias=bias, stop_token_ids=stops)
+    (completion,) = spaced.generate([prompt], given)
+    stream = spaced.stream(prompt, given)
+    text = "".join(piece.text for piece in stream)
+    assert completion.token_ids == ((space,) if last else (space,) * 3)
+    assert completion.text == text == stream.completion.text == ("" if last else "   ")
 
 
 @pytest.fixture

@@ -293,7 +293,7 @@ class Endpoints:
     async def server_info(self, http_request: Request) -> Response:
         """Returns the facts about the server that SGLang's clients read."""
         model, totals = self._service.served(), self._service.metrics.totals
-        tau = 1 + totals.accepted / totals.cycles if totals.cycles else None
+        tau = totals.committed / totals.cycles if totals.cycles else None
         return JSONResponse(
             {
                 "version": __version__,

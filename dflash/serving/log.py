@@ -49,14 +49,14 @@ def line(service: Service, before: Totals, now: Totals, seconds: float) -> str:
     cycles, drafted = now.cycles - before.cycles, now.drafted - before.drafted
     if not cycles:
         return throughput
-    accepted = now.accepted - before.accepted
+    accepted, committed = now.accepted - before.accepted, now.committed - before.committed
     rates = [
         (late - early) / cycles
         for late, early in zip(now.accepted_at, before.accepted_at, strict=True)
     ]
     mean_rate = f"{100 * accepted / drafted:.1f}%" if drafted else "–"
     return (
-        f"{throughput}\nSpecDecoding metrics: Mean acceptance length: {1 + accepted / cycles:.2f}, "
+        f"{throughput}\nSpecDecoding metrics: Mean acceptance length: {committed / cycles:.2f}, "
         f"Accepted throughput: {accepted / seconds:.2f} tokens/s, "
         f"Drafted throughput: {drafted / seconds:.2f} tokens/s, "
         f"Accepted: {accepted} tokens, Drafted: {drafted} tokens, "

@@ -107,7 +107,8 @@ class Totals:
       output_tokens: Output tokens of all requests.
       cycles: Cycles in which drafts were verified.
       drafted: Tokens drafted in these cycles.
-      accepted: Drafted tokens that the target accepted.
+      committed: Output tokens of these cycles.
+      accepted: Output tokens that are accepted drafts.
       accepted_at: Accepted tokens by position in the draft, from 0.
     """
 
@@ -115,6 +116,7 @@ class Totals:
     output_tokens: int = 0
     cycles: int = 0
     drafted: int = 0
+    committed: int = 0
     accepted: int = 0
     accepted_at: list[int] = dataclasses.field(default_factory=list)
 
@@ -224,7 +226,7 @@ class Metrics:
             self.totals.prompt_tokens += prompt_tokens
         elif num_tokens:
             self._observe("vllm:inter_token_latency_seconds", now - served.last_at)
-        self._count_cycles(event.accepted, event.block_sizes)
+        self._count_cycles(event)
 
     def finished(self, served: ServedRequest, done: Completion, now: float) -> None:
         """Records a request that the engine has finished."""
@@ -250,22 +252,19 @@ class Metrics:
             mean_s = (served.last_at - served.first_at) / (served.tokens - 1)
             self._observe("vllm:request_time_per_output_token_seconds", mean_s)
 
-    def _count_cycles(self, accepted: Sequence[int], sizes: Sequence[int]) -> None:
-        """Counts cycles by block size and by accepted drafts.
-
-        Args:
-          accepted: Accepted drafts of each cycle.
-          sizes: Verified rows of each cycle.
-        """
-        totals = self.totals
+    def _count_cycles(self, event: Tokens) -> None:
+        """Counts cycles by block size and by accepted drafts."""
+        totals, sizes = self.totals, event.block_sizes
         for size in set(sizes):
             self._metric("dflash:block_sizes", size=str(size)).inc(sizes.count(size))
-        accepted = [count for count, size in zip(accepted, sizes, strict=True) if size > 1]
-        sizes = [size for size in sizes if size > 1]
-        if not accepted:
+        cycles = zip(event.acceptance_lengths, event.accepted, sizes, strict=True)
+        drafting = [cycle for cycle in cycles if cycle[-1] > 1]
+        if not drafting:
             return
+        lengths, accepted, sizes = zip(*drafting, strict=True)
         drafted = sum(sizes) - len(sizes)
         totals.cycles += len(accepted)
+        totals.committed += sum(lengths)
         totals.accepted += sum(accepted)
         totals.drafted += drafted
         self._metric("vllm:spec_decode_num_drafts").inc(len(accepted))

@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+from support.trained_tokenizers import train_metaspace, train_sentencepiece, train_unigram
 
 import dflash
 from dflash.inference.request import Completion, Request, TokenLogprobs, Tokens
@@ -148,3 +149,19 @@ def test_stop_strings_may_contain_special_tokens_that_the_text_leaves_out(tokeni
             continue
         assert output.text == whole[: whole.index(stop)].replace("<|end|>", "")
         assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize("train", [train_metaspace, train_sentencepiece, train_unigram])
+def test_the_first_token_keeps_its_space(train, tmp_path):
+    options = {"add_dummy_prefix": True} if train is train_sentencepiece else {}
+    train(tmp_path, **options)
+    spaced = load_tokenizer(tmp_path)
+    prompt, whole = spaced.encode("Hello"), spaced.encode("Hello are")
+    ids = whole[len(prompt) :]
+    assert spaced.decode(whole) == "Hello are"
+    output = make_output(spaced, prompt=prompt)
+    text = output.push(Tokens(0, tuple(ids))).text + output.finish(done(output, "length")).text
+    assert text == " are"
+    output = make_output(spaced, prompt=prompt, stop=(" are",))
+    output.push(Tokens(0, tuple(ids)))
+    assert (output.text, output.stop_reason) == ("", " are")

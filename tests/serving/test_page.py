@@ -4,6 +4,7 @@ import re
 import shutil
 
 import pytest
+from support import served
 from support.served import decoded
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -108,3 +109,18 @@ def test_outputs_are_shown_as_text(page):
 def test_an_error_is_shown(page):
     send(page, "a" * 200)
     assert "128" in page.locator(".facts.error").text_content()
+
+
+def test_a_chat_with_a_real_template(browser, tmp_path):
+    """In the page's default state, which asks for rejected drafts."""
+    with served.serving(tmp_path, config_text=served.REAL_CONFIG) as own:
+        opened = browser.new_page()
+        opened.goto(own.url)
+        playwright.expect(opened.locator("#model")).to_contain_text("tiny")
+        for count in (1, 2, 3):
+            send(opened, "Tom has 3 pens and finds 4 more. How many pens does Tom have?")
+            assert opened.locator(".said").count() == 2 * count
+            assert "error" not in opened.locator("#turns").text_content().lower()
+        assert opened.locator("#turns .refused").count() > 0
+        opened.close()
+        assert "Traceback" not in own.log.read_text()

@@ -26,6 +26,14 @@ decode: {max_new_tokens: 24, batch_size: 4, sync_every: 4, page_size: 16, max_le
 serve: {model: tiny, queue: 64, max_body_bytes: 100000, read_s: 2, drain_s: 20}
 dtype: float32
 """
+# A trained target with its own chat template, and a drafter that needs no training.
+REAL_CONFIG = """
+target: {checkpoint: assets/tiny_target}
+drafter: {name: ngram, block_size: 4}
+decode: {max_new_tokens: 60, batch_size: 2, max_length: 256, partial_dispatches: false}
+serve: {model: tiny, grammars: false}
+dtype: float32
+"""
 START_S = 240.0
 
 
