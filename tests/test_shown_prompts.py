@@ -30,6 +30,7 @@ CONTINUED = {"With 4 more pens, Tom has 3 + 4 =": " 7 pens."}
 OTHER_TARGETS = {
     "How many coins are 3 and 4?",
     "How many divisors does 196 have?",
+    "What is 12 × 7?",
     "One, two, three",
 }
 QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
