@@ -257,7 +257,7 @@ def _step_seconds(distillation: Distillation) -> float | None:
 
 
 class _Progress(Display):
-    """Display that counts finished prompts, with a line of progress from time to time."""
+    """Display that counts finished prompts and text, with a line of progress now and then."""
 
     def __init__(self, name: str, total: int, done: int):
         """Creates the display.
@@ -268,17 +268,29 @@ class _Progress(Display):
           done: Number of prompts that earlier starts have finished.
         """
         super().__init__(stream=False)
-        self._name, self._total, self._done = name, total, done
+        self._name, self._total, self._done, self._characters = name, total, done, 0
         self._reported = time.monotonic()
+
+    def token(self, index: int, text: str) -> None:
+        """Counts a piece of an output, since it may take long until the first one is finished."""
+        del index
+        self._characters += len(text)
+        self._report()
 
     def finish(self, index: int, summary: str) -> None:
         """Counts a finished prompt."""
         del index, summary
         self._done += 1
+        self._report()
+
+    def _report(self) -> None:
         now = time.monotonic()
         if self._done == self._total or now - self._reported >= _REPORT_SECONDS:
             self._reported = now
-            self.note(f"{self._name}: {self._done} of {self._total} prompts")
+            self.note(
+                f"{self._name}: {self._done} of {self._total} prompts, "
+                f"{self._characters:,} characters of text"
+            )
 
     def results(self, summary: outputs.Summary) -> None:
         """Shows nothing, since the model card has the results."""

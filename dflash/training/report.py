@@ -31,6 +31,7 @@ class TrainReport:
         steps: int,
         first_step: int,
         tokens_per_step: int,
+        evaluate_every: int = 0,
         stderr: TextIO | None = None,
     ):
         """Opens the files and the bar, and removes metrics of steps after `first_step`.
@@ -42,6 +43,7 @@ class TrainReport:
           steps: Total optimizer steps.
           first_step: Number of steps already done.
           tokens_per_step: Tokens in all rows of a batch.
+          evaluate_every: Steps between evaluations, whose time counts; 0 without any.
           stderr: Stream for lines and bar; None is `sys.stderr`.
         Raises:
           WorkdirError: The directory cannot be written.
@@ -52,6 +54,8 @@ class TrainReport:
         self._mark = (first_step, self._opened)
         self._rate: float | None = None  # Smoothed seconds per step.
         self._paused_s = 0.0
+        self._evaluate_every, self._evaluated = evaluate_every, first_step
+        self._evaluation_s: float | None = None  # Seconds of the last evaluation.
         stream = open(os.devnull, "w") if self._silent else stderr or sys.stderr  # noqa: SIM115
         self._console = rich.console.Console(file=stream, highlight=False, markup=False)
         self._bar = None
@@ -73,9 +77,22 @@ class TrainReport:
         self._mark, self._paused_s = (step, time.perf_counter()), 0.0
 
     def step(self, step: int) -> None:
-        """Shows that a step is done."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+        """Shows that a step is done, and the time left."""
+        if self._bar is None:
+            return
+        since, then = self._mark
+        rate = self._rate
+        if rate is None and step > since:  # Nothing has been logged yet.
+            rate = (time.perf_counter() - then - self._paused_s) / (step - since)
+        left = {} if rate is None else {"left": self._time_left(step, rate)}
+        self._bar.update(self._task, completed=step, **left)
+
+    def evaluating(self, step: int) -> None:
+        """Shows that an evaluation begins."""
+        if self._bar is None:
+            self.note(f"step {step} · evaluating")
+        else:
+            self._bar.update(self._task, metrics="evaluating")
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Reports mean metrics of the steps since the last call.
@@ -94,7 +111,7 @@ class TrainReport:
         tokens_per_second = self._tokens_per_step / rate
         shown = describe(metrics)
         speed = f"{tokens_per_second:,.0f} tokens/s"
-        eta = datetime.timedelta(seconds=round(self._rate * (self._steps - step)))
+        eta = self._time_left(step, self._rate)
         if self._bar is not None:
             # A line of 80 characters has no room for the learning rate, which the files hold.
             shown = describe({k: v for k, v in metrics.items() if k != "learning_rate"})
@@ -109,6 +126,7 @@ class TrainReport:
         Raises:
           WorkdirError: The metrics cannot be written.
         """
+        self._evaluated, self._evaluation_s = step, seconds
         self.note(f"step {step} · held out: {describe(metrics)} · {seconds:.1f} s")
         self._write("evaluation", step, {**metrics, "seconds": seconds})
 
@@ -137,6 +155,19 @@ class TrainReport:
 
     def __exit__(self, *unused):
         self.close()
+
+    def _time_left(self, step: int, rate: float) -> str:
+        """Returns the time of the remaining steps and evaluations.
+
+        A plus sign follows it while the time of an evaluation is unknown.
+        """
+        every, evaluations = self._evaluate_every, 0
+        if every and self._evaluated < self._steps:
+            evaluations = self._steps // every - self._evaluated // every
+            evaluations += self._steps % every > 0  # The last step is always evaluated.
+        seconds = rate * (self._steps - step) + evaluations * (self._evaluation_s or 0.0)
+        unknown = "+" if evaluations and self._evaluation_s is None else ""
+        return f"{datetime.timedelta(seconds=round(seconds))}{unknown}"
 
     def _write(self, kind: str, step: int, metrics: Metrics) -> None:
         if self._silent:

@@ -42,16 +42,17 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
     with Checkpoints(directory.path / rundir.CHECKPOINTS, keep_last=keep_last) as checkpoints:
         notes: list[str] = []
         start = _begin(job, directory, checkpoints, steps, notes.append)
-        with _open_report(job, directory, steps, start.step) as report:
+        evaluation = Evaluation(job, frozen, drafting_test)
+        loop = _loop_config(job, steps, evaluation)
+        with _open_report(job, directory, steps, start.step, loop.evaluate_every) as report:
             for note in notes:
                 report.note(note)
             if start.step == 0:
                 for line in _check_answers(job):
                     report.note(line)
             train_step = _train_step(job, steps, start.state)
-            evaluation = Evaluation(job, frozen, drafting_test)
             trainer = Trainer(
-                _loop_config(job, steps, evaluation),
+                loop,
                 StepFunctions(
                     train=lambda state, batch: train_step(state, frozen, batch),
                     evaluate=evaluation,
@@ -100,13 +101,14 @@ def _begin(
 
 
 def _open_report(
-    job: TrainJob, directory: RunDirectory, steps: int, first_step: int
+    job: TrainJob, directory: RunDirectory, steps: int, first_step: int, evaluate_every: int
 ) -> TrainReport:
     return TrainReport(
         directory.path if jax.process_index() == 0 else None,
         steps=steps,
         first_step=first_step,
         tokens_per_step=job.config.train.batch_size * job.config.data.length,
+        evaluate_every=evaluate_every,
     )
 
 

@@ -258,6 +258,7 @@ class Trainer:
         An evaluation without a finite value of the goal metric has no score.
         """
         self._settle()
+        self._report.evaluating(self._step)
         with self._paused() as clock:
             metrics = self._functions.evaluate(self._state.params)
             self._report.evaluation(self._step, metrics, clock())

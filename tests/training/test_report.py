@@ -98,6 +98,37 @@ def test_the_speed_leaves_pauses_out(tmp_path, monkeypatch):
     assert speeds == pytest.approx([10 * 50 / 5, 50])
 
 
+def test_the_time_left_counts_evaluations(tmp_path, monkeypatch):
+    clock = iter([0.0, 0.0, 10.0, 20.0, 30.0])
+    monkeypatch.setattr(report_lib.time, "perf_counter", lambda: next(clock))
+    stream = io.StringIO()
+    counts = {"steps": 25, "first_step": 0, "tokens_per_step": 50, "evaluate_every": 10}
+    with TrainReport(tmp_path, stderr=stream, **counts) as report:
+        report.start_clock(0)
+        report.log(10, METRICS)  # 1 s a step, and three evaluations of unknown length
+        report.evaluating(10)
+        report.evaluation(10, {"loss": 2.0}, 60.0)
+        report.log(20, METRICS)
+        report.evaluation(20, {"loss": 2.0}, 100.0)
+        report.log(25, METRICS)
+        report.evaluation(25, {"loss": 2.0}, 100.0)
+    told = stream.getvalue().splitlines()
+    assert told[1] == "step 10 · evaluating"
+    left = [line.rpartition(" · ")[2] for line in told if line.endswith("left")]
+    assert left == ["0:00:15+ left", "0:02:05 left", "0:01:40 left"]
+
+
+def test_a_bar_shows_the_time_left_before_the_first_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    with open_report(tmp_path, stream) as report:
+        report.start_clock(1)
+        report.step(2)
+        report.evaluating(2)
+    assert "evaluating" in stream.getvalue()
+    assert "? left" not in stream.getvalue().splitlines()[-1]
+
+
 def test_a_first_step_that_is_logged_alone_counts_from_the_opening(tmp_path, monkeypatch):
     clock = iter([0.0, 10.0, 12.5])
     monkeypatch.setattr(report_lib.time, "perf_counter", lambda: next(clock))
