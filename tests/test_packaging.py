@@ -9,6 +9,7 @@ import sys
 import zipfile
 
 import pytest
+import yaml
 
 import dflash
 from dflash import version
@@ -135,6 +136,15 @@ def test_readme_and_checks_agree():
         assert command in readme
         assert f"\n{command}" in script
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == version.__version__
+    page = (ROOT / "docs" / "citing.md").read_text(encoding="utf-8")
+    assert f"version = {{{version.__version__}}}" in page
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {version.__version__}\n" in changes
 
 
 def test_every_supported_python_is_named(metadata):
