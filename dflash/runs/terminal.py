@@ -100,7 +100,7 @@ class WordWrap:
                 plain.append(character)
                 self._advance(character, style)
                 continue
-            moved = [] if character.isspace() else self._moved_word()
+            moved = [] if _breaks(character) else self._moved_word()
             yield Output(0, "".join(plain), style)
             yield Output(sum(cell_len(c) for c, _ in moved), "\n", style)
             for own, own_style in moved:
@@ -131,5 +131,10 @@ class WordWrap:
         else:
             cells = cell_len(character)
             self._column += cells
-            # Text in wide characters has no spaces; lines may break before each.
-            self._word = [(character, style)] if cells == 2 else [*self._word, (character, style)]
+            word = [] if _breaks(character) else self._word
+            self._word = [*word, (character, style)]
+
+
+def _breaks(character: str) -> bool:
+    """Returns whether a line may break before a character: a space, or a wide character."""
+    return character.isspace() or cell_len(character) == 2

@@ -77,6 +77,8 @@ def fed(pieces, width):
     st.lists(st.tuples(st.text("abc de\n字", max_size=9), st.sampled_from("xy")), max_size=30),
     st.integers(8, 20),
 )
+@hypothesis.example([(" aaaaa", "x"), ("a字", "y")], 8)
+@hypothesis.example([("aaaaa字 ", "x"), ("a", "x")], 8)
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_streamed_words_stay_whole(pieces, width):
     text = "".join(piece for piece, _ in pieces)
