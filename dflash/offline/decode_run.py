@@ -22,7 +22,7 @@ from dflash.loading.job import Job
 from dflash.offline.decoding import decode
 from dflash.offline.usage import Usage
 from dflash.parallel import distributed
-from dflash.runs import dates, outputs
+from dflash.runs import block_advice, dates, outputs
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory, check_config
 from dflash.runs.display import Display
@@ -314,6 +314,15 @@ def report(
         display.block_sizes(cycle_ms, summary.block_size_histogram)
     if records.baseline is not None:
         display.comparison(done, plain, summary, comparison)
+        for line in _advice(job, summary, comparison.speed_up):
+            display.note(f"\n{line}")
     if facts["answers"]:
         display.note("\nanswers  {correct} of {checked} correct".format(**facts["answers"]))
     return {**dataclasses.asdict(summary), **facts}
+
+
+def _advice(job: Job, summary: Summary, speed_up: float | None) -> list[str]:
+    """Returns a warning if plain decoding was faster; see `block_advice`."""
+    cycles = {int(length): count for length, count in summary.acceptance_histogram.items()}
+    acceptance = block_advice.Acceptance(cycles, job.drafter.longest_path)
+    return block_advice.slower_than_plain(job.config.drafter, acceptance, speed_up)
