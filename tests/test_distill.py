@@ -60,6 +60,7 @@ def test_everything_is_there_in_the_end(whole):
     assert "14 answers of the target itself, 168 tokens" in card
     assert "4 steps of 2 × 64 tokens" in card
     assert "states no licence" in card
+    assert "drafter.name=dflash drafter.checkpoint=. drafter.block_size=auto" in card
 
 
 def test_a_race_of_recipes_is_a_sweep_on_the_same_answers(config, whole, capsys):

@@ -71,7 +71,7 @@ def write(config: DistillRun, figures: DistillationFigures) -> str:
         "",
         "```sh",
         f"python -m dflash.decode CONFIG target.checkpoint={target} \\",
-        f"    drafter.name={config.drafter.name} drafter.checkpoint=.",
+        f"    drafter.name={config.drafter.name} drafter.checkpoint=.{_block_size(config)}",
         "```",
         "",
         "## Results",
@@ -111,6 +111,12 @@ def target_licence(target: str) -> str | None:
     front = _FRONT_MATTER.match(readme.read_text(encoding="utf-8")) if readme.is_file() else None
     declared = _LICENSE.search(front[1]) if front else None
     return declared[1] if declared else None
+
+
+def _block_size(config: DistillRun) -> str:
+    """Returns the argument that lets measured times choose the block size, if the strategy can."""
+    chain = hasattr(config.drafter, "block_size") and not getattr(config.drafter, "tree", None)
+    return " drafter.block_size=auto" if chain else ""
 
 
 def _licence(licence: str | None) -> str:

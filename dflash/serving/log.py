@@ -2,24 +2,46 @@
 
 import asyncio
 import copy
+import itertools
 import sys
 import time
 
+from dflash.config.schema import DrafterConfig
+from dflash.runs import block_advice
 from dflash.serving.metrics import Totals
 from dflash.serving.service import Service
 
 EVERY_S = 10.0
+ADVISE_AFTER = 1000  # Cycles after which acceptance is known well enough to advise on blocks.
 
 
-async def write_log(service: Service) -> None:
-    """Writes log lines to stderr until it is cancelled."""
+async def write_log(service: Service, drafter: DrafterConfig) -> None:
+    """Writes log lines to stderr until it is cancelled.
+
+    Args:
+      service: Service that is logged.
+      drafter: Config of the drafter, on whose block size the log advises once.
+    """
+    advised = False
     before, begin = copy.deepcopy(service.metrics.totals), time.perf_counter()
     while True:
         await asyncio.sleep(EVERY_S)
         now, end = copy.deepcopy(service.metrics.totals), time.perf_counter()
         if service.in_flight or now.output_tokens > before.output_tokens:
             print(line(service, before, now, end - begin), file=sys.stderr, flush=True)
+        if not advised and now.cycles >= ADVISE_AFTER:
+            advised = True
+            for advice in block_advice.longer_than_needed(drafter, acceptance(now)):
+                print(advice, file=sys.stderr, flush=True)
         before, begin = now, end
+
+
+def acceptance(totals: Totals) -> block_advice.Acceptance:
+    """Returns the acceptance lengths of all cycles that verified drafts."""
+    reached = [totals.cycles, *totals.accepted_at, 0]  # Cycles with at least n accepted drafts.
+    exact = [more - fewer for more, fewer in itertools.pairwise(reached)]
+    cycles = {drafts + 1: count for drafts, count in enumerate(exact)}
+    return block_advice.Acceptance(cycles, len(totals.accepted_at) + 1)
 
 
 def line(service: Service, before: Totals, now: Totals, seconds: float) -> str:

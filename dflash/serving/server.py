@@ -121,7 +121,7 @@ async def _serve(
     """Serves until a signal or a failure of the engine; returns the exit status and the error."""
     service = Service(backend, profile_dir)
     with _signals() as stop:
-        logging = asyncio.create_task(write_log(service))
+        logging = asyncio.create_task(write_log(service, backend.config.drafter))
         await serve(service, listener, stop, on_ready)
         logging.cancel()
     return stop.status, service.error
