@@ -52,7 +52,7 @@ def served_names(address: str, names: Sequence[str]) -> ServedNames:
       address: Address that the server listens on.
       names: Further names; "*" accepts every name.
     """
-    own = {*_LOOPBACK, address, *names}
+    own = {*_LOOPBACK, address, *filter(None, names)}
     if not ipaddress.ip_address(address).is_loopback:
         own.add(socket.gethostname())
     addresses = ipaddress.ip_address(address).is_unspecified

@@ -62,6 +62,8 @@ def status(app, **request) -> int:
         ("::", (), "[fd00::1]:8000", True),
         ("0.0.0.0", (), "evil.example", False),
         ("0.0.0.0", ("chat.example.com",), "chat.example.com", True),
+        ("0.0.0.0", ("",), "", False),
+        ("0.0.0.0", ("",), "evil.example@localhost", False),
         ("127.0.0.1", ("*",), "anything.example", True),
     ],
 )
