@@ -1,0 +1,74 @@
+"""Tests of the plan of a distillation: its questions, and the shipped configs."""
+
+import json
+
+import pytest
+
+from dflash.config import distill_schema, loader, merging
+from dflash.distillation import distill_plan, stages
+
+SMALL = (
+    "target.checkpoint=assets/tiny_target",
+    "drafter.name=dflash",
+    "drafter.checkpoint=random",
+    "drafter.architecture.num_hidden_layers=1",
+    "train.steps=1",
+)
+
+
+def plan_of(*overrides, base=None) -> list[str]:
+    """Returns the lines of the plan of a distillation of the embedded target."""
+    config = loader.load(base, (*SMALL, *overrides), distill_schema.DistillRun)
+    return distill_plan.make(config, answers=stages.ANSWERS, dry=True)
+
+
+def test_the_plan_tells_how_questions_are_asked(tmp_path):
+    """References are dropped, texts go through the template, and one prompt is shown."""
+    file = tmp_path / "questions.jsonl"
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "No!"}]
+    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(3)))
+    lines = plan_of(f"answers.files=[{file}]")
+    assert f"  {file}: 3 lines" in lines
+    assert "    3 end with a reference answer, which is dropped" in lines
+    shown = [line for line in lines if line.startswith("    | ")]
+    assert any("Hi?" in line for line in shown)
+    assert not any("No!" in line for line in shown)
+    file.write_text(json.dumps({"prompt": "Hi?"}) + "\n")
+    lines = plan_of(f"answers.files=[{file}]")
+    assert [line for line in lines if line.startswith("    | ")] == shown
+    assert "  texts go through the chat template (answers.chat=false turns it off)" in lines
+    lines = plan_of(f"answers.files=[{file}]", "answers.chat=false")
+    assert "    | Hi?" in lines
+    assert (
+        "  texts are decoded as they are, without the chat template (answers.chat=false)" in lines
+    )
+    (run,) = (
+        loader.load(None, (*SMALL, f"answers.files=[{file}]"), distill_schema.DistillRun)
+        .answer_runs()
+        .values()
+    )
+    assert run.prompts.chat is None
+
+
+def test_naming_files_replaces_the_data_sets_of_the_config(tmp_path):
+    file, base = tmp_path / "questions.jsonl", tmp_path / "config.yml"
+    file.write_text(json.dumps({"prompt": "Hi?"}) + "\n")
+    base.write_text("answers: {tasks: {math: 30000}}")
+    lines = plan_of(f"answers.files=[{file}]", base=base)
+    assert f"  {file}: 1 line" in lines
+    assert not any("math" in line for line in lines)
+    assert "  math: 30,000 of its training split" in plan_of(base=base)
+
+
+@pytest.mark.parametrize("path", sorted(merging.package_configs().glob("distill/*.yml")))
+def test_shipped_configs_load_and_plan(path):
+    path = f"configs/distill/{path.name}"
+    overrides = ["target.checkpoint=assets/tiny_target"] if path.endswith("/dflash2.yml") else []
+    found = loader.load(path, overrides, schema=distill_schema.DistillRun)
+    assert found.answer_runs()
+    assert found.data.files == ()
+    if found.target.checkpoint == "assets/tiny_target":  # Runs in a fresh clone.
+        assert distill_plan.make(found, answers=stages.ANSWERS, dry=True)
+    header = loader.find_config(path).read_text(encoding="utf-8")
+    assert f"python -m dflash.distill {path}" in header
+    assert "Needs:" in header
