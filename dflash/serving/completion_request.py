@@ -217,11 +217,8 @@ def complete(
         cache_salt=cache_salt,
     )
     if body.n * len(prompts) > MAX_CHOICES:
-        raise RequestError(
-            f"n: {body.n} outputs for each of {len(prompts)} prompts; expected at most "
-            f"{MAX_CHOICES} in all",
-            param="n",
-        )
+        message = f"n: {body.n} outputs for each of {len(prompts)} prompts"
+        raise RequestError(f"{message}; expected at most {MAX_CHOICES} in all", param="n")
     if len(constraints) > 1:
         param, other = constraints[1].param, constraints[0].param
         raise RequestError(f"{param}: {other} is given too; keep one of them", param=param)
