@@ -186,12 +186,12 @@ MISTAKES = {
     # The config.
     "config": Mistake("decode gone.yml", "gone.yml: no such file"),
     "model for a config": Mistake(
-        "chat hf:Qwen/Qwen3-4B", "expected a config; give a model as CONFIG target.checkpoint="
+        "train hf:Qwen/Qwen3-4B", "expected a config; give a model as CONFIG target.checkpoint="
     ),
     "shipped config": Mistake(
         "decode configs/tiny_dflsh.yml", "did you mean 'configs/tiny_dflash.yml'?"
     ),
-    "directory for a config": Mistake(f"decode {TARGET}", f"CONFIG target.checkpoint={TARGET}"),
+    "directory for a config": Mistake(f"train {TARGET}", f"CONFIG target.checkpoint={TARGET}"),
     "run for a config": Mistake("decode w", "the run in it is w/config.yml", 2, another_run),
     "training config": Mistake("decode t.yml", "a config of dflash train, not of this command"),
     "shipped training config": Mistake(
