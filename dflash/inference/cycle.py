@@ -101,20 +101,18 @@ def conclude(
       allowed: int32 [B, R, ceil(V / 32)] or None; bit mask of the tokens that may follow each row,
         see `controls.shape_logits`.
     """
-    position = state.length - 1
     sampler = SequenceSampler(state.sampling, with_probs=rules.rejection)
     rows = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
-    tree = None
-    if proposal.parents is not None:
-        tree = trees.from_parents(proposal.parents, drafter.longest_path - 1)
+    tree = _tree(proposal, drafter)
     output, positions = _forward(target, drafter, state, rows, tree)
     logits = target.unembed(output.hidden)
     result, finite = _judge(state, proposal, tree, logits, positions + 1, sampler, allowed)
     drafter_state, result = _review(drafter, state.drafter, proposal, result, rules)
     committed = _following_tokens(rows, result)
-    cache, features = _keep_path(target, output, position, result.path)
-    finite = _along(result.path, finite)
-    num_committed, active, nonfinite_at = _commit(state, committed, finite, result.num_accepted + 1)
+    cache, features = _keep_path(target, output, state.length - 1, result.path)
+    num_committed, active, nonfinite_at = _commit(
+        state, committed, _along(result.path, finite), result.num_accepted + 1
+    )
     with_logprobs = state.controls.logprobs & state.active
     outcome = Outcome(
         committed,
@@ -142,6 +140,13 @@ def conclude(
         nonfinite_at=nonfinite_at,
     )
     return state, outcome
+
+
+def _tree(proposal: Proposal, drafter: Drafter) -> trees.Tree | None:
+    """Returns the tree of a proposal; None for a chain."""
+    if proposal.parents is None:
+        return None
+    return trees.from_parents(proposal.parents, drafter.longest_path - 1)
 
 
 def _review(

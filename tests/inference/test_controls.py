@@ -99,6 +99,27 @@ def test_text_grows_by_what_was_committed():
     assert text.tolist() == [[7, 5, 5, 10, 11, 0, 0, 0], [7, 7, 7, 7, 5, 5, 15, 16]]
 
 
+ALONE = {
+    "least": {"min_new_tokens": 2},
+    "presence": {"sampling": Sampling(presence_penalty=0.5)},
+    "frequency": {"sampling": Sampling(frequency_penalty=-0.5)},
+    "repetition": {"sampling": Sampling(repetition_penalty=2.0)},
+    "bias": {"sampling": Sampling(logit_bias=((3, 1.0),))},
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_each_control_alone_changes_logits(kind):
+    request = Request(0, (1, 2, 3), 9, stop_ids=(5,), **ALONE[kind])
+    pair = [controls.of_request(each, (), LENGTH) for each in (request, Request(1, (1,), 9))]
+    both = jax.tree.map(lambda *rows: jnp.stack(rows), *pair)
+    length = jnp.array([4, 4])
+    assert bool(both.shapes(length, jnp.array([True, True])))
+    assert not bool(both.shapes(length, jnp.array([False, True])))
+    # Stop tokens are allowed again once the output is long enough.
+    assert bool(both.shapes(length + 1, jnp.array([True, True]))) == (kind != "least")
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
