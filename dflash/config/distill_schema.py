@@ -16,7 +16,7 @@ from dflash.config.schema import location, option
 class AnswersConfig:
     """Questions that the target answers, and the decoding of the answers.
 
-    Naming files on the command line replaces the data sets of the config, and so on.
+    Of `made`, `tasks` and `files`, one given on the command line replaces the config's others.
     """
 
     ALTERNATIVES = ("made", "tasks", "files")

@@ -258,7 +258,7 @@ def _is_ambiguous(value: Any) -> bool:
 def label(value: Any) -> str:
     """Returns a short label of a value: 8, null, a-b for a list, block_size-8 for a mapping."""
     if isinstance(value, dict):
-        # The name of a group stands without its key.
+        # Leave out the key `name`: its value alone identifies the group.
         return "-".join(label(v) if k == "name" else f"{k}-{label(v)}" for k, v in value.items())
     if isinstance(value, list):
         return "-".join(map(label, value))

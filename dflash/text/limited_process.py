@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 
-OUT_OF_MEMORY = 3  # exit status of a process that has caught a MemoryError
+OUT_OF_MEMORY = 3  # Exit status of a process that has caught a MemoryError.
 _OUT_OF_TIME = -signal.SIGXCPU if hasattr(signal, "SIGXCPU") else None
-# Native code ends by these when it has used up its memory or its stack.
+# Signals that end native code when it runs out of memory or stack.
 _CRASHED = (-signal.SIGABRT, -signal.SIGSEGV)
 
 
