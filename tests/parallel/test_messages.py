@@ -25,7 +25,7 @@ class Payload:
 
 
 class Store:
-    """Key-value store of a coordination service in which process 1 has written `message`."""
+    """Key-value store of a coordination service in which process 1 has signed a message."""
 
     def __init__(self, message: bytes):
         self._message, self._own = message, b""
@@ -40,7 +40,7 @@ class Store:
         pass
 
     def blocking_key_value_get_bytes(self, key, timeout_ms):
-        return self._message if key.endswith("/1") else self._own
+        return agreement._signed(key, self._message) if key.endswith("/1") else self._own
 
 
 @pytest.fixture
