@@ -39,14 +39,13 @@ def complete(tokenizer: "tokenizers.Tokenizer", directory: pathlib.Path) -> None
 
 def _stated(directory: pathlib.Path) -> Iterator["tokenizers.AddedToken"]:
     """Yields the tokens of the two files, those with ids first, in the order of their ids."""
-    config = chat_template.tokenizer_config(directory)
+    named = chat_template.named_tokens(directory)
     file = directory / chat_template.TOKENIZER_CONFIG
-    by_id = config.get("added_tokens_decoder") or {}
+    by_id = named.get("added_tokens_decoder") or {}
     if not isinstance(by_id, Mapping) or not all(str(number).isdecimal() for number in by_id):
         raise errors.InputError(f"{file}: added_tokens_decoder: expected a mapping from token ids")
     for number in sorted(by_id, key=int):
         yield _added(by_id[number], f"{file}: added_tokens_decoder: {number}")
-    named = chat_template.special_tokens_map(directory) | config
     for name in _NAMES:
         tokens = named.get(name) or ()
         if isinstance(tokens, Mapping) and "content" not in tokens:

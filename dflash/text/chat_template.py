@@ -90,7 +90,7 @@ class ChatTemplate:
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
     """Returns the spellings of bos_token, eos_token etc. by name, which templates refer to."""
-    config = special_tokens_map(directory) | tokenizer_config(directory)
+    config = named_tokens(directory)
     tokens = {}
     for name in _SPECIAL_NAMES:
         token = config.get(name)
@@ -105,9 +105,12 @@ def tokenizer_config(directory: pathlib.Path) -> dict[str, Any]:
     return _read_json(directory / TOKENIZER_CONFIG)
 
 
-def special_tokens_map(directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the content of special_tokens_map.json; empty if the file is missing."""
-    return _read_json(directory / "special_tokens_map.json")
+def named_tokens(directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the fields that name special tokens.
+
+    Those of tokenizer_config.json take precedence over special_tokens_map.json.
+    """
+    return _read_json(directory / "special_tokens_map.json") | tokenizer_config(directory)
 
 
 def _read(path: pathlib.Path) -> str:

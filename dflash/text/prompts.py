@@ -134,13 +134,8 @@ def _collect(
     problems: list[str] = []
     for source, read in entries:
         try:
-            prompt = _make_prompt(
-                read(),
-                tokenizer,
-                chat=config.chat,
-                special_tokens=config.special_tokens,
-                vocab_size=vocab_size,
-                drop_answer=drop_answers,
+            prompt = _configured_prompt(
+                read(), config, tokenizer, vocab_size, drop_answer=drop_answers
             )
         except errors.InputError as error:
             problems.append(f"{source}: {error}")
@@ -164,14 +159,7 @@ def read_first(
     """
     for _, read in jsonl.entries(config.file):
         with contextlib.suppress(errors.InputError):
-            return _make_prompt(
-                read(),
-                tokenizer,
-                chat=config.chat,
-                special_tokens=config.special_tokens,
-                vocab_size=vocab_size,
-                drop_answer=True,
-            )
+            return _configured_prompt(read(), config, tokenizer, vocab_size, drop_answer=True)
     return None
 
 
@@ -269,6 +257,25 @@ def _stdin_entries(stdin: TextIO) -> _Entries:
     lines = getattr(stdin, "buffer", None) or io.BytesIO(stdin.read().encode("utf-8"))
     for place, line in jsonl.placed_lines(lines, "stdin"):
         yield place, lambda line=line: {"prompt": jsonl.decode(line)}
+
+
+def _configured_prompt(
+    fields: Mapping[str, Any],
+    config: schema.PromptsConfig,
+    tokenizer: tokenizer_lib.Tokenizer | None,
+    vocab_size: int,
+    *,
+    drop_answer: bool,
+) -> Prompt:
+    """Tokenizes an entry with the settings of the config; raises like `_make_prompt`."""
+    return _make_prompt(
+        fields,
+        tokenizer,
+        chat=config.chat,
+        special_tokens=config.special_tokens,
+        vocab_size=vocab_size,
+        drop_answer=drop_answer,
+    )
 
 
 def _make_prompt(

@@ -122,37 +122,40 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             return self._tokenizer.decode_batch([ids], skip_special_tokens=skip)[0]
 
     def token_bytes(self) -> TokenBytes:
-        content = json.loads(self._tokenizer.to_str())
-        known = token_bytes.of_tokenizer_json(content, self.vocab_size)
+        known = token_bytes.of_tokenizer_json(self._content(), self.vocab_size)
         return known or super().token_bytes()
+
+    def _content(self) -> dict[str, Any]:
+        """Returns a new copy of the content of tokenizer.json, with the tokens added to it."""
+        return json.loads(self._tokenizer.to_str())
 
     @functools.cached_property
     def _prefix(self) -> str:
         """Texts that get a leading space: "" (none), "first", or "each" (after special tokens)."""
-        content = json.loads(self._tokenizer.to_str())
-        prefixes = {_prefix_of(part) for part in _parts(content)}
+        prefixes = {_prefix_of(part) for part in _parts(self._content())}
         return "each" if "each" in prefixes else "first" if "first" in prefixes else ""
 
     @functools.cached_property
     def _model_has_special(self) -> bool:
         """Returns whether the model may encode text as a special token, as after normalizing it."""
-        model = json.loads(self._tokenizer.to_str())["model"]
-        if model["type"] == "BPE" and not model.get("ignore_merges"):
+        import tokenizers
+
+        model = self._tokenizer.model
+        if isinstance(model, tokenizers.models.BPE) and not model.ignore_merges:
             return False
         return any(
-            self._tokenizer.model.token_to_id(spelling) is not None
-            for spelling in self.special_spellings.values()
+            model.token_to_id(spelling) is not None for spelling in self.special_spellings.values()
         )
 
     @functools.cached_property
     def _literal(self) -> Any:
         """Tokenizer that encodes spellings of special tokens as plain text."""
-        return _without_special_tokens(json.loads(self._tokenizer.to_str()))
+        return _without_special_tokens(self._content())
 
     @functools.cached_property
     def _unprefixed(self) -> Any:
         """Variant of `_literal` that adds no leading space, for texts that follow others."""
-        content = json.loads(self._tokenizer.to_str())
+        content = self._content()
         for part in _parts(content):
             if part["type"] == "Metaspace":
                 part["prepend_scheme"] = "never"

@@ -101,7 +101,7 @@ def train_metaspace(directory, scheme="first"):
 
 def train_unigram(directory):
     """Unigram model whose pieces include the special tokens, as T5's and XLM-R's."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
     tokenizer.normalizer = tokenizers.normalizers.NFKC()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
