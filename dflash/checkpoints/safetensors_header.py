@@ -25,7 +25,6 @@ PLAIN_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16
 BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 PER_WORD = 8  # 4-bit values per int32. Source: compressed-tensors, pack-quantized.
 
-_CHUNK_BYTES = 2**24  # Bytes of two tensors that are compared at a time.
 _QUANTIZED_DTYPES = {"I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 _DTYPES = PLAIN_DTYPES | BUFFER_DTYPES | _QUANTIZED_DTYPES
 
@@ -192,18 +191,3 @@ def _is_file(path: pathlib.Path) -> bool:
         return path.is_file()
     except OSError:  # No file can have this name.
         return False
-
-
-def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns whether two tensors have the same dtype, shape and values, read in chunks."""
-    if (one.code, one.shape) != (other.code, other.shape):
-        return False
-    return all(
-        np.array_equal(*(_chunk(tensor, offset) for tensor in (one, other)))
-        for offset in range(0, one.end - one.begin, _CHUNK_BYTES)
-    )
-
-
-def _chunk(tensor: StoredTensor, offset: int) -> np.ndarray:
-    begin = tensor.begin + offset
-    return run_files.view(tensor.file, begin, min(begin + _CHUNK_BYTES, tensor.end))

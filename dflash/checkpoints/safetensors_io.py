@@ -28,7 +28,6 @@ from dflash.checkpoints.safetensors_header import (
     WEIGHTS,
     StoredTensor,
     read_headers,
-    same_bytes,
     source_of,
 )
 from dflash.checkpoints.tensor_map import TensorPiece
@@ -54,8 +53,9 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
 
     Args:
       module: Module with `checkpoint_name(path)`, which returns a `tensor_map.Source`, and
-        optionally `ignored_checkpoint_names` and `ignored_checkpoint_suffixes`. Parameters whose
-        path ends in ".kernel" are stored transposed. Buffers are filled, too.
+        optionally `ignored_checkpoint_names`, `ignored_checkpoint_suffixes` and
+        `checkpoint_copies`. Parameters whose path ends in ".kernel" are stored transposed. Buffers
+        are filled, too.
       directory: Directory with model.safetensors, or with several files and an index.
     Raises:
       CheckpointError: A file is missing or damaged, or the tensors do not fit the module.
@@ -185,11 +185,22 @@ def _check(tensors, expected, module, listing) -> None:
         if not tensor.is_packed:
             _check_code(tensor, _codes_for(expected[path].dtype))
     for copy, original in getattr(module, "checkpoint_copies", {}).items():
-        if copy in tensors and not same_bytes(tensors[copy], tensors[original]):
+        if copy in tensors and not _are_equal(tensors[copy], tensors[original]):
             raise errors.CheckpointError(
                 f"{tensors[copy].file}: {copy!r} differs from {original!r}, but config.json ties "
                 "them; set tie_word_embeddings to false"
             )
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bytes."""
+    if (one.code, one.shape) != (other.code, other.shape):
+        return False
+    columns = [slice(0, size) for size in one.shape[1:]]
+    rows = (slice(*bounds) for bounds in _steps(one, 0, one.shape[0]))
+    return all(
+        one.read((r, *columns)).tobytes() == other.read((r, *columns)).tobytes() for r in rows
+    )
 
 
 def _codes_for(dtype: np.dtype) -> Mapping[str, Any]:

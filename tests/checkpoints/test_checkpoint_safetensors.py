@@ -17,7 +17,7 @@ from support.golden import import_transformers, load
 from support.models import make_sharding
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, safetensors_header, safetensors_io
+from dflash.checkpoints import checkpoint, safetensors_io
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
@@ -165,7 +165,7 @@ class Tied(Toy):
 
 
 def test_a_copy_of_a_tied_weight_must_equal_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_header, "_CHUNK_BYTES", 100)  # Several chunks.
+    monkeypatch.setattr(safetensors_io, "_PIECE_BYTES", 100)  # Several chunks.
     tensors = make_tensors()
     save_file(tensors | {"lm_head.weight": tensors[EMBED]}, tmp_path / safetensors_io.WEIGHTS)
     safetensors_io.load(Tied(), tmp_path)
