@@ -322,7 +322,7 @@ def _as_configured(state, engine: Engine):
 
 
 def _memory(target: Decoder, drafter: Any, spec: PointSpec) -> DeviceMemory:
-    """Measures weights and caches at full depth, with caches of two capacities for the slope."""
+    """Measures weights and caches at full depth; two cache capacities give the bytes per token."""
 
     def caches(capacity: int) -> tuple[int, int]:
         engine = _engine(target, drafter, spec, capacity)

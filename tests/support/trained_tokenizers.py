@@ -36,9 +36,18 @@ def write_json(path, content):
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
+def _library():
+    return pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
+
+
+def _saved(tokenizer, directory):
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
 def train_byte_level(directory, *, bos=None, specials=("<|im_start|>", "<|im_end|>")):
     """Byte-level BPE as Qwen and Llama 3 have it; `bos` is put before every text."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
+    tokenizers = _library()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -53,13 +62,12 @@ def train_byte_level(directory, *, bos=None, specials=("<|im_start|>", "<|im_end
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return tokenizer
+    return _saved(tokenizer, directory)
 
 
 def train_byte_fallback(directory):
     """BPE with ▁ for spaces and byte tokens for rare characters, as Llama 2's tokenizer.json."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
+    tokenizers = _library()
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     for piece in ["▁", *"Helowrd!,H"]:
         vocab.setdefault(piece, len(vocab))
@@ -83,7 +91,7 @@ def train_byte_fallback(directory):
 
 def train_metaspace(directory, scheme="first"):
     """BPE with ▁ for spaces, put before the first text only, as newer conversions of Llama 2."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
+    tokenizers = _library()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
     space = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     tokenizer.pre_tokenizer = space
@@ -95,13 +103,12 @@ def train_metaspace(directory, scheme="first"):
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return tokenizer
+    return _saved(tokenizer, directory)
 
 
 def train_unigram(directory):
     """Unigram model whose pieces include the special tokens, as T5's and XLM-R's."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
+    tokenizers = _library()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
     tokenizer.normalizer = tokenizers.normalizers.NFKC()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
@@ -114,8 +121,7 @@ def train_unigram(directory):
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return tokenizer
+    return _saved(tokenizer, directory)
 
 
 def ignore_merges(directory):
