@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.config import loader
-from dflash.inference import request, sampling, verify
+from dflash.inference import request
+from dflash.inference.cycle import verify
+from dflash.inference.logits import sampling
 from dflash.loading import job
 
 

@@ -31,8 +31,9 @@ from dflash.compiler.report import RunAssumptions
 from dflash.compiler.topology import RooflineRates, TpuMachine
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
-from dflash.inference import controls, cycle
+from dflash.inference.cycle import cycle
 from dflash.inference.engine import Engine
+from dflash.inference.logits import controls
 from dflash.inference.request import Request, Sampling
 from dflash.loading import decode_plan, models
 from dflash.models.decoder import Decoder

@@ -1,1 +1,1 @@
-"""The decode loop: draft, verify, commit, observe, on the device; and what feeds it."""
+"""The decode loop: requests, pages and programs on the host, and the device functions below."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.prefill import PrefillChunk
 from dflash.inference.request import Request
-from dflash.inference.state import DecodeState
 
 
 def admit(

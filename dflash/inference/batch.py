@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import jax
 
 from dflash.inference import constrained
-from dflash.inference.adaptive import spare_rows
+from dflash.inference.cycle.adaptive import spare_rows
+from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest
-from dflash.inference.logprobs import Logprobs
+from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.prefill import PrefillChunk
 from dflash.inference.prefix_cache import PrefixCache
-from dflash.inference.state import DecodeState, Report
 
 
 class Batch:

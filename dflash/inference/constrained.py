@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from dflash.inference import first_token
+from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest
-from dflash.inference.state import DecodeState, Report
 
 
 def generate(

@@ -23,15 +23,17 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import adaptive, block_choice, controls, cycle, program_table, timing
+from dflash.inference import program_table, timing
+from dflash.inference.cycle import adaptive, block_choice, cycle
+from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.first_token import FirstTokenConstraints
-from dflash.inference.logprobs import Logprobs
+from dflash.inference.logits import controls
+from dflash.inference.logits.logprobs import Logprobs
+from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk, pack, padded
 from dflash.inference.request import Request, check_request
-from dflash.inference.sampling import SamplingParams
 from dflash.inference.shapes import Shapes
-from dflash.inference.state import DecodeState, Report
 from dflash.models.decoder import Decoder
 
 NUM_STOP_IDS = 8  # Default number of stop ids that a request may have.

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from dflash import errors
-from dflash.inference import nonfinite
 from dflash.inference.engine import Engine
+from dflash.inference.logits import nonfinite
 from dflash.inference.prefill import padded
 from dflash.inference.request import Request
 

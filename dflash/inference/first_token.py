@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.inference import controls, logprobs, nonfinite
-from dflash.inference.controls import Controls
-from dflash.inference.logprobs import Logprobs
+from dflash.inference.logits import controls, logprobs, nonfinite
+from dflash.inference.logits.controls import Controls
+from dflash.inference.logits.logprobs import Logprobs
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request
-from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.parallel.sharding import Sharding
 from dflash.text import grammar
 

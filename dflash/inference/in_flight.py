@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from dflash import errors
+from dflash.inference.cycle.state import Report
 from dflash.inference.first_token import FirstTokenConstraints
-from dflash.inference.logprobs import Logprobs
+from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.request import Request, TokenLogprobs
-from dflash.inference.state import Report
 from dflash.text.grammar import Matcher
 
 

@@ -16,10 +16,10 @@ import numpy as np
 from dflash.drafters.base import Drafter
 from dflash.inference import first_token
 from dflash.inference.first_token import FirstTokenConstraints
-from dflash.inference.logprobs import Logprobs
+from dflash.inference.logits.logprobs import Logprobs
+from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout
 from dflash.inference.request import Sampling
-from dflash.inference.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 

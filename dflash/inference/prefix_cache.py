@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from dflash.inference import program_table
+from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk, pack
-from dflash.inference.state import DecodeState
 
 
 def page_keys(

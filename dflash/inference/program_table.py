@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash.inference import dispatch, first_token, nonfinite, programs
+from dflash.inference import first_token, programs
+from dflash.inference.cycle import dispatch
+from dflash.inference.cycle.state import DecodeState
+from dflash.inference.logits import nonfinite
 from dflash.inference.shapes import Shapes, places
-from dflash.inference.state import DecodeState
 from dflash.layers.linear import matmul_precision
 from dflash.parallel.sharding import zeros
 

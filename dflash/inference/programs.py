@@ -9,21 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
-from dflash.inference import (
-    adaptive,
-    batch_buckets,
-    controls,
-    dispatch,
-    first_token,
-    nonfinite,
-    timing,
-)
-from dflash.inference.controls import Controls
+from dflash.inference import batch_buckets, first_token, timing
+from dflash.inference.cycle import adaptive, dispatch
+from dflash.inference.cycle.state import DecodeState
+from dflash.inference.logits import controls, nonfinite
+from dflash.inference.logits.controls import Controls
+from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.prefill import ChunkInputs, prefill_chunk, replay_chunk
 from dflash.inference.request import Sampling
-from dflash.inference.sampling import SamplingParams
 from dflash.inference.shapes import Shapes
-from dflash.inference.state import DecodeState
 from dflash.models.decoder import Decoder
 from dflash.parallel.sharding import zeros
 

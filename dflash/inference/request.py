@@ -1,6 +1,6 @@
 """Requests to the engine (prompt, sampling, stopping), and the events that answer them.
 
-`inference/controls.py` defines how each field changes the logits, and in which order.
+`inference/logits/controls.py` defines how each field changes the logits, and in which order.
 """
 
 import collections

@@ -21,8 +21,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dflash.inference import controls, examination, first_token, nonfinite
+from dflash.inference import examination, first_token
 from dflash.inference.batch import Batch
+from dflash.inference.cycle.state import Report
 from dflash.inference.engine import Engine
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.in_flight import (
@@ -34,8 +35,8 @@ from dflash.inference.in_flight import (
     grammar_error,
     rejected,
 )
+from dflash.inference.logits import controls, nonfinite
 from dflash.inference.request import Completion, Event, Request, TokenLogprobs, Tokens
-from dflash.inference.state import Report
 from dflash.inference.stats import COUNTERS, SchedulerStats
 
 

@@ -12,12 +12,14 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import adaptive, controls, cycle, dispatch, first_token
+from dflash.inference import first_token
+from dflash.inference.cycle import adaptive, cycle, dispatch
+from dflash.inference.cycle.state import DecodeState
+from dflash.inference.logits import controls
+from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import ChunkInputs
 from dflash.inference.request import Sampling
-from dflash.inference.sampling import SamplingParams
-from dflash.inference.state import DecodeState
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 from dflash.parallel.compiler_options import loop_options

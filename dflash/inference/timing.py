@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dflash.inference import adaptive
+from dflash.inference.cycle import adaptive
+from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.pages import Layout
 from dflash.inference.request import Sampling
-from dflash.inference.state import DecodeState, Report
 
 ROUNDS = 5
 _PRIME = 7919  # Spreads the tokens of neighboring slots.

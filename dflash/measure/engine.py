@@ -10,13 +10,14 @@ import numpy as np
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import controls, cycle
 from dflash.inference.admission import admit
+from dflash.inference.cycle import cycle
+from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
+from dflash.inference.logits import controls
+from dflash.inference.logits.sampling import SequenceSampler
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, Sampling
-from dflash.inference.sampling import SequenceSampler
-from dflash.inference.state import DecodeState
 from dflash.measure.forced import FixedDrafter, ForcedDrafter
 from dflash.models.decoder import Decoder
 

@@ -14,8 +14,8 @@ from flax import nnx
 
 from dflash import errors
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import verify
-from dflash.inference.verify import VerifyResult
+from dflash.inference.cycle import verify
+from dflash.inference.cycle.verify import VerifyResult
 from dflash.layers import cache as kv
 from dflash.parallel.sharding import Sharding
 

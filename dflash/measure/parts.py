@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dflash.inference.state import DecodeState
+from dflash.inference.cycle.state import DecodeState
 from dflash.measure.engine import MeasuredEngine, seconds_of
 
 

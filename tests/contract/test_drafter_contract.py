@@ -21,8 +21,8 @@ from support.models import ARCHITECTURE, drafter, takes, target
 from dflash.config import registry
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Completion, Request
-from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.inference.scheduler import Scheduler
 from dflash.offline import decoding
 

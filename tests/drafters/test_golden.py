@@ -12,8 +12,8 @@ from support.models import make_cache, zeros
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.none import NoDrafter
 from dflash.inference.engine import Engine
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Completion, Request
-from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.offline.decoding import decode as decode_requests
 
 CYCLES = range(4)

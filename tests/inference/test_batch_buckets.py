@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.engines import engine, expected, make_requests, random_prompts
 from support.models import drafter, takes
 
-from dflash.inference import adaptive, batch_buckets
+from dflash.inference import batch_buckets
+from dflash.inference.cycle import adaptive
 from dflash.inference.request import Completion
 from dflash.inference.scheduler import Scheduler
 

@@ -10,7 +10,7 @@ import pytest
 from support.engines import engine, expected, make_requests, random_prompts
 from support.models import drafter
 
-from dflash.inference import adaptive
+from dflash.inference.cycle import adaptive
 from dflash.inference.engine import Engine
 from dflash.inference.prefix_cache import page_keys
 from dflash.inference.request import Completion, Request, Tokens

@@ -13,8 +13,8 @@ from support.rejection import VOCAB, chi_square, lenient_left_over, make_params,
 
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config
-from dflash.inference import verify
 from dflash.inference.admission import admit
+from dflash.inference.cycle import verify
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, Sampling

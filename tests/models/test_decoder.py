@@ -25,7 +25,7 @@ from dflash import errors
 from dflash.checkpoints import tensor_map
 from dflash.config import registry
 from dflash.config.schema import RopeScaling
-from dflash.inference import tree as trees
+from dflash.inference.cycle import tree as trees
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
 

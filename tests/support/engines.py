@@ -12,10 +12,10 @@ from dflash.config import schema
 from dflash.drafters.base import Drafter
 from dflash.drafters.none import NoDrafter
 from dflash.inference.admission import admit
+from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Completion, Request, Sampling
-from dflash.inference.state import DecodeState
 from dflash.models.decoder import Decoder
 from dflash.offline import decoding
 from support.models import ARCHITECTURE, ONE_DEVICE, target

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from dflash.inference import verify
-from dflash.inference.sampling import SamplingParams
+from dflash.inference.cycle import verify
+from dflash.inference.logits.sampling import SamplingParams
 
 VOCAB = 6
 # As they are, whatever a test puts in their place.

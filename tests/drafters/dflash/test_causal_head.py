@@ -12,7 +12,7 @@ from support.models import zeros
 
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape, LayerView
-from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 
 CASE = "jetspec_v24"
 TOLERANCE = 1e-4  # absolute

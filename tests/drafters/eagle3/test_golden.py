@@ -19,10 +19,10 @@ from dflash.config.schema import DecodeConfig
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Config
-from dflash.inference import tree
+from dflash.inference.cycle import tree
 from dflash.inference.engine import Engine
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Completion, Request
-from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.layers.train_batch import TrainBatch
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3

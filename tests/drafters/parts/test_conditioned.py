@@ -19,7 +19,7 @@ from dflash.drafters.dflash2 import DFlash2, convolve
 from dflash.drafters.dflash2_config import DFlash2Architecture
 from dflash.drafters.dspark import DSpark
 from dflash.drafters.parts.blocks import Anchors
-from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.layers.train_batch import TrainBatch
 from dflash.parallel import parameters
 

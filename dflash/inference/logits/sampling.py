@@ -14,7 +14,7 @@ import numpy as np
 from dflash.config.schema import SamplingConfig
 from dflash.drafters.base import Candidates
 from dflash.drafters.parts.draft_vocabulary import DraftTokens
-from dflash.inference import top_k_top_p
+from dflash.inference.logits import top_k_top_p
 from dflash.inference.request import Sampling
 
 # Streams of noise. Rejection verification needs independent noise for its three uses; coupled

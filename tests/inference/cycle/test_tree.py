@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.inference import tree as trees
-from dflash.inference import verify
+from dflash.inference.cycle import tree as trees
+from dflash.inference.cycle import verify
 
 BATCH, DRAFTS = 4, 9  # fixed, so that everything compiles once
 

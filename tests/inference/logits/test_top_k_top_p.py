@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import make_sharding
 
-from dflash.inference import top_k_top_p
+from dflash.inference.logits import top_k_top_p
 
 VOCAB = 23
 # Powers of two sum without rounding, so a nucleus has one right answer; few values, so many tie.

@@ -14,8 +14,9 @@ from support.engines import engine
 from support.models import ARCHITECTURE, drafter, target
 
 from dflash import errors
-from dflash.inference import controls, cycle, logprobs
-from dflash.inference import tree as trees
+from dflash.inference.cycle import cycle
+from dflash.inference.cycle import tree as trees
+from dflash.inference.logits import controls, logprobs
 from dflash.inference.request import MAX_BIASED, Request, Sampling, check_request
 
 VOCAB, LENGTH, DRAFTS = 40, 12, 4
@@ -41,7 +42,7 @@ cases = st.tuples(requests, texts, st.lists(tokens, min_size=DRAFTS, max_size=DR
 
 
 def shaped_by_hand(logits, request: Request, output, allowed) -> np.ndarray:
-    """The logits of one row, which follows the prompt and `output`; see `inference/controls.py`."""
+    """The logits of one row, which follows the prompt and `output`; see `controls.py`."""
     logits, sampling = logits.astype(np.float64), request.sampling
     for token, bias in sampling.logit_bias:
         logits[token] += bias

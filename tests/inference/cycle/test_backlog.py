@@ -10,8 +10,8 @@ from support.models import ARCHITECTURE, drafter, make_sharding, takes, target, 
 
 from dflash.config import registry
 from dflash.drafters.base import Drafter
-from dflash.inference import backlog
-from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.inference.cycle import backlog
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 
 NAMES = [name for name in sorted(registry.DRAFTERS) if takes(name, "block_size")]
 BATCH, CONTEXT, ROWS = 3, 7, 4

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import make_sharding, zeros
 
-from dflash.inference import block_choice
-from dflash.inference.block_choice import BlockChoice
+from dflash.inference.cycle import block_choice
+from dflash.inference.cycle.block_choice import BlockChoice
 
 SIZES = (1, 2, 4, 8)
 DRAFTS = SIZES[-1] - 1

@@ -20,9 +20,10 @@ from support.rejection import (
 )
 
 from dflash.drafters.parts import token_tree
-from dflash.inference import sampling, verify
-from dflash.inference import tree as trees
-from dflash.inference.sampling import SequenceSampler
+from dflash.inference.cycle import tree as trees
+from dflash.inference.cycle import verify
+from dflash.inference.logits import sampling
+from dflash.inference.logits.sampling import SequenceSampler
 
 coupled_chain = jax.jit(verify.coupled_chain)
 

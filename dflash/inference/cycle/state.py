@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash.inference.adaptive import Adaptive
-from dflash.inference.controls import Controls
-from dflash.inference.logprobs import Logprobs
-from dflash.inference.sampling import SamplingParams
+from dflash.inference.cycle.adaptive import Adaptive
+from dflash.inference.logits.controls import Controls
+from dflash.inference.logits.logprobs import Logprobs
+from dflash.inference.logits.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
 
 

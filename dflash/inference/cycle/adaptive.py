@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.inference import backlog, block_choice
-from dflash.inference.backlog import Backlog
-from dflash.inference.block_choice import BlockChoice, Pool
+from dflash.inference.cycle import backlog, block_choice
+from dflash.inference.cycle.backlog import Backlog
+from dflash.inference.cycle.block_choice import BlockChoice, Pool
 from dflash.parallel.sharding import Sharding
 
 PLAIN = 0  # Index of block size 1, at which nothing is drafted.

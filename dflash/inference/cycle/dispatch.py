@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import cycle as cycles
-from dflash.inference import logprobs
-from dflash.inference.cycle import Outcome, Rules
-from dflash.inference.state import DecodeState, Report
+from dflash.inference.cycle import cycle as cycles
+from dflash.inference.cycle.cycle import Outcome, Rules
+from dflash.inference.cycle.state import DecodeState, Report
+from dflash.inference.logits import logprobs
 from dflash.models.decoder import Decoder
 
 

@@ -13,8 +13,9 @@ from support.engines import decode, engine, make_requests, random_prompts
 from support.models import ARCHITECTURE, drafter, make_sharding
 
 from dflash import errors
-from dflash.inference import cycle, nonfinite, verify
+from dflash.inference.cycle import cycle, verify
 from dflash.inference.engine import Engine
+from dflash.inference.logits import nonfinite
 from dflash.inference.request import Completion
 from dflash.inference.scheduler import Scheduler
 from dflash.models.qwen3 import Qwen3

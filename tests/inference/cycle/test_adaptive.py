@@ -17,8 +17,8 @@ from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
 
 from dflash.drafters.none import NoDrafter
-from dflash.inference import backlog
-from dflash.inference.block_choice import POOL_MEMORY
+from dflash.inference.cycle import backlog
+from dflash.inference.cycle.block_choice import POOL_MEMORY
 from dflash.inference.engine import Engine
 
 LENGTH = 128  # positions that a script covers

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dflash.inference import sampling
-from dflash.inference.sampling import SamplingParams
-from dflash.inference.tree import Tree, accepted_path, path_to
+from dflash.inference.cycle.tree import Tree, accepted_path, path_to
+from dflash.inference.logits import sampling
+from dflash.inference.logits.sampling import SamplingParams
 
 
 class VerifyResult(NamedTuple):

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Heads, Proposal
-from dflash.inference import controls, logprobs, nonfinite, verify
-from dflash.inference import tree as trees
-from dflash.inference.logprobs import Logprobs
-from dflash.inference.sampling import SequenceSampler
-from dflash.inference.state import DecodeState
+from dflash.inference.cycle import tree as trees
+from dflash.inference.cycle import verify
+from dflash.inference.cycle.state import DecodeState
+from dflash.inference.logits import controls, logprobs, nonfinite
+from dflash.inference.logits.logprobs import Logprobs
+from dflash.inference.logits.sampling import SequenceSampler
 from dflash.models.decoder import Decoder
 
 # Changes the result on a proposal: (drafter, its state after the draft, result) -> result.

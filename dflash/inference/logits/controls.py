@@ -10,8 +10,8 @@ Hugging Face's generation for the filters.
     3. frequency_penalty times the token's count in output and path is subtracted, then
        presence_penalty if that count is not 0 (OpenAI's definition).
     4. Stop tokens before min_new_tokens, and tokens that a grammar does not allow, become -inf.
-    5. Temperature, top-k, top-p, min-p (`inference/sampling.py`); a greedy sequence takes the
-       largest logit after step 4.
+    5. Temperature, top-k, top-p, min-p (`inference/logits/sampling.py`); a greedy sequence takes
+       the largest logit after step 4.
 
 Drafts count as output in the rows after them, so every row of a block is shaped as plain decoding
 would shape it. A batch in which no sequence uses a control skips all steps up to 4.

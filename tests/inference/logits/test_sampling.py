@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary, Shortlist
-from dflash.inference import sampling
+from dflash.inference.logits import sampling
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Sampling
-from dflash.inference.sampling import SamplingParams, SequenceSampler
 
 VOCAB = 11
 logit_rows = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB, unique=True)

@@ -9,7 +9,7 @@ import pytest
 from support.engines import engine, make_requests, random_prompts
 from support.models import drafter, target
 
-from dflash.inference import logprobs
+from dflash.inference.logits import logprobs
 from dflash.inference.request import Completion, Tokens
 from dflash.offline import decoding
 

@@ -1,0 +1,1 @@
+"""Tokens from the logits of each row: controls, sampling, log-probabilities and checks."""
