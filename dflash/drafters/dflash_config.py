@@ -30,7 +30,7 @@ class LayerView:
     """Part of the sequence that one draft layer shows to the block.
 
     Attributes:
-      window: Number of visible context positions before the anchor; None for all.
+      window: Number of positions that a row sees, its own included; None for all.
       causal: Whether block row r sees block rows up to r only.
     """
 
@@ -125,15 +125,24 @@ class DFlashShape(DrafterShape):
                 "num_target_layers": self.num_target_layers,
                 "layer_types": [_FULL if view.window is None else _SLIDING for view in self.views],
                 "sliding_window": max(windows, default=None),
-                "sliding_window_non_causal": not any(view.causal for view in self.views),
+                "sliding_window_non_causal": not any(view.causal for view in self._sliding),
                 GROUP: {
                     "mask_token_id": self.mask_token_id,
                     "target_layer_ids": list(self.target_layer_ids),
-                    "causal": self.causal,
-                    "causal_head": self.causal,
-                },
+                }
+                | self._causality(),
             }
         )
+
+    @property
+    def _sliding(self) -> list[LayerView]:
+        return [view for view in self.views if view.window is not None]
+
+    def _causality(self) -> dict[str, bool]:
+        """Returns the fields that state causality for all layers, if it is the same for all."""
+        if len({view.causal for view in self.views}) > 1:
+            return {}
+        return {"causal": self.causal, "causal_head": self.causal}
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: "DFlashArchitecture | None") -> Self:
@@ -237,13 +246,16 @@ class _CommonFields:
 
 @dataclasses.dataclass(frozen=True)
 class _GroupFields(_CommonFields):
-    """Fields of `dflash_config`; `causal`, `causal_head` and `is_causal` mean the same."""
+    """Fields of `dflash_config`; `causal`, `causal_head` and `is_causal` mean the same.
+
+    A causality that is not stated is None.
+    """
 
     use_swa: bool = False
     swa_window_size: int | None = option(None, minimum=1, maximum=2**30)
-    causal: bool = False
-    causal_head: bool = False
-    is_causal: bool = False
+    causal: bool | None = None
+    causal_head: bool | None = None
+    is_causal: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,8 +264,8 @@ class _FileFields(_CommonFields):
 
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     sliding_window: int | None = option_like(_GroupFields, "swa_window_size", None)
-    sliding_window_non_causal: bool = True
-    is_causal: bool = False
+    sliding_window_non_causal: bool | None = None
+    is_causal: bool | None = None
     draft_vocab_size: int | None = option_like(DFlashShape, "draft_vocab_size", None)
 
 
@@ -272,7 +284,12 @@ def _partial(draft_vocab_size: int | None, vocab_size: int) -> int | None:
 
 
 def _views(beside: _FileFields, within: _GroupFields, num_layers: int) -> tuple[LayerView, ...]:
-    """Returns the views that the window and causality fields of published files describe."""
+    """Returns the views that the window and causality fields of published files describe.
+
+    A sliding layer is causal unless the file says otherwise, in one of its fields or by a window
+    for all layers (`use_swa`); a full layer is bidirectional unless the file says otherwise. vLLM,
+    SGLang, speculators and SpecForge agree on this.
+    """
     types = beside.layer_types or (_FULL,) * num_layers
     if len(types) != num_layers:
         raise errors.CheckpointError(
@@ -280,16 +297,21 @@ def _views(beside: _FileFields, within: _GroupFields, num_layers: int) -> tuple[
             f"{num_layers}"
         )
     window = beside.sliding_window
+    slides_causally = True
     if within.use_swa:
         window = within.swa_window_size or window
         if _SLIDING not in types:  # Then use_swa applies to all layers.
-            types = (_SLIDING,) * num_layers
+            types, slides_causally = (_SLIDING,) * num_layers, False
     if _SLIDING in types and window is None:
         raise errors.CheckpointError(
             f"{hf_config.FILE}: layer {types.index(_SLIDING)} slides, but no sliding_window or "
             "swa_window_size is given"
         )
-    causal = within.causal or within.causal_head or within.is_causal or beside.is_causal
-    sliding = LayerView(window, causal or not beside.sliding_window_non_causal)
-    full = LayerView(causal=causal)
+    stated = (beside.is_causal, within.causal, within.causal_head, within.is_causal)
+    causal = next((value for value in stated if value is not None), None)
+    if causal is not None:
+        slides_causally = causal
+    elif beside.sliding_window_non_causal is not None:
+        slides_causally = not beside.sliding_window_non_causal
+    sliding, full = LayerView(window, slides_causally), LayerView(causal=bool(causal))
     return tuple(sliding if kind == _SLIDING else full for kind in types)

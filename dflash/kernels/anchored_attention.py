@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from dflash.kernels import anchored_attention_tpu as tpu
 from dflash.kernels import implementation as implementations
 from dflash.kernels import online_softmax, tuning
+from dflash.kernels.block_attention import visible_inside
 
 # Blocks per group; scores exist for one group at a time, forward and backward.
 GROUP_BLOCKS = 8
@@ -34,9 +35,10 @@ def anchored_attention(
 ) -> jax.Array:
     """Attends from A blocks of R rows to the context before each block, and to the block itself.
 
-    A row of block j sees context row p iff p < anchors[b, j], p belongs to the anchor's document,
-    and, if a window is set, p >= anchors[b, j] - window. It also sees all rows of its own block (if
-    `causal`, those up to itself), but no other block.
+    A row of block j sees context row p iff p < anchors[b, j] and p is in the anchor's document. It
+    also sees all rows of its own block (if `causal`, those up to itself), but no other block. If a
+    window is set, row r of the block, at anchors[b, j] + r, sees no key that is `window` or more
+    positions before it, in the context or in the block.
 
     Args:
       queries: [B, A, R, N, H].
@@ -50,7 +52,7 @@ def anchored_attention(
       sinks: [N]; attention sink of each head, as in `block_attention`, or None. The kernels do not
         support sinks.
       scale: Factor that multiplies the scores.
-      window: Visible context positions before the anchor; None for all.
+      window: Positions up to its own that a row sees; None for all.
       causal: Row r sees rows up to r of its block only.
       group_blocks: Blocks per group of the reference.
       implementation: Implementation to run; see `implementation.run`.
@@ -107,7 +109,7 @@ class _Kernels:
             bounds = tiling.bounds(*arrays[5:], self.window)
             outputs, log_sum = tpu.forward(
                 tiling, _split(tiling, arrays[:5]), bounds,
-                scale=self.scale, causal=self.causal, interpret=interpret,
+                scale=self.scale, window=self.window, causal=self.causal, interpret=interpret,
             )  # fmt: skip
             return tiling.join_blocks(outputs), log_sum
 
@@ -127,7 +129,7 @@ class _Kernels:
             grads = tpu.backward(
                 tiling, _split(tiling, arrays[:5]), bounds,
                 tiling.split_blocks(outputs), log_sum, tiling.split_blocks(grad),
-                scale=self.scale, causal=self.causal, interpret=interpret,
+                scale=self.scale, window=self.window, causal=self.causal, interpret=interpret,
             )  # fmt: skip
             joins = [tiling.join_blocks] * 3 + [tiling.join_context] * 2
             return tuple(
@@ -198,22 +200,27 @@ def _reference(
     return outputs.reshape(outputs.shape[0], -1, *outputs.shape[3:])[:, :blocks]
 
 
-def visible_context(anchors: jax.Array, segment_ids: jax.Array, window: int | None) -> jax.Array:
-    """Returns the mask of the context rows that each block sees.
+def visible_context(
+    anchors: jax.Array, segment_ids: jax.Array, block: int, window: int | None
+) -> jax.Array:
+    """Returns the mask of the context rows that each row of each block sees.
 
     Args:
       anchors: int32 [B, A].
       segment_ids: int32 [B, T].
-      window: Visible context positions before the anchor; None for all.
+      block: Number of rows R per block.
+      window: Positions up to its own that a row sees; None for all.
     Returns:
-      bool [B, A, T].
+      bool [B, A, R, T].
     """
     positions = jnp.arange(segment_ids.shape[1])
     documents = jnp.take_along_axis(segment_ids, anchors, axis=1)
     visible = positions < anchors[..., None]
     visible &= segment_ids[:, None, :] == documents[..., None]
+    visible = jnp.repeat(visible[:, :, None], block, axis=2)
     if window is not None:
-        visible &= positions >= anchors[..., None] - window
+        rows = anchors[..., None] + jnp.arange(block)
+        visible &= positions > rows[..., None] - window
     return visible
 
 
@@ -236,23 +243,24 @@ def _attend_group(
     batch, blocks, block, heads, width = queries.shape
     kv_heads = keys.shape[3]
     share = heads // kv_heads
-    inside = jnp.ones((block, block), bool)
+    inside = visible_inside(block, window=window, causal=causal)
     # An invalid block also sees itself, so that every row has a key; its outputs are zeroed below.
     own = online_softmax.attend(
         online_softmax.group_queries(queries.reshape(-1, block, heads, width), kv_heads),
         keys.reshape(-1, block, kv_heads, width).transpose(2, 0, 1, 3),
         values.reshape(-1, block, kv_heads, width).transpose(2, 0, 1, 3),
-        jnp.repeat(jnp.tril(inside) if causal else inside, share, axis=0),
+        jnp.repeat(inside, share, axis=0),
         scale=scale,
     )
     own = jax.tree.map(lambda x: x.reshape(kv_heads, batch, -1, x.shape[-1]), own)
     rows = online_softmax.group_queries(queries.reshape(batch, -1, heads, width), kv_heads)
 
+    seen = visible_context(anchors, segment_ids, block, window)
     context = online_softmax.attend(
         rows,
         context_keys.transpose(2, 0, 1, 3),
         context_values.transpose(2, 0, 1, 3),
-        jnp.repeat(visible_context(anchors, segment_ids, window), block * share, axis=1),
+        jnp.repeat(seen.reshape(batch, blocks * block, -1), share, axis=1),
         scale=scale,
     )
     together = online_softmax.merge(own, context)

@@ -99,7 +99,7 @@ class AnchoredTiling:
         document = jnp.take_along_axis(segment_ids, anchors, axis=1)
         begin = jnp.argmax(segment_ids[:, None] == document[..., None], axis=-1)
         if window is not None:
-            begin = jnp.maximum(begin, anchors - window)
+            begin = jnp.maximum(begin, anchors - (window - 1))
         end = jnp.where(valid, anchors, 0)
         begin = jnp.minimum(begin, end)
         per_block = [self._pad_blocks(x.astype(jnp.int32)) for x in (begin, end, document, valid)]
@@ -109,7 +109,11 @@ class AnchoredTiling:
         places = jnp.stack([row // self.block, row % self.block])
         places = jnp.broadcast_to(places, (self.batch, self.tiles, *places.shape))
         unused = jnp.zeros((self.batch, self.tiles, BOUNDS - 6, self.block_rows), jnp.int32)
-        per_row = jnp.concatenate([jnp.repeat(tiled, self.block, axis=-1), places, unused], axis=2)
+        per_row = jnp.repeat(tiled, self.block, axis=-1)
+        if window is not None:  # The window moves with the row.
+            first = per_row[:, :, END] + places[:, :, 1] - (window - 1)
+            per_row = per_row.at[:, :, BEGIN].max(first)
+        per_row = jnp.concatenate([per_row, places, unused], axis=2)
         sees = tiled[:, :, END] > tiled[:, :, BEGIN]
         first = jnp.where(sees, tiled[:, :, BEGIN], self.length).min(axis=-1) // self.tile
         last = -(-jnp.where(sees, tiled[:, :, END], 0).max(axis=-1) // self.tile)
@@ -223,7 +227,7 @@ class AnchoredTiling:
         )(*inputs)
 
 
-def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, causal, interpret):
+def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, window, causal, interpret):
     """Returns outputs in the layout of queries, and log2 of each row's softmax sum.
 
     The latter is float32, of shape `tiling.per_row_shape`.
@@ -233,6 +237,7 @@ def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, causal, interpret)
       arrays: Queries, keys, values, context keys and context values, in the layout of the kernels.
       bounds: Result of `tiling.bounds`.
       scale: Factor that multiplies the scores.
+      window: Positions up to its own that a row sees; None for all.
       causal: Rows see their block's rows up to themselves only.
       interpret: Argument of `pl.pallas_call`.
     """
@@ -241,7 +246,7 @@ def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, causal, interpret)
     first, end, row_bounds, segments = bounds
     log_sum = jax.ShapeDtypeStruct(tiling.per_row_shape, jnp.float32)
     return tiling.call(
-        functools.partial(_forward, tiling=tiling, scale=scale, causal=causal),
+        functools.partial(_forward, tiling=tiling, scale=scale, window=window, causal=causal),
         f"{OP}_forward",
         (first, end, *arrays, row_bounds, segments),
         [queries, own, own, context, context, rows, documents],
@@ -258,7 +263,17 @@ def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, causal, interpret)
 
 
 def backward(
-    tiling: AnchoredTiling, arrays, bounds, outputs, log_sum, grad, *, scale, causal, interpret
+    tiling: AnchoredTiling,
+    arrays,
+    bounds,
+    outputs,
+    log_sum,
+    grad,
+    *,
+    scale,
+    window,
+    causal,
+    interpret,
 ):
     """Returns the gradients of `arrays`; those of the context are float32.
 
@@ -270,6 +285,7 @@ def backward(
       log_sum: Second result of `forward`.
       grad: Gradient of the outputs.
       scale: Factor that multiplies the scores.
+      window: Positions up to its own that a row sees; None for all.
       causal: Rows see their block's rows up to themselves only.
       interpret: Argument of `pl.pallas_call`.
     """
@@ -279,7 +295,7 @@ def backward(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]
     shapes += [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays[3:]]
     return tiling.call(
-        functools.partial(_backward, tiling=tiling, scale=scale, causal=causal),
+        functools.partial(_backward, tiling=tiling, scale=scale, window=window, causal=causal),
         f"{OP}_backward",
         (first, end, *arrays, row_bounds, segments, outputs, grad.astype(tiling.dtype), log_sum),
         [queries, own, own, context, context, rows, documents, queries, queries, per_row],
@@ -294,12 +310,14 @@ def backward(
     )
 
 
-def _own_visible(tiling: AnchoredTiling, bounds_ref, causal):
+def _own_visible(tiling: AnchoredTiling, bounds_ref, window, causal):
     """Returns the mask bool [block rows, R] of the block keys that each row sees."""
     key = jax.lax.broadcasted_iota(jnp.int32, (tiling.block_rows, 1), 0)
     visible = flash_tpu.div(key, tiling.block) == bounds_ref[BLOCK : BLOCK + 1]
     if causal:
         visible &= flash_tpu.rem(key, tiling.block) <= bounds_ref[WITHIN : WITHIN + 1]
+    if window is not None and window < tiling.block:
+        visible &= flash_tpu.rem(key, tiling.block) > bounds_ref[WITHIN : WITHIN + 1] - window
     return visible
 
 
@@ -343,7 +361,7 @@ def _scores(keys, queries, visible, scale):
 def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys_ref,
              context_values_ref, bounds_ref, documents_ref, outputs_ref, log_sum_ref,
              weighted_ref, peak_ref, total_ref, *,
-             tiling: AnchoredTiling, scale, causal):  # fmt: skip
+             tiling: AnchoredTiling, scale, window, causal):  # fmt: skip
     tile = pl.program_id(3)
 
     def scores_of(keys_ref, visible):
@@ -351,7 +369,7 @@ def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys
 
     @pl.when(tile == 0)
     def _():
-        scores = scores_of(keys_ref, _own_visible(tiling, bounds_ref, causal))
+        scores = scores_of(keys_ref, _own_visible(tiling, bounds_ref, window, causal))
         peak = scores.max(axis=0, keepdims=True)
         weights = jnp.exp2(scores - peak)
         peak_ref[...] = peak
@@ -385,7 +403,7 @@ def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_key
               context_values_ref, bounds_ref, documents_ref, outputs_ref, grad_ref, log_sum_ref,
               queries_grad_ref, keys_grad_ref, values_grad_ref, context_keys_grad_ref,
               context_values_grad_ref, accumulated_ref, delta_ref, *,
-              tiling: AnchoredTiling, scale, causal):  # fmt: skip
+              tiling: AnchoredTiling, scale, window, causal):  # fmt: skip
     tile = pl.program_id(3)
 
     def differentiate(keys, values, visible):
@@ -410,7 +428,7 @@ def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_key
         products = _query_heads(tiling, outputs_ref).astype(jnp.float32)
         products *= _query_heads(tiling, grad_ref).astype(jnp.float32)
         delta_ref[...] = products.T.sum(axis=0, keepdims=True)
-        visible = _own_visible(tiling, bounds_ref, causal)
+        visible = _own_visible(tiling, bounds_ref, window, causal)
         keys_grad, values_grad, queries_grad = differentiate(
             keys_ref[...], values_ref[...], visible
         )

@@ -33,8 +33,9 @@ def block_attention(
 ) -> jax.Array:
     """Attends from a block of T rows to its context and to itself.
 
-    The block is anchored at position `length[b]`: its rows see context key p iff p < length[b] and,
-    if a window is set, p >= length[b] - window.
+    The block is anchored at position `length[b]`: its row r is at position length[b] + r, and sees
+    context key p iff p < length[b]. If a window is set, a row sees no key that is `window` or more
+    positions before it, in the context or in the block.
 
     Args:
       queries: [B, T, N, H].
@@ -46,7 +47,7 @@ def block_attention(
       sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
         sum of every row. None for no sinks.
       scale: Factor that multiplies the scores.
-      window: Visible context positions before the anchor; None for all.
+      window: Positions up to its own that a row sees; None for all.
       causal: Row r sees rows up to r of the block only.
       implementation: Implementation to run; see `implementation.run`.
       sizes: Tile sizes of the kernel; None for the tuned ones.
@@ -78,12 +79,17 @@ def _reference(
     queries, keys, values, context_keys, context_values, length, sinks=None,
     *, scale, window, causal,
 ):  # fmt: skip
-    block = queries.shape[1]
-    inside = jnp.ones((1, block, block), bool)
-    inside = jnp.tril(inside) if causal else inside
+    inside = visible_inside(queries.shape[1], window=window, causal=causal)[None]
     return _attend(
         queries, keys, values, inside, context_keys, context_values, length, scale, window, sinks
     )
+
+
+def visible_inside(block: int, *, window: int | None, causal: bool) -> jax.Array:
+    """Returns the mask bool [T, T] of the block's rows that each of its T rows sees."""
+    row, key = jnp.arange(block)[:, None], jnp.arange(block)
+    visible = key <= row if causal else jnp.ones((block, block), bool)
+    return visible if window is None else visible & (row - key < window)
 
 
 def branch_attention(
@@ -143,20 +149,24 @@ def _attend(
 
     capacity = context_keys.shape[2]
     tile = min(TILE_TOKENS, capacity)
-    first_visible = jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0)
+    # First visible context position of each row, [B, T·N/K]; the rows of a head group are equal.
+    first_visible = jnp.zeros((length.shape[0], 1), jnp.int32)
+    if window is not None:
+        offsets = jnp.repeat(jnp.arange(block), queries.shape[2] // kv_heads)
+        first_visible = jnp.maximum(length[:, None] + offsets - (window - 1), 0)
 
     def fold_in_tile(i, partial):
         # The last tile may extend past the capacity. It is then read from an earlier position, and
         # rows that earlier tiles contain are masked.
         begin = jnp.minimum(i * tile, capacity - tile)
         positions = begin + jnp.arange(tile)
-        visible = (positions < length[:, None]) & (positions >= first_visible[:, None])
-        visible &= positions >= i * tile
+        exists = (positions < length[:, None]) & (positions >= i * tile)
+        visible = exists[:, None] & (positions >= first_visible[..., None])
         seen = online_softmax.attend(
             rows,
             jax.lax.dynamic_slice_in_dim(context_keys, begin, tile, axis=2).swapaxes(0, 1),
             jax.lax.dynamic_slice_in_dim(context_values, begin, tile, axis=2).swapaxes(0, 1),
-            visible[:, None, :],
+            visible,
             scale=scale,
         )
         return online_softmax.merge(partial, seen)

@@ -129,14 +129,16 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
             softmax.begin_single(head, queries_ref[head], keys_ref[head], values_ref[head], scale)
             continue
         scores = score(head, keys_ref[head])
+        row, key = (jax.lax.broadcasted_iota(jnp.int32, (rows, block), i) for i in (0, 1))
+        row = flash_tpu.rem(row, block)
         if causal:
-            shape = (rows, block)
-            row = flash_tpu.rem(jax.lax.broadcasted_iota(jnp.int32, shape, 0), block)
-            visible = jax.lax.broadcasted_iota(jnp.int32, shape, 1) <= row
-            scores = jnp.where(visible, scores, flash_tpu.MASKED)
+            scores = jnp.where(key <= row, scores, flash_tpu.MASKED)
+        if window is not None and window < block:
+            scores = jnp.where(row - key < window, scores, flash_tpu.MASKED)
         softmax.begin(head, scores, values_ref[head])
 
-    first_visible = 0 if window is None else jnp.maximum(length - window, 0)
+    # First context position that the anchor sees; the row r places after it sees r fewer.
+    first_visible = 0 if window is None else length - (window - 1)
 
     def visit(slot, tile, *, last):
         positions = tile * tile_rows + jax.lax.broadcasted_iota(jnp.int32, (1, tile_rows), 1)
@@ -144,11 +146,10 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
         def mask(head, scores):
             if last:
                 scores = jnp.where(positions < length, scores, flash_tpu.MASKED)
-            return (
-                scores
-                if window is None
-                else jnp.where(positions >= first_visible, scores, flash_tpu.MASKED)
-            )
+            if window is None:
+                return scores
+            row = flash_tpu.rem(jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0), block)
+            return jnp.where(positions >= first_visible + row, scores, flash_tpu.MASKED)
 
         filled = length - tile * tile_rows if last else None
         flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
@@ -157,7 +158,7 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
         sequence,
         jnp.minimum(sequence + 1, batch - 1),
         sequence + 1 < batch,
-        flash_tpu.div(first_visible, tile_rows) if window is not None else 0,
+        flash_tpu.div(jnp.maximum(first_visible, 0), tile_rows) if window is not None else 0,
         functools.partial(visit, last=True),
         functools.partial(visit, last=False),
     )

@@ -54,10 +54,13 @@ def make_case(
     }
 
 
-def seen_context(row, anchor, window):
-    """Returns the positions of a row of segment ids that a block sees."""
-    first = 0 if window is None else anchor - window
-    return [p for p in range(anchor) if p >= first and row[p] == row[anchor]]
+def visible_keys(row, anchor, window, causal):
+    """Returns the positions before a block in its document, and the mask of keys by its rows."""
+    seen = [p for p in range(anchor) if row[p] == row[anchor]]
+    keys = np.array([*seen, *range(anchor, anchor + BLOCK)])
+    place = anchor + np.arange(BLOCK)[:, None]
+    visible = (keys <= place) | (not causal) | (keys < anchor)
+    return np.array(seen, int), visible if window is None else visible & (place - keys < window)
 
 
 def expected(case, *, window=None, causal=False):
@@ -67,14 +70,11 @@ def expected(case, *, window=None, causal=False):
         for j, anchor in enumerate(case["anchors"][b].tolist()):
             if not case["valid"][b, j]:
                 continue
-            seen = np.array(seen_context(row, anchor, window), int)
+            seen, visible = visible_keys(row, anchor, window, causal)
             keys, values = (
                 np.concatenate([case[f"context_{name}"][b, seen], case[name][b, j]])
                 for name in ("keys", "values")
             )
-            visible = np.ones((BLOCK, len(keys)), bool)
-            if causal:
-                visible[:, len(seen) :] = np.tri(BLOCK)
             outputs[b, j] = dense_attention(case["queries"][b, j], keys, values, visible, SCALE)
     return outputs
 
@@ -165,13 +165,14 @@ def naive(
     positions = jnp.arange(segment_ids.shape[1])
     document = jnp.take_along_axis(segment_ids, anchors, axis=1)[..., None]
     context = (positions < anchors[..., None]) & (segment_ids[:, None] == document)
-    if window is not None:
-        context &= positions >= anchors[..., None] - window
+    context = jnp.repeat(context, block, axis=1)
     own = jnp.tri(block, dtype=bool) if causal else jnp.ones((block, block), bool)
+    if window is not None:
+        place = (anchors[..., None] + jnp.arange(block)).reshape(batch, -1)
+        context &= place[..., None] - positions < window
+        own &= ~jnp.tri(block, k=-window, dtype=bool)
     own = jnp.kron(jnp.eye(blocks, dtype=int), own.astype(int)) != 0
-    mask = jnp.concatenate(
-        [jnp.repeat(context, block, axis=1), jnp.broadcast_to(own, (batch, *own.shape))], axis=-1
-    )
+    mask = jnp.concatenate([context, jnp.broadcast_to(own, (batch, *own.shape))], axis=-1)
     rows = queries.reshape(batch, -1, heads, width)
     all_keys, all_values = (
         jnp.concatenate([old, new.reshape(batch, -1, *new.shape[3:])], axis=1)

@@ -56,9 +56,10 @@ def expected(case, *, window=None, causal=False):
         visible = np.zeros((rows, length + rows), bool)
         for row in range(rows):
             for position in range(length):
-                visible[row, position] = window is None or position >= length - window
+                visible[row, position] = window is None or position > length + row - window
             for other in range(rows):
-                visible[row, length + other] = other <= row or not causal
+                near = window is None or other > row - window
+                visible[row, length + other] = near and (other <= row or not causal)
         sinks = case.get("sinks")
         outputs.append(dense_attention(case["queries"][b], keys, values, visible, SCALE, sinks))
     return np.stack(outputs)

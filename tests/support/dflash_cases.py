@@ -18,7 +18,24 @@ VIEWS = {
     "a window, but no layer that slides": ({"sliding_window": 3}, (FULL, FULL)),
     "layer types": (
         {"layer_types": [SLIDE, WHOLE], "sliding_window": 3},
+        (LayerView(3, causal=True), FULL),
+    ),
+    "layer types, all bidirectional": (
+        {"layer_types": [SLIDE, WHOLE], "sliding_window": 3, "is_causal": False},
         (LayerView(3), FULL),
+    ),
+    "layer types, bidirectional by the group": (
+        {
+            "layer_types": [SLIDE, WHOLE],
+            "sliding_window": 3,
+            "sliding_window_non_causal": False,
+            "dflash_config": {"causal": False},
+        },
+        (LayerView(3), FULL),
+    ),
+    "the file before the group": (
+        {"is_causal": True, "dflash_config": {"causal": False}},
+        (CAUSAL, CAUSAL),
     ),
     "sliding layers marked causal": (
         {"layer_types": [WHOLE, SLIDE], "sliding_window": 3, "sliding_window_non_causal": False},
@@ -38,7 +55,7 @@ VIEWS = {
             "sliding_window": 3,
             "dflash_config": {"use_swa": True, "swa_window_size": 5},
         },
-        (FULL, LayerView(5)),
+        (FULL, LayerView(5, causal=True)),
     ),
     "the flag with the window beside it": (
         {"sliding_window": 4, "dflash_config": {"use_swa": True}},

@@ -80,9 +80,10 @@ def visible(view, anchor, block):
     mask = np.zeros((block, anchor + block), bool)
     for row in range(block):
         for position in range(anchor):
-            mask[row, position] = view.window is None or position >= anchor - view.window
+            mask[row, position] = position > anchor + row - (view.window or np.inf)
         for other in range(block):
-            mask[row, anchor + other] = other <= row or not view.causal
+            near = other > row - (view.window or np.inf)
+            mask[row, anchor + other] = near and (other <= row or not view.causal)
     return mask
 
 

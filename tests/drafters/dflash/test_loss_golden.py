@@ -74,7 +74,7 @@ def test_golden_mask():
     drafter, _, batch, anchors = golden_case()
     expected = golden(CASE)["attention_mask"][0]
     _, blocks, block = cut(drafter, batch, anchors).tokens.shape
-    context = visible_context(anchors.index, batch.segment_ids, None)[0]
+    context = visible_context(anchors.index, batch.segment_ids, 1, None)[0, :, 0]
     own = np.kron(np.diag(np.asarray(anchors.valid[0])), np.ones((block, block), bool))
     ours = np.concatenate([np.repeat(context, block, axis=0), own], axis=1)
     np.testing.assert_array_equal(ours, expected)
