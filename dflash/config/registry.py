@@ -133,6 +133,7 @@ TARGETS: Mapping[str, Entry] = Entries(
             "dflash.models.kimi_k25:KimiK25", "dflash.models.deepseek_v3_config:DeepseekV3Config"
         ),
         "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
+        "qwen2": Entry("dflash.models.qwen2:Qwen2", "dflash.config.schema:TargetConfig"),
     },
 )
 

@@ -19,21 +19,7 @@ from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.layers import losses
 from dflash.layers.linear import Embedding, Linear
-from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
-
-
-class Affine(Linear):
-    """Linear map with a bias."""
-
-    def __init__(self, in_features: int, out_features: int, *, dtype, sharding: Sharding):
-        build = {"dtype": dtype, "sharding": sharding}
-        super().__init__(in_features, out_features, (None, None), **build)
-        self.bias = parameters.declare((out_features,), (None,), stddev=0.0, **build)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns x @ kernel + bias, [..., out] for x [..., in]."""
-        return super().__call__(x) + self.bias[...]
 
 
 class MarkovHead(nnx.Module):
@@ -67,7 +53,7 @@ class GatedHead(MarkovHead):
 
     def __init__(self, width: int, vocab: int, rank: int, **build):
         super().__init__(width, vocab, rank, **build)
-        self.gate_proj = Affine(width + rank, rank, **build)
+        self.gate_proj = Linear(width + rank, rank, (None, None), bias=True, **build)
 
     def __call__(self, code, hidden, memory):
         """Returns the gated codes and the memory; see `MarkovHead`."""
@@ -80,7 +66,7 @@ class RecurrentHead(MarkovHead):
 
     def __init__(self, width: int, vocab: int, rank: int, **build):
         super().__init__(width, vocab, rank, **build)
-        self.joint_proj = Affine(2 * rank + width, 3 * rank, **build)
+        self.joint_proj = Linear(2 * rank + width, 3 * rank, (None, None), bias=True, **build)
 
     def fresh_memory(self, batch):
         """Returns zeros [B, r]; see `MarkovHead`."""
@@ -102,7 +88,7 @@ class ConfidenceHead(nnx.Module):
     """Logit that a draft is accepted, given that all earlier drafts are."""
 
     def __init__(self, width: int, **build):
-        self.proj = Affine(width, 1, **build)
+        self.proj = Linear(width, 1, (None, None), bias=True, **build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns logits float32 [...] for inputs [..., width]."""

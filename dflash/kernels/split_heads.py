@@ -53,8 +53,7 @@ def split_heads(
       implementation: Implementation to run; see `implementation.run`. Only the reference computes
         gradients of the angles.
     Returns:
-      Heads [B, T, n, H] of each part; those of rotated parts have the promoted dtype of `rows` and
-      their scale.
+      Heads [B, T, n, H] of each part, in the dtype of `rows`.
     Raises:
       ValueError: Shapes are inconsistent.
     """
@@ -122,11 +121,13 @@ def split_heads(
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Normalizes x [..., D] by its root mean square in float32, then multiplies by scale [D].
 
+    A scale in the dtype of x multiplies rounded rows; a float32 scale multiplies float32 rows.
+
     Source: Zhang and Sennrich 2019.
     """
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return scale * wide.astype(x.dtype)
+    return (scale * wide.astype(jnp.result_type(x, scale))).astype(x.dtype)
 
 
 def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -130,7 +130,7 @@ def _rotation_factors(cos, sin) -> list[jax.Array]:
 def _columns_kernel(rows_ref, cos_ref, sin_ref, *refs, eps):
     *scales, outputs_ref = refs
     cos, sin = cos_ref[...], sin_ref[...]
-    scale = scales[0][...].astype(jnp.float32) if scales else None
+    scale = scales[0][...] if scales else None
     for begin in range(0, rows_ref.shape[1], cos.shape[1]):
         columns = slice(begin, begin + cos.shape[1])
         rotated = _rotate(_norm(rows_ref[:, columns], scale, eps), cos, sin)
@@ -171,7 +171,7 @@ def _kernel(*refs, parts, normed, eps):
     cos, sin = (ref[...] for ref in refs[:2])
     scales = iter(refs[2:])
     for part, rows_ref, outputs_ref in zip(parts, rows, outputs, strict=True):
-        scale = next(scales)[...].astype(jnp.float32) if normed and part.rotated else None
+        scale = next(scales)[...] if normed and part.rotated else None
         heads, _, width = outputs_ref.shape
         for head in range(heads):
             x = rows_ref[:, head * width : (head + 1) * width]
@@ -187,7 +187,8 @@ def _norm(x, scale, eps):
         return wide
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     # Round where the reference rounds.
-    wide = scale * wide.astype(x.dtype).astype(jnp.float32)
+    wide = wide.astype(jnp.result_type(x, scale)).astype(jnp.float32)
+    wide *= scale.astype(jnp.float32)
     return wide.astype(x.dtype).astype(jnp.float32)
 
 
@@ -212,7 +213,7 @@ def unsupported(rows, cos, sin, *scales, parts, width) -> str | None:
     if cos.shape[:2] != rows.shape[:2]:
         return f"{OP}: angles {cos.shape} do not fit rows {rows.shape}"
     for scale in scales:
-        if scale.dtype != rows.dtype:
+        if scale.dtype not in (rows.dtype, jnp.float32):
             return f"{OP}: a scale in {scale.dtype.name}, expected {rows.dtype.name}, as the rows"
     before = 0
     for part in parts:

@@ -17,7 +17,7 @@ from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import paged_attention
 from dflash.kernels.quantized import Rows
 from dflash.kernels.split_heads import Part, split_heads
-from dflash.layers import linear
+from dflash.layers import joining, linear
 from dflash.layers.cache import CacheArray, batch_axes
 from dflash.layers.linear import Linear, RMSNorm
 from dflash.parallel import parameters
@@ -40,7 +40,10 @@ class Attention(nnx.Module):
         num_kv_heads: int,
         head_dim: int,
         eps: float,
-        qk_norm: bool,
+        qk_norm: bool = False,
+        norm_class: type[RMSNorm] = RMSNorm,
+        bias: bool = False,
+        output_bias: bool = False,
         output_width: int | None = None,
         takes_context: bool = False,
         has_sinks: bool = False,
@@ -51,20 +54,29 @@ class Attention(nnx.Module):
 
         Args:
           width: Size of an input row.
+          num_heads: Number of query heads.
+          num_kv_heads: Number of key and value heads.
+          head_dim: Width of a head.
+          eps: Epsilon of the norms.
+          qk_norm: Normalize the heads of queries and keys.
+          norm_class: Class of these norms.
+          bias: Whether the projections to queries, keys and values have biases.
+          output_bias: Whether the output projection has a bias.
           output_width: Size of an output row; None for `width`.
           takes_context: Some rows need keys and values but no queries; enables `keys_values`.
           has_sinks: Each head has a learned attention sink: a score, `attention_sink_bias`, that
             belongs to no row.
         """
         build = {"dtype": dtype, "sharding": sharding}
-        self.q_proj = Linear(width, num_heads * head_dim, ("embed", "heads"), **build)
-        self.k_proj = Linear(width, num_kv_heads * head_dim, ("embed", "kv_heads"), **build)
-        self.v_proj = Linear(width, num_kv_heads * head_dim, ("embed", "kv_heads"), **build)
+        queries, rows = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = Linear(width, queries, ("embed", "heads"), bias=bias, **build)
+        self.k_proj = Linear(width, rows, ("embed", "kv_heads"), bias=bias, **build)
+        self.v_proj = Linear(width, rows, ("embed", "kv_heads"), bias=bias, **build)
         self.o_proj = Linear(
-            num_heads * head_dim, output_width or width, ("heads", "embed"), **build
+            queries, output_width or width, ("heads", "embed"), bias=output_bias, **build
         )
-        self.q_norm = RMSNorm(head_dim, eps, **build) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps, **build) if qk_norm else None
+        self.q_norm = norm_class(head_dim, eps, **build) if qk_norm else None
+        self.k_norm = norm_class(head_dim, eps, **build) if qk_norm else None
         self.attention_sink_bias = (
             parameters.declare((num_heads,), ("heads",), stddev=1.0, **build) if has_sinks else None
         )
@@ -189,15 +201,15 @@ class Attention(nnx.Module):
         return attend
 
     def join(self) -> None:
-        """Joins projections that always read the same rows into one; see `linear.join`."""
+        """Joins projections that always read the same rows into one; see `joining.join`."""
         if self.products != ("q", "k", "v"):
             return
         products = ("q", "kv") if self.takes_context else ("qkv",)
         for parts in products:
             maps = [getattr(self, f"{part}_proj") for part in parts]
-            if len(maps) == 1 or not linear.can_join(maps):
+            if len(maps) == 1 or not joining.can_join(maps):
                 continue
-            setattr(self, f"{parts}_proj", linear.join(maps))
+            setattr(self, f"{parts}_proj", joining.join(maps))
             for part in parts:
                 delattr(self, f"{part}_proj")
             self.products = products
@@ -229,7 +241,7 @@ class Attention(nnx.Module):
             implementation=chosen,
         )
         arrays = [
-            linear.finish(product, self.sharding), cos_sin, tuple(norm.scale[...] for norm in norms)
+            linear.finish(product, self.sharding), cos_sin, tuple(norm.factor for norm in norms)
         ]  # fmt: skip
         if chosen == "reference" and len(parts) == 1:
             # XLA partitions plain JAX by itself. It cannot partition a kernel, nor the output of a

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +140,7 @@ def _quantizer(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> pa
 
 
 class Linear(Kernel):
-    """Linear map without a bias: x @ kernel."""
+    """Linear map x @ kernel, plus a bias if it has one."""
 
     def __init__(
         self,
@@ -149,23 +148,32 @@ class Linear(Kernel):
         out_features: int,
         axes: tuple[str | None, str | None],
         *,
+        bias: bool = False,
         dtype: jnp.dtype,
         sharding: Sharding,
         stddev: float | None = None,
     ):
-        """Declares the kernel.
+        """Declares the kernel and the bias.
 
         Args:
           in_features: Size of an input row.
           out_features: Size of an output row.
           axes: Logical axes of the kernel [in, out].
+          bias: Whether the map has a bias [out], which is never quantized.
           stddev: Standard deviation of the initializer; None for 1 / sqrt(in_features).
         """
-        shape = (in_features, out_features)
-        super().__init__(shape, axes, dtype=dtype, sharding=sharding, stddev=stddev)
+        shape, build = (in_features, out_features), {"dtype": dtype, "sharding": sharding}
+        super().__init__(shape, axes, stddev=stddev, **build)
+        self.bias = (
+            parameters.declare((out_features,), axes[1:], stddev=0.0, **build) if bias else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [..., in] to [..., out]."""
+        product = self._multiply(x)
+        return product if self.bias is None else product + self.bias[...]
+
+    def _multiply(self, x: jax.Array) -> jax.Array:
         if self.format is None:
             return _project(x, self.kernel[...], self.sharding)
         if self.format.block is not None:
@@ -215,64 +223,33 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm with a learned scale; see `rms_norm`."""
 
+    stddev: float | None = None  # Initializer of the scale: ones.
+
     def __init__(self, width: int, eps: float, *, dtype: jnp.dtype, sharding: Sharding):
         self.scale = parameters.declare(
-            (width,), (None,), dtype=dtype, sharding=sharding, stddev=None
+            (width,), (None,), dtype=dtype, sharding=sharding, stddev=self.stddev
         )
         self.eps = eps
 
+    @property
+    def factor(self) -> jax.Array:
+        """Factor [D] of a normalized row."""
+        return self.scale[...]
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes x [..., D]; the result has the dtype of x."""
-        return rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self.factor, self.eps)
 
 
-def join(linears: Sequence[Linear]) -> Linear:
-    """Returns a linear map that computes the outputs of several maps of the same input.
+class ZeroCenteredRMSNorm(RMSNorm):
+    """Root-mean-square norm that multiplies by 1 + scale, in float32, as Gemma's and Qwen3.5's."""
 
-    With few rows, a matrix product takes as long as reading its weights, and each product has a
-    fixed start-up cost: see docs/results/tpu_compile.md. Where columns are sharded, each device
-    holds its shard of the first map's columns, then that of the second's, and so on, so no column
-    moves to another device.
+    stddev = 0.0
 
-    Args:
-      linears: Linear maps, with weights or abstract, for which `can_join` is true.
-    """
-    first, sharding = linears[0], linears[0].sharding
-    kernels = [linear.kernel.get_value() for linear in linears]
-    rows, columns = kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels)
-    joined = Linear(rows, columns, first.axes, dtype=kernels[0].dtype, sharding=sharding)
-    if first.format is not None:
-        joined.quantize(first.format, stored=True)
-    if isinstance(kernels[0], jax.ShapeDtypeStruct):
-        return joined
-    num_shards = sharding.size(first.axes[1])
-    for name in ("kernel",) if first.format is None else ("kernel", "kernel_scale"):
-        parameter = getattr(joined, name)
-        parts = [getattr(linear, name).get_value() for linear in linears]
-        values = _side_by_side(num_shards, parameter.get_value().sharding)(parts)
-        # Wait, so that this layer's sources are freed before the next layer is copied.
-        parameter.set_value(jax.block_until_ready(values))
-    return joined
-
-
-def can_join(linears: Sequence[Linear]) -> bool:
-    """Returns whether all maps have the same format and columns sharded over the same mesh axes.
-
-    Maps with block scales are never joined, since a block could straddle two of them.
-    """
-    formats = {linear.format for linear in linears}
-    if len(formats) > 1 or any(form is not None and form.block for form in formats):
-        return False
-    return len({linear.sharding.axes(linear.axes[1]) for linear in linears}) == 1
-
-
-@functools.cache  # Layers of equal shapes share one compiled program.
-def _side_by_side(num_shards: int, place: jax.sharding.Sharding) -> Callable:
-    def side_by_side(kernels):
-        split = [kernel.reshape(kernel.shape[0], num_shards, -1) for kernel in kernels]
-        return jnp.concatenate(split, axis=2).reshape(kernels[0].shape[0], -1)
-
-    return jax.jit(side_by_side, out_shardings=place)
+    @property
+    def factor(self) -> jax.Array:
+        """Factor float32 [D] of a normalized row."""
+        return 1.0 + self.scale[...].astype(jnp.float32)
 
 
 def _project(

@@ -55,6 +55,7 @@ class TransformerLayer(nnx.Module):
         qk_norm: bool = False,
         takes_context: bool = False,
         has_sinks: bool = False,
+        norm_class: type[RMSNorm] = RMSNorm,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
@@ -68,21 +69,14 @@ class TransformerLayer(nnx.Module):
           qk_norm: Normalize the heads of queries and keys; for grouped-query attention.
           takes_context: Enable `Attention.keys_values`; for grouped-query attention.
           has_sinks: Add attention sinks; for grouped-query attention.
+          norm_class: Class of the norms before attention and MLP.
         """
         build = {"dtype": dtype, "sharding": sharding}
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.self_attn = attention or Attention(
-            arch.hidden_size,
-            num_heads=arch.num_attention_heads,
-            num_kv_heads=arch.num_key_value_heads,
-            head_dim=arch.head_dim,
-            eps=arch.rms_norm_eps,
-            qk_norm=qk_norm,
-            takes_context=takes_context,
-            has_sinks=has_sinks,
-            **build,
+        self.input_layernorm = norm_class(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.self_attn = attention or grouped_attention(
+            arch, qk_norm=qk_norm, takes_context=takes_context, has_sinks=has_sinks, **build
         )
-        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.post_attention_layernorm = norm_class(arch.hidden_size, arch.rms_norm_eps, **build)
         self.mlp = mlp or Mlp(arch.hidden_size, arch.intermediate_size, **build)
         self.sharding = sharding
 
@@ -107,6 +101,22 @@ class TransformerLayer(nnx.Module):
     def mlp_branch(self, normed: jax.Array) -> jax.Array:
         """Returns the output of the MLP for normed rows [B, T, D]."""
         return self.mlp(normed)
+
+
+def grouped_attention(arch: TargetArchitecture, **options) -> Attention:
+    """Returns grouped-query attention with the sizes of `arch`.
+
+    Args:
+      arch: Architecture of the decoder.
+      **options: Arguments of `Attention`; they take precedence over sizes of `arch`.
+    """
+    sizes = {
+        "num_heads": arch.num_attention_heads,
+        "num_kv_heads": arch.num_key_value_heads,
+        "head_dim": arch.head_dim,
+        "eps": arch.rms_norm_eps,
+    }
+    return Attention(arch.hidden_size, **sizes | options)
 
 
 def run_layer(

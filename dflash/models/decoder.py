@@ -18,8 +18,14 @@ from dflash.config.schema import AUTO, TargetArchitecture
 from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
+from dflash.layers.mlp import Mlp
 from dflash.layers.train_batch import TrainBatch
-from dflash.layers.transformer import TransformerLayer, run_layer
+from dflash.layers.transformer import (
+    TargetAttention,
+    TransformerLayer,
+    grouped_attention,
+    run_layer,
+)
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
@@ -42,12 +48,13 @@ class TargetOutput(NamedTuple):
 class Decoder(nnx.Module):
     """Target model: maps tokens to hidden states and features, on top of a paged cache.
 
-    Subclasses set the class attributes and override the methods that differ, such as `make_layer`.
+    Subclasses set the class attributes and override the methods that differ, such as `make_mlp`.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]]
     hf_model_type: ClassVar[str]
     qk_norm: ClassVar[bool]
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     # A family with fields of its own sets its subclass of `TargetArchitecture`.
     architecture_class: ClassVar[type[TargetArchitecture]] = TargetArchitecture
     # Tensors that some checkpoints store, but this code computes.
@@ -60,20 +67,45 @@ class Decoder(nnx.Module):
         build = {"dtype": self.dtype, "sharding": sharding}
         self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
         self.layers = nnx.List(self.make_layer(i, **build) for i in range(arch.num_hidden_layers))
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.norm = self.norm_class(arch.hidden_size, arch.rms_norm_eps, **build)
         self.lm_head = None if arch.tie_word_embeddings else self._make_head()
 
     def _make_head(self) -> Linear:
         sizes = self.arch.hidden_size, self.arch.vocab_size
         return Linear(*sizes, ("embed", "vocab"), dtype=self.dtype, sharding=self.sharding)
 
-    def make_layer(self, i: int, *, dtype: jnp.dtype, sharding: Sharding) -> TransformerLayer:
-        """Returns layer `i`; families with other attention or other MLPs override it."""
-        return TransformerLayer(self.arch, qk_norm=self.qk_norm, dtype=dtype, sharding=sharding)
+    def make_layer(self, i: int, **build) -> nnx.Module:
+        """Returns layer `i`, a `TransformerLayer` or a module with the same members.
+
+        Args:
+          i: Index of the layer.
+          **build: `dtype` and `sharding` of its parameters.
+        """
+        return TransformerLayer(
+            self.arch,
+            attention=self.make_attention(i, **build),
+            mlp=self.make_mlp(i, **build),
+            norm_class=self.norm_class,
+            **build,
+        )
+
+    def make_attention(self, i: int, **build) -> TargetAttention:
+        """Returns the attention of layer `i`."""
+        return grouped_attention(
+            self.arch, qk_norm=self.qk_norm, norm_class=self.norm_class, **build
+        )
+
+    def make_mlp(self, i: int, **build) -> nnx.Module:
+        """Returns the MLP of layer `i`, a module from [B, ..., D] to [B, ..., D]."""
+        return Mlp(self.arch.hidden_size, self.arch.intermediate_size, **build)
 
     def rotary_angles(self, positions: jax.Array) -> Any:
-        """Returns cos and sin of positions int32 [B, T], which all attention layers receive."""
+        """Returns cos and sin of positions int32 [B, T], of which layers receive `layer_angles`."""
         return rotary.angles(positions, self.arch)
+
+    def layer_angles(self, i: int, angles: Any) -> Any:
+        """Returns what the attention of layer `i` receives of the result of `rotary_angles`."""
+        return angles
 
     def __call__(
         self,
@@ -163,7 +195,8 @@ class Decoder(nnx.Module):
         tapped = {}
         kept = []
         for i, (layer, arrays) in enumerate(zip(self.layers, seen, strict=True)):
-            x, layer_kept = run_layer(layer, x, angles, attention_of, *arrays, **how)
+            own = self.layer_angles(i, angles)
+            x, layer_kept = run_layer(layer, x, own, attention_of, *arrays, **how)
             kept.append(layer_kept)
             if i in feature_layers:
                 tapped[i] = x
@@ -234,8 +267,9 @@ class Decoder(nnx.Module):
     @staticmethod
     def checkpoint_name(path: str) -> str:
         """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
-        stem, _, _ = path.rpartition(".")
-        return f"{stem}.weight" if stem == "lm_head" else f"model.{stem}.weight"
+        stem, _, leaf = path.rpartition(".")
+        name = path if leaf == "bias" else f"{stem}.weight"
+        return name if stem == "lm_head" else f"model.{name}"
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> TargetArchitecture:

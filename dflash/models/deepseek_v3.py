@@ -3,13 +3,12 @@
 import dataclasses
 
 import jax
+from flax import nnx
 
 from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
 from dflash.config.schema import subset
 from dflash.layers import moe, rotary
 from dflash.layers.latent_attention import LatentAttention, LatentShape
-from dflash.layers.mlp import Mlp
-from dflash.layers.transformer import TransformerLayer
 from dflash.models.decoder import Decoder
 from dflash.models.deepseek_v3_config import DeepseekV3Architecture
 
@@ -25,16 +24,16 @@ class DeepseekV3(Decoder):
     qk_norm = False
     architecture_class = DeepseekV3Architecture
 
-    def make_layer(self, i, **build) -> TransformerLayer:
-        """Returns layer `i`: latent attention, and a dense MLP or experts."""
-        arch = self.arch
-        shape = LatentShape(**subset(arch, LatentShape))
-        attention = LatentAttention(arch.hidden_size, shape, scale=attention_scale(arch), **build)
-        if i < arch.first_k_dense_replace:
-            mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
-        else:
-            mlp = self._experts(**build)
-        return TransformerLayer(arch, attention=attention, mlp=mlp, **build)
+    def make_attention(self, i, **build) -> LatentAttention:
+        """Returns the latent attention of layer `i`."""
+        shape = LatentShape(**subset(self.arch, LatentShape))
+        scale = attention_scale(self.arch)
+        return LatentAttention(self.arch.hidden_size, shape, scale=scale, **build)
+
+    def make_mlp(self, i, **build) -> nnx.Module:
+        """Returns the MLP of layer `i`, dense or with experts."""
+        is_dense = i < self.arch.first_k_dense_replace
+        return super().make_mlp(i, **build) if is_dense else self._experts(**build)
 
     def rotary_angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns cos and sin for the rotary dimensions of the heads."""

@@ -1,8 +1,9 @@
 """Qwen3 MoE, such as Qwen3-30B-A3B and Qwen3-Coder-30B-A3B: Qwen3 with routed experts."""
 
+from flax import nnx
+
 from dflash.checkpoints.tensor_map import Source, Stack
 from dflash.layers import moe
-from dflash.layers.transformer import TransformerLayer
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe_config import Qwen3MoeArchitecture
 
@@ -17,16 +18,15 @@ class Qwen3Moe(Qwen3):
     hf_model_type = "qwen3_moe"
     architecture_class = Qwen3MoeArchitecture
 
-    def make_layer(self, i, **build) -> TransformerLayer:
-        """Returns layer `i`, dense or with experts."""
+    def make_mlp(self, i, **build) -> nnx.Module:
+        """Returns the MLP of layer `i`, dense or with experts."""
         if not has_experts(self.arch, i):
-            return super().make_layer(i, **build)
+            return super().make_mlp(i, **build)
         arch = self.arch
         routing = moe.Routing(
             arch.num_experts, arch.num_experts_per_tok, normalize=arch.norm_topk_prob
         )
-        mlp = moe.SparseMlp(routing, arch.hidden_size, arch.moe_intermediate_size, **build)
-        return TransformerLayer(arch, mlp=mlp, qk_norm=self.qk_norm, **build)
+        return moe.SparseMlp(routing, arch.hidden_size, arch.moe_intermediate_size, **build)
 
     def checkpoint_name(self, path: str) -> Source:
         """Returns the source of a parameter; checkpoints store experts one by one."""

@@ -72,8 +72,10 @@ def test_heads(implementation, length, heads, width, dtype, scaled, parts):
         )
 
 
-def test_bfloat16_is_rounded_where_plain_jax_rounds():
-    case = make_case(16, 6, 128, jnp.bfloat16, parts=QUERIES_KEYS_VALUES)
+@pytest.mark.parametrize("of_scales", [jnp.bfloat16, jnp.float32])
+def test_bfloat16_is_rounded_where_plain_jax_rounds(of_scales):
+    *case, scales = make_case(16, 6, 128, jnp.bfloat16, parts=QUERIES_KEYS_VALUES)
+    case.append(tuple(scale.astype(of_scales) * 1.001 for scale in scales))
     call = functools.partial(split_heads, parts=QUERIES_KEYS_VALUES, eps=EPS)
     kernel = interpret(functools.partial(call, implementation="interpret"), *case)
     plain = call(*case, implementation="reference")

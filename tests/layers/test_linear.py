@@ -1,12 +1,15 @@
 """Tests of linear maps, embeddings, norms and the gated MLP."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.models import make_sharding
 
-from dflash.layers.linear import Embedding, Linear, RMSNorm
+from dflash.layers import joining
+from dflash.layers.linear import Embedding, Linear, RMSNorm, ZeroCenteredRMSNorm
 from dflash.layers.mlp import Mlp
 from dflash.parallel import parameters
 
@@ -39,6 +42,16 @@ def test_linear():
     np.testing.assert_allclose(module(x), inputs @ kernel, rtol=1e-5, atol=1e-5)
 
 
+def test_biases_are_added_before_and_after_joining():
+    apart = [build(functools.partial(Linear, bias=True), 5, n, (None, None)) for n in (3, 4)]
+    x = draw(2, 5)
+    expected = [wide(x)[0] @ np.asarray(m.kernel[...]) + np.asarray(m.bias[...]) for m in apart]
+    np.testing.assert_allclose(joining.join(apart)(x), np.hstack(expected), rtol=1e-5, atol=1e-5)
+    assert not joining.can_join([apart[0], build(Linear, 5, 3, (None, None))])
+    for module, rows in zip(apart, expected, strict=True):
+        np.testing.assert_allclose(module(x), rows, rtol=1e-5, atol=1e-5)
+
+
 def test_linear_of_bfloat16_rounds_once():
     module = build(Linear, 64, 3, (None, None), dtype=jnp.bfloat16)
     x = draw(2, 64, dtype=jnp.bfloat16)
@@ -67,6 +80,17 @@ def test_logits_of_bfloat16_are_float32():
     inputs, table = wide(hidden, module.embedding[...])
     # The error is far below that of bfloat16, so no intermediate result was rounded.
     np.testing.assert_allclose(logits, inputs @ table.T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_zero_centered_norm_rounds_once():
+    """As transformers does: the scale is small, and 1 + scale has no place in bfloat16."""
+    module = build(ZeroCenteredRMSNorm, 64, 1e-6, dtype=jnp.bfloat16)
+    module.scale.set_value(module.scale[...] * 2.0**-7)
+    x = draw(3, 64, dtype=jnp.bfloat16)
+    inputs, scale = wide(x, module.scale[...])
+    expected = (1 + scale) * inputs / np.sqrt((inputs**2).mean(-1, keepdims=True))
+    assert module(x).dtype == jnp.bfloat16
+    np.testing.assert_allclose(*wide(module(x)), expected, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])

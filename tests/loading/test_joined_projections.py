@@ -84,9 +84,13 @@ def test_the_same_tokens(name, mesh, tree):
 def test_heads_are_those_of_projections_apart(mesh, takes_context):
     attention = Attention(
         24, num_heads=8, num_kv_heads=4, head_dim=8, eps=1e-6, qk_norm=takes_context,
-        takes_context=takes_context, dtype=jnp.float32, sharding=make_sharding(*mesh),
+        takes_context=takes_context, bias=True, dtype=jnp.float32, sharding=make_sharding(*mesh),
     )  # fmt: skip
     parameters.initialize(attention, jax.random.key(0))
+    for i, projection in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)):
+        like = projection.bias[...]
+        values = jax.random.normal(jax.random.key(i), like.shape)
+        projection.bias.set_value(jax.device_put(values, like.sharding))
     together = joined(attention)
     together.join()  # a second time it stays as it is
     x = jax.random.normal(jax.random.key(1), (2, 3, 24))

@@ -27,7 +27,6 @@ from dflash.kernels import paged_attention as paged
 from dflash.layers import rotary
 from dflash.layers.cache import CacheArray
 from dflash.layers.linear import Linear
-from dflash.layers.transformer import TransformerLayer
 from dflash.loading import models
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
@@ -145,11 +144,13 @@ class Toy(Decoder):
     qk_norm = False
     architecture_class = ToyArchitecture
 
-    def make_layer(self, i, **build):
+    def make_attention(self, i, **build):
         if i % 2 == 0:
-            return super().make_layer(i, **build)
-        attention, mlp = LatentAttention(self.arch, **build), Experts(self.arch, **build)
-        return TransformerLayer(self.arch, attention=attention, mlp=mlp, **build)
+            return super().make_attention(i, **build)
+        return LatentAttention(self.arch, **build)
+
+    def make_mlp(self, i, **build):
+        return Experts(self.arch, **build) if i % 2 == 1 else super().make_mlp(i, **build)
 
     def checkpoint_name(self, path):
         layer, _, rest = path.rpartition(".self_attn.")

@@ -109,6 +109,7 @@ CHECKPOINTS = {
         "Llama",
         {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
+    "qwen2": ("Qwen2", {"head_dim": 16}),
 }
 EIGHT = make_sharding(data=2, fsdp=2, tensor=2)
 LENGTHS = [5, 17, 33, 1]

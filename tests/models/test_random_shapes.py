@@ -9,7 +9,7 @@ import pytest
 from support.models import make_cache
 from support.parity import check_rows, make_pair, pad, reference, step
 
-FAMILIES = ("Qwen3", "Llama", "Qwen3Moe", "DeepseekV3")
+FAMILIES = ("Qwen3", "Llama", "Qwen3Moe", "DeepseekV3", "Qwen2")
 VOCAB = 40
 
 
