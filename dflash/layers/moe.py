@@ -13,7 +13,7 @@ from flax import nnx
 from dflash import errors
 from dflash.kernels.grouped_matmul import for_platform, grouped_matmul
 from dflash.layers.cache import batch_axes
-from dflash.layers.linear import Kernel
+from dflash.layers.linear import Kernel, Linear
 from dflash.layers.mlp import Mlp, gated
 from dflash.layers.weight_format import WeightFormat
 from dflash.parallel import parameters
@@ -258,6 +258,7 @@ class SparseMlp(nnx.Module):
         hidden: int,
         *,
         shared_hidden: int = 0,
+        gates_shared: bool = False,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
@@ -268,16 +269,26 @@ class SparseMlp(nnx.Module):
           width: Size of a row.
           hidden: Hidden size of each expert.
           shared_hidden: Total hidden size of the shared experts; 0 for none.
+          gates_shared: Multiply the output of the shared experts by the sigmoid of a learned gate,
+            one number per row.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.gate = Router(width, routing, **build)
         self.experts = Experts(routing, width, hidden, **build)
         self.shared_experts = Mlp(width, shared_hidden, **build) if shared_hidden else None
+        self.shared_expert_gate = (
+            Linear(width, 1, ("embed", None), **build) if gates_shared else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps rows x [B, T, D] to [B, T, D]."""
         out = self.experts(x, *self.gate(x))
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        if self.shared_experts is None:
+            return out
+        shared = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared *= jax.nn.sigmoid(self.shared_expert_gate(x))
+        return out + shared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,11 +26,16 @@ ROUTINGS = {
 }
 
 
+def make_layer(name, sharding):
+    """Returns an abstract layer; those with softmax gate their shared expert."""
+    routing = ROUTINGS[name]
+    gates = {"shared_hidden": 8, "gates_shared": routing.scoring == "softmax"}
+    return SparseMlp(routing, WIDTH, HIDDEN, dtype=jnp.float32, sharding=sharding, **gates)
+
+
 @functools.cache
 def layer(name, **mesh):
-    routing = ROUTINGS[name]
-    build = {"dtype": jnp.float32, "sharding": make_sharding(**mesh)}
-    model = SparseMlp(routing, WIDTH, HIDDEN, shared_hidden=8, **build)
+    model = make_layer(name, make_sharding(**mesh))
     if mesh:
         return move(layer(name), model)
     parameters.initialize(model, jax.random.key(0))
@@ -62,6 +67,8 @@ def by_hand(model, x):
     for at in np.ndindex(x.shape[:-1]):
         row = np.float64(x[at])
         out[at] = mlp(row, *of_shared)
+        if model.shared_expert_gate is not None:
+            out[at] /= 1 + np.exp(-row @ np.float64(model.shared_expert_gate.kernel[...]))
         for expert, weight in zip(chosen[at], weights[at], strict=True):
             out[at] += weight * mlp(row, *(kernel[expert] for kernel in kernels))
     return out
@@ -108,10 +115,7 @@ def test_eight_devices_equal_one(mesh):
 )
 def test_rows_are_exchanged_where_they_are_split_as_experts_are(mesh, changes, name):
     mixed = sharding.make_sharding(mesh, dict(schema.SHARDING_RULES) | changes)
-    spread = SparseMlp(
-        ROUTINGS[name], WIDTH, HIDDEN, shared_hidden=8, dtype=jnp.float32, sharding=mixed
-    )
-    spread = move(layer(name), spread)
+    spread = move(layer(name), make_layer(name, mixed))
     # Three rows do not divide over the devices, so they are replicated.
     for batch, sent in ((4, True), (3, False)):
         x, run = rows(batch, 5), jax.jit(spread)
