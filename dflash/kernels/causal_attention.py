@@ -25,6 +25,7 @@ def causal_attention(
     segment_ids: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
     chunk_tokens: int | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
@@ -38,6 +39,7 @@ def causal_attention(
       values: [B, T, K, H].
       segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
       scale: Factor that multiplies the scores.
+      window: Rows up to its own that a row sees; None for all.
       chunk_tokens: Queries per chunk of the reference; None to derive it from T.
       implementation: Implementation to run; see `implementation.run`.
     Returns:
@@ -50,7 +52,7 @@ def causal_attention(
     unsupported = tpu.unsupported(queries)
 
     def reference(queries, keys, values, segment_ids):
-        attend = functools.partial(_attend_chunk, scale=scale)
+        attend = functools.partial(_attend_chunk, scale=scale, window=window)
         return in_chunks(attend, (queries, segment_ids), (keys, values, segment_ids), chunk_tokens)
 
     def attend(*arrays):
@@ -58,7 +60,7 @@ def causal_attention(
             implementation,
             *arrays,
             reference=reference,
-            pallas=functools.partial(tpu.attend, scale=scale),
+            pallas=functools.partial(tpu.attend, scale=scale, window=window),
             unsupported=unsupported,
         )
 
@@ -105,6 +107,7 @@ def attend_so_far(
     key_segments: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
 ) -> Partial:
     """Attends from a chunk's rows to themselves and to earlier rows of the same document.
 
@@ -115,10 +118,13 @@ def attend_so_far(
       query_segments: int32 [B, C]; segment ids of the queries.
       key_segments: int32 [B, S]; segment ids of the keys.
       scale: Factor that multiplies the scores.
+      window: Rows up to its own that a row sees; None for all.
     """
     chunk, context = query_segments.shape[1], key_segments.shape[1]
     same = query_segments[:, :, None] == key_segments[:, None, :]
     visible = same & jnp.tril(jnp.ones((chunk, context), bool), context - chunk)
+    if window is not None:
+        visible &= jnp.triu(jnp.ones((chunk, context), bool), context - chunk - (window - 1))
     return online_softmax.attend(
         rows,
         keys.transpose(2, 0, 1, 3),
@@ -128,10 +134,10 @@ def attend_so_far(
     )
 
 
-def _attend_chunk(queries, query_segments, keys, values, key_segments, *, scale):
+def _attend_chunk(queries, query_segments, keys, values, key_segments, **view):
     """Attends from queries [B, C, N, H] of the last C of S rows to keys [B, S, K, H]."""
     rows = online_softmax.group_queries(queries, keys.shape[2])
-    partial = attend_so_far(rows, keys, values, query_segments, key_segments, scale=scale)
+    partial = attend_so_far(rows, keys, values, query_segments, key_segments, **view)
     whole = online_softmax.normalize(partial, queries.dtype)
     return online_softmax.ungroup(whole, queries.shape[1])
 

@@ -31,6 +31,7 @@ def attend(
     segment_ids: jax.Array,
     *,
     scale: float,
+    window: int | None,
     interpret,
 ) -> jax.Array:
     """Computes `causal_attention.causal_attention` for shapes that are supported.
@@ -39,8 +40,11 @@ def attend(
     """
     _, length, heads, _ = queries.shape
     block = next(size for size in BLOCKS if length % size == 0)
+    mask = splash.CausalMask((length, length))
+    if window is not None:
+        mask = splash.LocalMask((length, length), (window - 1, 0), 0)
     kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
+        splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(
             block_q=block,
             block_kv=block,

@@ -32,6 +32,7 @@ def paged_attention(
     tree_mask: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
     implementation: str = "auto",
     sizes: tuning.BlockSizes | None = None,
 ) -> tuple[jax.Array, Rows, Rows]:
@@ -39,6 +40,8 @@ def paged_attention(
 
     Row r of sequence b is stored at cache position `start[b] + r`. It sees every position below
     `start[b]`, and the new rows that `tree_mask` selects (by default, rows up to and including r).
+    If a window is set, a row sees no token that is `window` or more positions before its own; the
+    position of row r is start[b] plus its depth, the number of new rows that it sees but itself.
 
     Positions past `start + T` are stale: the kernel may overwrite those that share a memory tile
     with a new row.
@@ -57,6 +60,7 @@ def paged_attention(
       start: int32 [B]; cached positions before this call. start + T must not exceed M · S.
       tree_mask: bool [B, T, T]; entry [b, r, c] is whether row r sees new row c. None is causal.
       scale: Factor that multiplies the scores.
+      window: Positions up to its own that a row sees; None for all.
       implementation: Implementation to run; see `implementation.run`.
       sizes: Tile sizes of the kernel; None for the tuned ones.
     Returns:
@@ -74,9 +78,9 @@ def paged_attention(
         implementation,
         *arrays,
         *([] if tree_mask is None else [tree_mask]),
-        reference=functools.partial(_reference, scale=scale),
+        reference=functools.partial(_reference, scale=scale, window=window),
         pallas=functools.partial(tpu.paged_attention_tpu, scale=scale, sizes=sizes),
-        unsupported=tpu.unsupported(queries, key_pages),
+        unsupported=tpu.unsupported(queries, key_pages, window),
     )
 
 
@@ -91,6 +95,7 @@ def _reference(
     tree_mask=None,
     *,
     scale,
+    window,
 ):
     """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
     length = queries.shape[1]
@@ -107,12 +112,17 @@ def _reference(
     attend = functools.partial(online_softmax.attend, scale=scale)
     if tree_mask is None:
         tree_mask = jnp.tril(jnp.ones((1, length, length), bool))
+    first_visible = None
+    if window is not None:
+        depth = tree_mask.sum(-1) - 1
+        tree_mask = tree_mask & (depth[:, :, None] - depth[:, None] < window)
+        first_visible = jnp.repeat(start[:, None] + depth - (window - 1), group, axis=1)
     partial = attend(rows, keys, values, jnp.repeat(tree_mask, group, axis=1))
 
     def attend_tile(pages, visible):
         return attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
 
-    partial = fold_in_context(partial, attend_tile, page_table, start, page_size)
+    partial = fold_in_context(partial, attend_tile, page_table, start, page_size, first_visible)
     outputs = online_softmax.ungroup(online_softmax.normalize(partial, queries.dtype), length)
     return outputs, key_pages, value_pages
 
@@ -123,16 +133,20 @@ def fold_in_context(
     page_table: jax.Array,
     start: jax.Array,
     page_size: int,
+    first_visible: jax.Array | None = None,
 ) -> Partial:
     """Adds attention to the cached context, tile by tile, up to the longest context of the batch.
+
+    Tiles that no row of the batch sees are skipped.
 
     Args:
       partial: Attention to the new rows.
       attend_tile: Function from page indices int32 [B, n] and the visibility of their rows,
-        bool [B, 1, n·S], to the attention to these pages.
+        bool [B, 1 or R, n·S], to the attention to these pages.
       page_table: int32 [B, M].
       start: int32 [B]; cached positions of each sequence.
       page_size: Rows per page, S.
+      first_visible: int32 [B, R]; first position that each row sees, may be negative. None for 0.
     """
     pages_per_tile = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
     tile = pages_per_tile * page_size
@@ -142,10 +156,13 @@ def fold_in_context(
         pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile, axis=1)
         positions = i * tile + jnp.arange(tile)
         visible = positions < start[:, None, None]
+        if first_visible is not None:
+            visible &= positions >= first_visible[:, :, None]
         return online_softmax.merge(partial, attend_tile(pages, visible))
 
     tiles_in_use = (start.max() + tile - 1) // tile
-    return jax.lax.fori_loop(0, tiles_in_use, fold_in_tile, partial)
+    first = 0 if first_visible is None else jnp.maximum(first_visible.min(), 0) // tile
+    return jax.lax.fori_loop(first, tiles_in_use, fold_in_tile, partial)
 
 
 def row_index(page_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:

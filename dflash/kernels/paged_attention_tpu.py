@@ -320,8 +320,10 @@ def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
         writer.wait()
 
 
-def unsupported(queries, key_pages) -> str | None:
+def unsupported(queries, key_pages, window) -> str | None:
     """Returns why the kernel does not support a call, or None if it does."""
+    if window is not None:
+        return f"{OP}: the kernel has no windows"
     width, page_size = queries.shape[-1], key_pages.shape[2]
     if width not in flash_tpu.HEAD_DIMS:
         return f"{OP}: head_dim {width} is not one of {flash_tpu.HEAD_DIMS}"

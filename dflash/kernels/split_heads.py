@@ -21,12 +21,13 @@ class Part(NamedTuple):
 
     Attributes:
       share: Number of heads, relative to that of other parts.
-      rotated: Heads are normalized, if there are norms, and rotated by the angles of their
-        positions; otherwise they are returned unchanged.
+      rotated: Whether heads are rotated by the angles of their positions.
+      normed: Whether heads are normalized before, if there are norms.
     """
 
     share: int = 1
     rotated: bool = True
+    normed: bool = True
 
 
 def split_heads(
@@ -45,7 +46,7 @@ def split_heads(
       rows: [B, T, n·H]; the columns of each part are contiguous, and so are those of each head.
       cos_sin: Cos and sin of the rows' positions, each float32 [B, T, 1, H/2]. If their last
         dimension is smaller, only the first elements of a head are rotated.
-      scales: [H] for each rotated part; scale of the RMS norm that is applied to its heads before
+      scales: [H] for each normed part; scale of the RMS norm that is applied to its heads before
         the rotation. Empty for no norms.
       parts: Parts of the columns, in order.
       width: Elements per head, H; None for twice the last dimension of cos and sin.
@@ -60,7 +61,7 @@ def split_heads(
     width = width or 2 * cos_sin[0].shape[-1]
     shares = sum(part.share for part in parts)
     shapes = [scale.shape for scale in scales]
-    expected = [(width,)] * sum(part.rotated for part in parts)
+    expected = [(width,)] * sum(part.normed for part in parts)
     if rows.shape[-1] % (width * shares) or shapes not in ([], expected):
         raise ValueError(
             f"split_heads: rows {rows.shape} and scales {shapes} do not fit "
@@ -153,8 +154,8 @@ def _reference(rows, cos, sin, *scales, parts, width, eps):
     for part in parts:
         own = heads[:, :, begin : begin + unit * part.share]
         begin += own.shape[2]
-        if part.rotated:
-            scale = next(scales, None)
-            own = rotate(own if scale is None else rms_norm(own, scale, eps), (cos, sin))
+        scale = next(scales, None) if part.normed else None
+        own = own if scale is None else rms_norm(own, scale, eps)
+        own = rotate(own, (cos, sin)) if part.rotated else own
         outputs.append(own)
     return tuple(outputs)

@@ -171,12 +171,12 @@ def _kernel(*refs, parts, normed, eps):
     cos, sin = (ref[...] for ref in refs[:2])
     scales = iter(refs[2:])
     for part, rows_ref, outputs_ref in zip(parts, rows, outputs, strict=True):
-        scale = next(scales)[...] if normed and part.rotated else None
+        scale = next(scales)[...] if normed and part.normed else None
         heads, _, width = outputs_ref.shape
         for head in range(heads):
             x = rows_ref[:, head * width : (head + 1) * width]
-            if part.rotated:
-                x = _rotate(_norm(x, scale, eps), cos, sin)
+            x = _norm(x, scale, eps) if part.rotated or scale is not None else x
+            x = _rotate(x, cos, sin) if part.rotated else x
             outputs_ref[head] = x.astype(outputs_ref.dtype)
 
 

@@ -47,6 +47,9 @@ class Attention(nnx.Module):
         output_width: int | None = None,
         takes_context: bool = False,
         has_sinks: bool = False,
+        scale: float | None = None,
+        window: int | None = None,
+        rotated: bool = True,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
@@ -66,6 +69,9 @@ class Attention(nnx.Module):
           takes_context: Some rows need keys and values but no queries; enables `keys_values`.
           has_sinks: Each head has a learned attention sink: a score, `attention_sink_bias`, that
             belongs to no row.
+          scale: Factor that multiplies attention scores; None for 1 / sqrt(head_dim).
+          window: Positions up to its own that a row sees; None for all.
+          rotated: Whether queries and keys are rotated by their positions.
         """
         build = {"dtype": dtype, "sharding": sharding}
         queries, rows = num_heads * head_dim, num_kv_heads * head_dim
@@ -86,12 +92,9 @@ class Attention(nnx.Module):
         self.num_kv_heads = num_kv_heads
         self.takes_context = takes_context
         self.head_dim = head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window, self.rotated = window, rotated
         self.sharding = sharding
-
-    @property
-    def scale(self) -> float:
-        """Factor that multiplies attention scores."""
-        return self.head_dim**-0.5
 
     def project(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
@@ -166,6 +169,7 @@ class Attention(nnx.Module):
             functools.partial(
                 paged_attention,
                 scale=self.scale,
+                window=self.window,
                 implementation=implementation.for_platform(self.sharding.platform),
             ),
             (rows, kv_rows, kv_rows, *names),
@@ -188,9 +192,14 @@ class Attention(nnx.Module):
         """
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
         rows, kv_rows = self._row_names(batch)
-        chosen = implementation.for_platform(self.sharding.platform)
+        attention = functools.partial(
+            causal_attention,
+            scale=self.scale,
+            window=self.window,
+            implementation=implementation.for_platform(self.sharding.platform),
+        )
         sharded = self.sharding.map(
-            lambda *arrays: (causal_attention(*arrays, scale=self.scale, implementation=chosen),),
+            lambda *arrays: (attention(*arrays),),
             (rows, kv_rows, kv_rows, (batch, None)),
             (rows,),
         )
@@ -231,7 +240,11 @@ class Attention(nnx.Module):
         """Splits the output of one projection into heads [B, T, n, H], one array per part."""
         norms = {"q": self.q_norm, "k": self.k_norm, "v": None}
         norms = [norms[part] for part in parts if norms[part] is not None]
-        forms = {"q": Part(self.heads_per_kv_head), "k": Part(), "v": Part(rotated=False)}
+        forms = {
+            "q": Part(self.heads_per_kv_head, rotated=self.rotated),
+            "k": Part(rotated=self.rotated),
+            "v": Part(rotated=False, normed=False),
+        }
         chosen = implementation.for_platform(self.sharding.platform)
         split = functools.partial(
             split_heads,

@@ -184,7 +184,7 @@ def test_anchored_attention_and_its_gradients(chip, blocks, rows, kv_heads, grou
 
 
 def split(rows, cos, sin, *scales, group=4):
-    parts = Part(group), Part(), Part(rotated=False)
+    parts = Part(group), Part(), Part(rotated=False, normed=False)
     return split_heads(rows, (cos, sin), scales, parts=parts)
 
 

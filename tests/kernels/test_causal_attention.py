@@ -42,12 +42,13 @@ def make_case(segments, *, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed
     return draw(group * kv_heads), draw(kv_heads), draw(kv_heads), jnp.asarray(segments)
 
 
-def expected(queries, keys, values, segments):
+def expected(queries, keys, values, segments, window=None):
     """Computes the outputs row by row; padding rows are zero."""
     outputs = np.zeros(queries.shape)
     for b, row in enumerate(np.asarray(segments)):
         for t in np.flatnonzero(row):
-            seen = [s for s in range(t + 1) if row[s] == row[t]]
+            first = 0 if window is None else max(0, t + 1 - window)
+            seen = [s for s in range(first, t + 1) if row[s] == row[t]]
             outputs[b, t] = dense_attention(
                 queries[b, t : t + 1],
                 keys[b, np.array(seen)],
@@ -64,12 +65,18 @@ def check(case, *, tolerance=1e-5, **options):
     outputs = np.asarray(outputs, np.float64)
     assert np.isfinite(outputs).all()
     real = np.asarray(case[3]) != 0
-    np.testing.assert_allclose(outputs[real], expected(*case)[real], rtol=tolerance, atol=tolerance)
+    dense = expected(*case, options.get("window"))
+    np.testing.assert_allclose(outputs[real], dense[real], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("chunk", [4, 21, None])
 def test_packed_documents(chunk):
     check(make_case(make_segments(*LAYOUTS.values())), chunk_tokens=chunk)
+
+
+@pytest.mark.parametrize("window", [1, 5, 30])
+def test_windows(window):
+    check(make_case(make_segments(*LAYOUTS.values())), chunk_tokens=4, window=window)
 
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 2), (8, 1)])
@@ -154,7 +161,8 @@ def test_wrong_shapes_are_named(argument):
 # --- the TPU kernels, in interpret mode -----------------------------------------------------------
 
 
-def test_the_kernels_compute_the_same(monkeypatch):
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_kernels_compute_the_same(window, monkeypatch):
     monkeypatch.setattr(causal_attention_tpu, "BLOCKS", (128,))
     segments = make_segments([(1, 100), (2, 28), (3, 100), (0, 28)])
     case = make_case(segments, group=2, kv_heads=1, width=128)
@@ -162,9 +170,8 @@ def test_the_kernels_compute_the_same(monkeypatch):
 
     def run(implementation):
         def summed(*arrays):
-            attended = causal_attention(
-                *arrays, case[3], scale=SCALE, implementation=implementation
-            )
+            view = {"scale": SCALE, "window": window}
+            attended = causal_attention(*arrays, case[3], **view, implementation=implementation)
             return jnp.sum(jnp.where(real, attended, 0) ** 2), attended
 
         found = jax.grad(summed, argnums=(0, 1, 2), has_aux=True)(*case[:3])

@@ -15,10 +15,11 @@ from support.paged_cases import SCALE, ancestry, make_case
 from dflash.kernels import paged_attention as paged
 
 
-def run(case, tile=8):
+def run(case, tile=8, **options):
     """Compiles and runs, with small tiles, so that short sequences take several."""
+    call = functools.partial(paged.paged_attention, scale=SCALE, **options)
     with mock.patch.object(paged, "TILE_TOKENS", tile):
-        return jax.jit(functools.partial(paged.paged_attention, scale=SCALE))(**case.arguments)
+        return jax.jit(call)(**case.arguments)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17])
@@ -60,6 +61,20 @@ def test_tree_mask_differs_by_sequence():
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
     case = make_case([0, 9, 4], 6, tree_mask=trees)
     case.check(run(case), 1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 3, 9, 40])
+@pytest.mark.parametrize("length", [1, 5, 12])
+def test_windows(length, window):
+    case = make_case([0, 1, 4, 9, 23], length, window=window)
+    case.check(run(case, window=window), 1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16])
+def test_windows_of_trees_count_depths(window):
+    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
+    case = make_case([0, 9, 17], 6, tree_mask=trees, window=window)
+    case.check(run(case, window=window), 1e-5)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])

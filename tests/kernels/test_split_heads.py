@@ -12,7 +12,7 @@ from dflash.kernels.split_heads import Part, rms_norm, rotate, split_heads
 
 EPS = 1e-2  # Large enough to affect results.
 HEADS = (Part(),)
-VALUES = Part(rotated=False)
+VALUES = Part(rotated=False, normed=False)
 QUERIES_KEYS_VALUES = (Part(4), Part(), VALUES)
 
 
@@ -22,7 +22,7 @@ def make_case(length, heads, width, dtype, *, parts=HEADS, scaled=True, batch=2)
     angles = rng.uniform(0, 7, size=(batch, length, 1, width // 2))
     rows = jnp.asarray(rng.normal(size=(batch, length, heads * width)), dtype)
     cos_sin = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    scales = [rng.uniform(0.5, 2, width) for part in parts if part.rotated]
+    scales = [rng.uniform(0.5, 2, width) for part in parts if part.normed]
     return rows, cos_sin, tuple(jnp.asarray(scale, dtype) for scale in scales if scaled)
 
 
@@ -33,14 +33,16 @@ def expected(rows, cos_sin, scales, parts=HEADS):
     ends = np.cumsum([part.share for part in parts]) * heads.shape[2] // sum(p.share for p in parts)
     cos, sin = (np.asarray(each, np.float64) for each in cos_sin)
     found = np.split(heads, ends[:-1], axis=2)
-    rotated = [i for i, part in enumerate(parts) if part.rotated]
-    for n, i in enumerate(rotated):
-        part = found[i]
-        if scales:
-            part = part / np.sqrt(np.mean(part**2, axis=-1, keepdims=True) + EPS)
-            part = part * np.asarray(scales[n], np.float64)
-        turned = (part[..., : width // 2] + 1j * part[..., width // 2 :]) * (cos + 1j * sin)
-        found[i] = np.concatenate([turned.real, turned.imag], axis=-1)
+    scales = iter(scales)
+    for i, form in enumerate(parts):
+        scale = next(scales, None) if form.normed else None
+        if scale is not None:
+            found[i] = found[i] / np.sqrt(np.mean(found[i] ** 2, axis=-1, keepdims=True) + EPS)
+            found[i] = found[i] * np.asarray(scale, np.float64)
+        if form.rotated:
+            halves = found[i][..., : width // 2] + 1j * found[i][..., width // 2 :]
+            turned = halves * (cos + 1j * sin)
+            found[i] = np.concatenate([turned.real, turned.imag], axis=-1)
     return found
 
 
@@ -57,6 +59,7 @@ def expected(rows, cos_sin, scales, parts=HEADS):
         (16, 6, 128, jnp.float32, False, (Part(), Part(), VALUES)),
         (17, 12, 128, jnp.float32, True, QUERIES_KEYS_VALUES),
         (256, 6, 128, jnp.bfloat16, True, QUERIES_KEYS_VALUES),
+        (16, 3, 128, jnp.float32, True, (Part(), Part(rotated=False), Part(normed=False))),
         (2, 10, 256, jnp.bfloat16, False, (Part(8), Part(), VALUES)),
     ],
 )

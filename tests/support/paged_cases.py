@@ -84,11 +84,12 @@ class Case:
 
 def make_case(
     starts, length, *, group=2, kv_heads=2, width=8, page_size=4, table_pages=None,
-    tree_mask=None, dtype=jnp.float32, kv_dtype=None, seed=0,
+    tree_mask=None, window=None, dtype=jnp.float32, kv_dtype=None, seed=0,
 ):  # fmt: skip
     """Random arguments whose pages lie in any order, and what dense attention makes of them.
 
     Pages are quantized where a kv_dtype is named; dense attention then sees what they stand for.
+    The caller passes the window to the kernel too.
     """
     rng = np.random.default_rng(seed)
     batch = len(starts)
@@ -121,6 +122,10 @@ def make_case(
             owned[table[b, position // page_size], position % page_size] = True
         inside = np.tril(np.ones((length, length), bool)) if tree_mask is None else tree_mask[b]
         visible = np.concatenate([np.ones((length, start), bool), inside], axis=1)
+        if window is not None:
+            depth = inside.sum(axis=1) - 1
+            positions = np.concatenate([np.arange(start), start + depth])
+            visible &= start + depth[:, None] - positions < window
         expected[b] = dense_attention(
             queries[b], keys[b, : start + length], values[b, : start + length], visible, SCALE
         )
