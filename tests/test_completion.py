@@ -74,7 +74,10 @@ def test_the_names_on_the_line_and_in_the_file_choose_the_keys(offered):
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("decode.verify=", ["decode.verify=coupled ", "decode.verify=rejection "]),
+        (
+            "decode.verify=",
+            ["decode.verify=block ", "decode.verify=coupled ", "decode.verify=rejection "],
+        ),
         ("decode.ignore_eos=t", ["decode.ignore_eos=true "]),
         ("drafter.block_size=", ["drafter.block_size=auto ", "drafter.block_size=null "]),
         ("drafter.name=e", ["drafter.name=eagle3 "]),

@@ -112,6 +112,13 @@ def _draft_model(config: Any) -> Iterator[Problem]:
         yield ("drafter.family",), f"unknown name {family!r}{near}"
 
 
+def _block_verification(config: Any) -> Iterator[Problem]:
+    """Checks that drafts which are verified as a block form a chain."""
+    if config.decode.verify == "block" and getattr(config.drafter, "tree", None) is not None:
+        keys = "decode.verify", "drafter.tree"
+        yield keys, "block is a rule for chains; leave drafter.tree out, or use rejection"
+
+
 def _one_block_size(config: Any) -> Iterator[Problem]:
     """Checks that the block size is fixed for training and compile reports."""
     elsewhere = hasattr(config, "train") or hasattr(config, "tpu")
@@ -341,6 +348,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("target", "drafter"), _drafter_architecture),
     (("drafter",), _draft_model),
     (("drafter",), _one_block_size),
+    (("drafter", "decode"), _block_verification),
     (("target", "decode"), _stop_ids),
     (("decode",), _lengths),
     (("prompts",), _prompts),

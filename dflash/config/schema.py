@@ -195,7 +195,7 @@ class DecodeConfig(SamplingConfig):
 
     max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
     min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # Minimum before a stop token.
-    verify: Literal["coupled", "rejection"] = "coupled"
+    verify: Literal["coupled", "rejection", "block"] = "coupled"
     stop_ids: tuple[int, ...] = option((), minimum=0)  # In addition to the checkpoint's.
     ignore_eos: bool = False
     baseline: bool = False  # Also decode every prompt without drafting, and compare.

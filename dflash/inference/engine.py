@@ -74,7 +74,7 @@ class Engine:
         self.sharding = target.sharding
         self.rules = cycle.Rules(
             block_sizes=sizes or (drafter.block_size,),
-            rejection=config.verify == "rejection",
+            verify=config.verify,
             revise=revise,
         )
         self.layout = Layout.from_config(

@@ -341,9 +341,10 @@ def _find_drafter(
 def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
     """Raises ConfigError if verification needs probabilities that the drafter does not provide."""
     drafts = drafter.num_draft_tokens > 0
-    if config.decode.verify == "rejection" and drafts and not drafter.has_probs:
+    rule = config.decode.verify
+    if rule != "coupled" and drafts and not drafter.has_probs:
         raise errors.ConfigError(
-            "decode.verify: rejection weighs drafts by their probabilities, and drafter.name="
+            f"decode.verify: {rule} weighs drafts by their probabilities, and drafter.name="
             f"{config.drafter.name} has none; use decode.verify=coupled"
         )
 

@@ -15,7 +15,6 @@ from dflash.inference.cycle import cycle
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
-from dflash.inference.logits.sampling import SequenceSampler
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, Sampling
 from dflash.measure.forced import FixedDrafter, ForcedDrafter
@@ -126,7 +125,7 @@ class MeasuredEngine(Engine):
         return self._target_alone
 
     def _draft(self, target, drafter, state: DecodeState, drafter_state, anchor):
-        sampler = SequenceSampler(state.sampling, with_probs=self.rules.rejection)
+        sampler = self.rules.sampler(state)
         return drafter.draft(drafter_state, anchor, state.length - 1, sampler, target)
 
     def _propose(self, target, drafter, state):

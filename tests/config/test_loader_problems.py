@@ -43,7 +43,7 @@ SEED = "decode.seed: expected an integer in [-9223372036854775808, 9223372036854
         ("decode.temperature=hot", "decode.temperature: expected a number >= 0, got 'hot'"),
         ("decode.ignore_eos=yes", "decode.ignore_eos: expected true or false, got 'yes'"),
         ("decode.ignore_eos=1", "decode.ignore_eos: expected true or false, got 1"),
-        ("decode.verify=coupld", "decode.verify: expected one of coupled, rejection, "
+        ("decode.verify=coupld", "decode.verify: expected one of coupled, rejection, block, "
          "got 'coupld'; did you mean 'coupled'?"),
         ("decode.kv_dtype=int9", "decode.kv_dtype: expected one of auto, int8, float8_e4m3fn, "
          "got 'int9'; did you mean 'int8'?"),

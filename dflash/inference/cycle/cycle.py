@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,21 @@ class Rules:
     Attributes:
       block_sizes: Numbers of rows that a cycle may verify per sequence, ascending; the last one is
         the drafter's block size.
-      rejection: Whether to verify by rejection instead of by coupling.
+      verify: Rule that accepts drafts; see `verify`.
       revise: Function applied to every `VerifyResult`, for measurements only: the output becomes
         meaningless, but the work stays the same.
     """
 
     block_sizes: tuple[int, ...]
-    rejection: bool = False
+    verify: Literal["coupled", "rejection", "block"] = "coupled"
     revise: Revise | None = None
+
+    def sampler(self, state: DecodeState) -> SequenceSampler:
+        """Returns the sampler that drafts and verifies the next block of every sequence."""
+        params = state.sampling
+        if self.verify == "block":
+            params = params.of_block(state.length)
+        return SequenceSampler(params, with_probs=self.verify != "coupled")
 
 
 class Outcome(NamedTuple):
@@ -76,7 +83,7 @@ def propose(
     target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules, block_size: int
 ) -> tuple[DecodeState, Proposal]:
     """Drafts a block for every slot: the first half of `cycle`."""
-    sampler = SequenceSampler(state.sampling, with_probs=rules.rejection)
+    sampler = rules.sampler(state)
     with jax.named_scope("drafter"):
         proposal, drafter_state = _draft(drafter, block_size - 1, state, sampler, target)
     return dataclasses.replace(state, drafter=drafter_state), proposal
@@ -102,12 +109,11 @@ def conclude(
       allowed: int32 [B, R, ceil(V / 32)] or None; bit mask of the tokens that may follow each row,
         see `controls.shape_logits`.
     """
-    sampler = SequenceSampler(state.sampling, with_probs=rules.rejection)
     rows = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
     tree = _tree(proposal, drafter)
     output, positions = _forward(target, drafter, state, rows, tree)
     logits = target.unembed(output.hidden)
-    result, finite = _judge(state, proposal, tree, logits, positions + 1, sampler, allowed)
+    result, finite = _judge(state, proposal, tree, logits, positions + 1, rules, allowed)
     drafter_state, result = _review(drafter, state.drafter, proposal, result, rules)
     committed = _following_tokens(rows, result)
     cache, features = _keep_path(target, output, state.length - 1, result.path)
@@ -226,7 +232,7 @@ def _judge(
     tree: trees.Tree | None,
     logits: jax.Array,
     positions: jax.Array,
-    sampler: SequenceSampler,
+    rules: Rules,
     allowed: jax.Array | None,
 ) -> tuple[verify.VerifyResult, jax.Array]:
     """Verifies a proposal and checks each row for finite logits.
@@ -237,9 +243,10 @@ def _judge(
       The result of verification, and a mask of rows with finite logits, bool [B, R].
     """
     ancestry = None if tree is None else tree.ancestry
+    sampler = rules.sampler(state)
 
     def judge(logits):
-        result = _verify(proposal, tree, logits, positions, sampler)
+        result = _verify(proposal, tree, logits, positions, sampler, rules)
         return result, _finite_rows(result, logits)
 
     def judge_shaped():
@@ -268,11 +275,12 @@ def _verify(
     logits: jax.Array,
     positions: jax.Array,
     sampler: SequenceSampler,
+    rules: Rules,
 ) -> verify.VerifyResult:
-    """Applies the rule for the form of the proposal: chain or tree, coupled or rejection."""
+    """Applies the rule of `rules` for the form of the proposal: chain or tree."""
     positions = jnp.broadcast_to(positions, logits.shape[:2])
     if proposal.probs is not None:
-        return _reject(proposal, tree, logits, positions, sampler.params)
+        return _reject(proposal, tree, logits, positions, sampler.params, rules)
     if sampler.with_probs and proposal.tokens.shape[1]:
         raise ValueError("rejection verification of a proposal without probabilities")
     sampled = sampler.sample(logits, positions)
@@ -281,11 +289,12 @@ def _verify(
     return verify.coupled_tree(proposal.tokens, sampled, tree)
 
 
-def _reject(proposal, tree, logits, positions, params) -> verify.VerifyResult:
-    """Verifies a chain or a tree by rejection."""
+def _reject(proposal, tree, logits, positions, params, rules) -> verify.VerifyResult:
+    """Verifies a chain or a tree by the probabilities of its drafts."""
     tokens, probs = proposal.tokens, proposal.probs
     if tree is None:
-        return verify.rejection_chain(tokens, probs, logits, positions, params)
+        rule = verify.block_chain if rules.verify == "block" else verify.rejection_chain
+        return rule(tokens, probs, logits, positions, params)
     drawn_from = proposal.drawn_from
     if drawn_from is None:
         drawn_from = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

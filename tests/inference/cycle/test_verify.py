@@ -84,9 +84,11 @@ WRONG_RULES = [always_accept, redraw_from_target, too_lenient, one_noise_for_all
 SAMPLES = 40_000
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def two_tokens(rule, target_logits, draft_logits, params):
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def two_tokens(rule, target_logits, draft_logits, params, noise_of_blocks=False):
     """The first two tokens of each sequence: of one cycle, or of two if the first ends early.
+
+    Also returns how many drafts of the first cycle were accepted.
 
     Args:
       target_logits: [1 + V + V², V]; after no token, after one (by token), after two.
@@ -94,9 +96,11 @@ def two_tokens(rule, target_logits, draft_logits, params):
     """
     batch = params.temperature.shape[0]
     start = jnp.zeros((batch,), jnp.int32)
+    whole = params
 
     def cycle(position, so_far):
         """One cycle of two drafts after no token or one: `so_far` is the row of the logits."""
+        params = whole.of_block(position) if noise_of_blocks else whole
         positions = position[:, None] + jnp.arange(3)
         before = draft_logits[so_far][:, None]
         first = sampling.sample(before, positions[:, :1], params, sampling.DRAFT)
@@ -117,36 +121,64 @@ def two_tokens(rule, target_logits, draft_logits, params):
     tokens, count = cycle(start, start)
     first = tokens[:, 0]
     again, _ = cycle(start + 1, 1 + first)
-    return first, jnp.where(count >= 2, tokens[:, 1], again[:, 0])
+    return first, jnp.where(count >= 2, tokens[:, 1], again[:, 0]), count - 1
 
 
-def joint_pvalue(rule) -> float:
-    """How well the joint distribution of two tokens fits the target's, by chi-square."""
+def joint_pvalue(rule, noise_of_blocks=False) -> tuple[float, float]:
+    """How well the joint distribution of two tokens fits the target's, by chi-square.
+
+    Also returns the mean number of drafts of the first cycle that were accepted.
+    """
     rng = np.random.default_rng(0)
     target_logits = rng.normal(size=(1 + VOCAB + VOCAB**2, VOCAB)).astype(np.float32)
     draft_logits = rng.normal(size=(1 + VOCAB, VOCAB)).astype(np.float32)
-    first, second = two_tokens(rule, target_logits, draft_logits, make_params(SAMPLES))
+    first, second, accepted = two_tokens(
+        rule, target_logits, draft_logits, make_params(SAMPLES), noise_of_blocks
+    )
     p_first = scipy.special.softmax(target_logits[0].astype(np.float64))
     p_second = scipy.special.softmax(target_logits[1 : 1 + VOCAB].astype(np.float64), axis=-1)
-    return chi_square(np.asarray(first), np.asarray(second), p_first[:, None] * p_second)
+    pvalue = chi_square(np.asarray(first), np.asarray(second), p_first[:, None] * p_second)
+    return pvalue, float(np.mean(accepted))
 
 
-def test_rejection_follows_the_target():
-    assert joint_pvalue(rejection_chain) > 1e-3
+def test_rejection_and_blocks_follow_the_target_and_blocks_accept_more():
+    pvalue, accepted = joint_pvalue(rejection_chain)
+    assert pvalue > 1e-3
+    pvalue, accepted_by_block = joint_pvalue(verify.block_chain, noise_of_blocks=True)
+    assert pvalue > 1e-3
+    assert accepted_by_block > 1.01 * accepted
+
+
+def weight_alone(draft, draft_probs, logits, positions, params):
+    """Wrong: a prefix is accepted by its weight, whatever the tokens after it could still add."""
+    result = verify.block_chain(draft, draft_probs, logits, positions, params)
+    _, p, q = verify._chain_probabilities(draft, draft_probs, logits, params)
+    weights = [jnp.minimum(p[:, 0] / q[:, 0], 1.0)]
+    weights.append(jnp.minimum(weights[0] * p[:, 1] / q[:, 1], 1.0))
+    noise = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
+    lengths = jnp.where(noise < jnp.stack(weights, axis=1), jnp.arange(1, 3), 0)
+    return result._replace(num_accepted=lengths.max(axis=1))
+
+
+def test_wrong_rules_of_blocks_are_found():
+    assert joint_pvalue(weight_alone, noise_of_blocks=True)[0] < 1e-6
+    # Blocks that share noise: what a block rejected would be drawn again.
+    assert joint_pvalue(verify.block_chain, noise_of_blocks=False)[0] < 1e-6
 
 
 @pytest.mark.parametrize("rule", WRONG_RULES, ids=lambda rule: rule.__name__)
 def test_wrong_rules_are_found(rule):
-    assert joint_pvalue(rule) < 1e-6
+    assert joint_pvalue(rule)[0] < 1e-6
 
 
-def test_greedy_rejection_is_greedy_decoding():
+@pytest.mark.parametrize("rule", [rejection_chain, verify.block_chain])
+def test_greedy_rejection_is_greedy_decoding(rule):
     rng = np.random.default_rng(1)
     batch, drafts = 64, 3
     logits = jnp.array(rng.normal(size=(batch, drafts + 1, VOCAB)), jnp.float32)
     best = jnp.argmax(logits, axis=-1)
     draft = jnp.where(rng.random((batch, drafts)) < 0.7, best[:, :-1], (best[:, :-1] + 1) % VOCAB)
-    result = jax.jit(rejection_chain)(
+    result = jax.jit(rule)(
         draft,
         jax.nn.one_hot(draft, VOCAB),
         logits,
