@@ -35,10 +35,9 @@ from dflash.parallel.sharding import Sharding
 class DFlash(OnePassDrafter):
     """DFlash drafter, whose state is the keys and values of all committed features."""
 
-    hf_architectures = ("DFlashDraftModel",)
+    hf_architectures = ("DFlashDraftModel", "DFlashSpeculator")
     shape_class = DFlashShape
     prefix_cache_mode = "rows"
-    ignored_checkpoint_names = ()
     ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
 
     def __init__(
@@ -91,6 +90,12 @@ class DFlash(OnePassDrafter):
             self.lm_head = Linear(decoder.hidden_size, size, ("embed", "vocab"), **build)
             self.lm_head.kernel = parameters.frozen(self.lm_head.kernel)
             self.d2t, self.t2d = draft_vocabulary.declare(size, decoder.vocab_size, sharding)
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        """Names of the copies of the target's weights that files of speculators hold."""
+        copies = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+        return copies if self.d2t is not None else (*copies, "lm_head.weight", "d2t", "t2d")
 
     @classmethod
     def options(cls, config: DFlashConfig) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Likely(NamedTuple):
 class DFlash2(ConditionedDFlash):
     """DFlash2 drafter, whose state is the same as DFlash's."""
 
-    hf_architectures = ("DFlash2DraftModel",)
+    hf_architectures = ("DFlash2DraftModel", "DFlash2Speculator")
     shape_class = DFlash2Shape
 
     def __init__(

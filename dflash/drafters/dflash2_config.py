@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.config.schema import MAX_BLOCK_SIZE, TargetArchitecture, option, option_like, subset
 from dflash.drafters import base_config
-from dflash.drafters.base_config import MAX_LAYERS, MAX_RANK, MAX_WIDTH, BlockDrafterConfig
-from dflash.drafters.dflash_config import GROUP, BlockArchitecture, DFlashShape
-
-_INNER = "transformer_layer_config"  # Group of the decoder in speculators files.
+from dflash.drafters.base_config import MAX_RANK, MAX_WIDTH, BlockDrafterConfig
+from dflash.drafters.dflash_config import BlockArchitecture, DFlashShape
+from dflash.drafters.layouts_config import GROUP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,24 +51,13 @@ class DFlash2Config(BlockDrafterConfig):
 class DFlash2Shape(DFlashShape, DFlash2Fields):
     """Contents of a DFlash2 checkpoint's config.json."""
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads config.json, of z-lab or of speculators; see `DrafterShape.from_hf`.
+    layout: ClassVar[Mapping[str, Any]] = {"projector": "dflash2", "slides_causally": False}
 
-        Speculators files have a group for the decoder's fields, and omit the target's depth.
-        """
-        if _INNER in config:
-            own = hf_config.read_fields(config, DFlash2Fields)
-            base = DFlashShape.from_hf(_flatten(config))
-            base = dataclasses.replace(base, num_target_layers=None)
-        else:
-            group = hf_config.read_group(config, GROUP)
-            own = hf_config.read_fields(group, DFlash2Fields, group=GROUP)
-            hf_config.check_only(config, "draft_vocab_size", config.get("vocab_size"))
-            base = DFlashShape.from_hf(config)
-        shape = cls(**vars(base), **vars(own))
-        base_config.check_file(shape._problems())
-        return shape
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        hf_config.check_only(config, "draft_vocab_size", config.get("vocab_size"))
+        own = hf_config.read_fields({**config, **config[GROUP]}, DFlash2Fields)
+        return super()._read(config) | vars(own)
 
     def to_hf(self) -> dict[str, Any]:
         """Writes z-lab's layout; see `DrafterShape.to_hf`."""
@@ -87,6 +74,7 @@ class DFlash2Shape(DFlashShape, DFlash2Fields):
         return shape
 
     def _problems(self) -> Iterable[base_config.Problem]:
+        yield from super()._problems()
         width, vocab_size = self.decoder.hidden_size, self.decoder.vocab_size
         if width % self.conv_group_size:
             message = f"{self.conv_group_size} does not divide the hidden size {width}"
@@ -94,35 +82,3 @@ class DFlash2Shape(DFlashShape, DFlash2Fields):
         if self.selector_top_k > vocab_size:
             message = f"{self.selector_top_k} exceeds the vocabulary of {vocab_size}"
             yield ("selector_top_k",), message
-
-
-@dataclasses.dataclass(frozen=True)
-class _SpeculatorsFields:
-    """Further fields of a speculators config.json; a layer id names the layer after the tap."""
-
-    aux_hidden_state_layer_ids: tuple[int, ...] = option(minimum=1, maximum=MAX_LAYERS)
-    draft_vocab_size: int | None = option(None, minimum=1)
-
-
-def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a config.json of speculators to z-lab's layout."""
-    inner = hf_config.read_group(config, _INNER)
-    own = hf_config.read_fields(config, _SpeculatorsFields)
-    hf_config.check_only(config, "sample_from_anchor", False)
-    taps = own.aux_hidden_state_layer_ids
-    if not taps:
-        raise errors.CheckpointError(
-            f"{hf_config.FILE}: aux_hidden_state_layer_ids: expected at least one layer, got none"
-        )
-    if own.draft_vocab_size not in (None, inner.get("vocab_size")):
-        raise errors.CheckpointError(
-            f"{hf_config.FILE}: draft_vocab_size: {own.draft_vocab_size} is not the target's "
-            f"vocabulary of {inner.get('vocab_size')}"
-        )
-    kept = ("block_size", "mask_token_id", "sliding_window_non_causal")
-    return {
-        **inner,
-        **{name: config.get(name) for name in kept},
-        "num_target_layers": max(taps),
-        GROUP: {"target_layer_ids": [layer - 1 for layer in taps]},
-    }

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.config.schema import MAX_BLOCK_SIZE, TargetArchitecture, option, option_like
-from dflash.drafters import base_config
+from dflash.drafters import base_config, layouts_config
 from dflash.drafters.base_config import (
     MAX_LAYERS,
     MAX_VOCABULARY,
@@ -16,8 +16,8 @@ from dflash.drafters.base_config import (
     DraftLayers,
     MarginalTree,
 )
+from dflash.drafters.layouts_config import GROUP
 
-GROUP = "dflash_config"  # Group in config.json.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Fields that some published drafters have, with the only value that is supported.
 _SUPPORTED = {"draft_shift": False}
@@ -43,6 +43,7 @@ class DFlashShape(DrafterShape):
     """Contents of a DFlash checkpoint's config.json.
 
     Attributes:
+      layout: Arguments of `layouts_config.to_zlab` for files of the strategy.
       decoder: Architecture of the draft layers: width, heads, rotary base and so on.
       block_size: Trained number of rows: the anchor and the drafted tokens.
       mask_token_id: Token at the positions to be drafted.
@@ -55,6 +56,8 @@ class DFlashShape(DrafterShape):
       attention_sink_bias: Whether each head has an attention sink: a learned score of no position.
       attention_value_scale: Factor on values.
     """
+
+    layout: ClassVar[Mapping[str, Any]] = {"projector": "dflash"}
 
     decoder: TargetArchitecture
     block_size: int = option(minimum=2, maximum=MAX_BLOCK_SIZE)
@@ -80,7 +83,14 @@ class DFlashShape(DrafterShape):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads config.json, in its older and its newer layout; see `DrafterShape.from_hf`."""
+        """Reads config.json, in any published layout; see `DrafterShape.from_hf`."""
+        shape = cls(**cls._read(layouts_config.to_zlab(config, **cls.layout)))
+        base_config.check_file(shape._problems())
+        return shape
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the shape that z-lab's layout states, in its two forms."""
         decoder = hf_config.read_architecture(config)
         group = hf_config.read_group(config, GROUP)
         for fields in (config, group):
@@ -89,24 +99,20 @@ class DFlashShape(DrafterShape):
         within = hf_config.read_fields(group, _GroupFields, group=GROUP)
         beside = hf_config.read_fields(config, _FileFields)
         stated = _merge(beside, within)
-        required = ("block_size", "num_target_layers", "mask_token_id", "target_layer_ids")
+        required = ("block_size", "mask_token_id", "target_layer_ids")
         missing = [name for name in required if stated.get(name) in (None, ())]
         if missing:
             raise errors.CheckpointError(f"{hf_config.FILE}: missing {', '.join(missing)}")
-        shape = cls(
-            decoder=decoder,
-            views=_views(beside, within, decoder.num_hidden_layers),
-            draft_vocab_size=_partial(beside.draft_vocab_size, decoder.vocab_size),
-            **{name: value for name, value in stated.items() if value is not None},
+        fields = {name: value for name, value in stated.items() if value is not None}
+        return (
+            {"num_target_layers": None}
+            | fields
+            | {
+                "decoder": decoder,
+                "views": _views(beside, within, decoder.num_hidden_layers),
+                "draft_vocab_size": _partial(beside.draft_vocab_size, decoder.vocab_size),
+            }
         )
-        base_config.check_file(shape._problems())
-        rotated = shape.rotary.head_dim
-        if rotated % 2 or not rotated:
-            raise errors.CheckpointError(
-                f"{hf_config.FILE}: partial_rotary_factor={shape.partial_rotary_factor} rotates "
-                f"{rotated} of {decoder.head_dim} head dimensions; expected a positive even number"
-            )
-        return shape
 
     def to_hf(self) -> dict[str, Any]:
         """Returns config.json fields in the newer layout; see `DrafterShape.to_hf`."""
@@ -167,6 +173,13 @@ class DFlashShape(DrafterShape):
 
     def _problems(self) -> Iterable[base_config.Problem]:
         yield from base_config.vocabulary_problems(self.draft_vocab_size, self.decoder.vocab_size)
+        rotated = self.rotary.head_dim
+        if rotated % 2 or not rotated:
+            message = (
+                f"{self.partial_rotary_factor} rotates {rotated} of {self.decoder.head_dim} head "
+                "dimensions; expected a positive even number"
+            )
+            yield ("partial_rotary_factor",), message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,9 +299,8 @@ def _partial(draft_vocab_size: int | None, vocab_size: int) -> int | None:
 def _views(beside: _FileFields, within: _GroupFields, num_layers: int) -> tuple[LayerView, ...]:
     """Returns the views that the window and causality fields of published files describe.
 
-    A sliding layer is causal unless the file says otherwise, in one of its fields or by a window
-    for all layers (`use_swa`); a full layer is bidirectional unless the file says otherwise. vLLM,
-    SGLang, speculators and SpecForge agree on this.
+    By default a sliding layer is causal, and a full layer is bidirectional; a window that `use_swa`
+    sets for all layers leaves them bidirectional. vLLM, SGLang, speculators and SpecForge agree.
     """
     types = beside.layer_types or (_FULL,) * num_layers
     if len(types) != num_layers:

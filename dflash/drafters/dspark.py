@@ -98,9 +98,8 @@ class ConfidenceHead(nnx.Module):
 class DSpark(ConditionedDFlash):
     """DSpark drafter, whose state is the same as DFlash's."""
 
-    hf_architectures = ("Qwen3DSparkModel",)
+    hf_architectures = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")
     shape_class = DSparkShape
-    ignored_checkpoint_names = ("embed_tokens.weight", "lm_head.weight")
     first_row: ClassVar[int] = 0
 
     def __init__(

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from dflash.checkpoints import hf_config
 from dflash.config.schema import TargetArchitecture, option, option_like, subset
 from dflash.drafters.base_config import MAX_RANK, BlockDrafterConfig
-from dflash.drafters.dflash_config import GROUP, BlockArchitecture, DFlashShape
+from dflash.drafters.dflash_config import BlockArchitecture, DFlashShape
+from dflash.drafters.layouts_config import GROUP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,26 +44,24 @@ class DSparkConfig(BlockDrafterConfig):
     architecture: DSparkArchitecture | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Taps:
-    target_layer_ids: tuple[int, ...] = option_like(DFlashShape, "target_layer_ids")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSparkShape(DFlashShape, DSparkFields):
-    """Contents of a DSpark config.json; block_size counts the drafts without the anchor."""
+    """Contents of a DSpark config.json; block_size counts the drafts without the anchor.
+
+    DeepSpec's files have DFlash's fields without a group of their own.
+    """
+
+    layout: ClassVar[Mapping[str, Any]] = {
+        "projector": "dspark",
+        "own_groups": ("dspark_config",),
+        "anchor_drafts": True,
+    }
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads config.json, which has DFlash's fields without a group of their own.
-
-        See `DrafterShape.from_hf`.
-        """
+    def _read(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         hf_config.check_only(config, "draft_vocab_size", config.get("vocab_size"))
-        own = hf_config.read_fields(config, DSparkFields)
-        taps = hf_config.read_fields(config, _Taps).target_layer_ids
-        base = DFlashShape.from_hf({**config, GROUP: {"target_layer_ids": list(taps)}})
-        return cls(**vars(base), **vars(own))
+        own = hf_config.read_fields({**config, **config[GROUP]}, DSparkFields)
+        return super()._read(config) | vars(own)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns config.json fields, without DFlash's group; see `DrafterShape.to_hf`."""

@@ -57,7 +57,7 @@ def test_what_is_written_reads_back(name):
     kind = kind_of(name)
     shape = kind.architecture_for(TARGET, None).fit(TARGET)
     config = json.loads(json.dumps(kind.config_to_hf(shape)))
-    assert config["architectures"] == list(kind.hf_architectures)
+    assert config["architectures"] == [kind.hf_architectures[0]]
     assert kind.architecture_from_hf(config) == shape
 
 

@@ -79,14 +79,13 @@ def test_taps_are_not_guessed(absent):
 
 WRONG = {
     "missing block_size, mask_token_id": {"block_size": None, "mask_token_id": None},
-    "missing num_target_layers": {"num_target_layers": None},
     "layer_types names 1 layers, num_hidden_layers is 2": {"layer_types": [WHOLE]},
     "layer_types[1]: expected one of full_attention, sliding_attention, got "
     "'chunked_attention'; did you mean 'full_attention'?": {
         "layer_types": [WHOLE, "chunked_attention"]
     },
     "draft_shift: true is not supported, only false": {"draft_shift": True},
-    "partial_rotary_factor=0.1 rotates 1 of 16 head dimensions; expected a positive even number": {
+    "partial_rotary_factor: 0.1 rotates 1 of 16 head dimensions; expected a positive even number": {
         "partial_rotary_factor": 0.1
     },
     "layer 0 slides, but no sliding_window or swa_window_size is given": {

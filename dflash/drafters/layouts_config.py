@@ -1,0 +1,84 @@
+"""Layouts of published drafters' config.json, converted to z-lab's.
+
+z-lab's files have the decoder's fields at the top level and the drafter's in the group
+`dflash_config`. SpecForge's files have DSpark's fields in a group, too. Files of speculators have
+the drafter's fields at the top level and the decoder's in a group.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dflash import errors
+from dflash.checkpoints import hf_config
+from dflash.config.schema import MAX_BLOCK_SIZE, option
+from dflash.drafters.base_config import MAX_LAYERS, MAX_VOCABULARY
+
+GROUP = "dflash_config"  # Group of the drafter's fields in z-lab's layout.
+_DECODER = "transformer_layer_config"  # Group of the decoder's fields in files of speculators.
+
+
+@dataclasses.dataclass(frozen=True)
+class _SpeculatorsFields:
+    """Fields of a speculators config.json, with its defaults.
+
+    A layer id names the layer after the tap.
+    """
+
+    aux_hidden_state_layer_ids: tuple[int, ...] = option((), minimum=1, maximum=MAX_LAYERS)
+    block_size: int = option(8, minimum=2, maximum=MAX_BLOCK_SIZE)
+    draft_vocab_size: int = option(32_000, minimum=1, maximum=MAX_VOCABULARY)
+    sliding_window_non_causal: bool | None = None
+
+
+def to_zlab(
+    config: Mapping[str, Any],
+    *,
+    projector: str,
+    own_groups: Iterable[str] = (),
+    anchor_drafts: bool = False,
+    slides_causally: bool = True,
+) -> dict[str, Any]:
+    """Converts a config.json to z-lab's layout; one in this layout stays as it is.
+
+    Args:
+      config: Contents of config.json.
+      projector: Name of the strategy in the field `projector_type`.
+      own_groups: Groups whose fields belong in `dflash_config`, too.
+      anchor_drafts: Whether the anchor's row drafts.
+      slides_causally: Default causality of sliding layers in files of speculators.
+    Raises:
+      CheckpointError: A field is invalid, or selects what is not supported.
+    """
+    if _DECODER in config:
+        config = _from_speculators(config, anchor_drafts, slides_causally)
+    group = dict(hf_config.read_group(config, GROUP))
+    for name in own_groups:
+        group |= hf_config.read_group(config, name)
+    for fields in (config, group):
+        hf_config.check_only(fields, "projector_type", projector)
+        hf_config.check_only(fields, "target_hidden_size", config.get("hidden_size"))
+        hf_config.check_only(fields, "is_neox_style", True)
+    hf_config.check_only(group, "attention_mode", "gqa")
+    return {**config, GROUP: group}
+
+
+def _from_speculators(
+    config: Mapping[str, Any], anchor_drafts: bool, slides_causally: bool
+) -> dict[str, Any]:
+    """Moves the decoder's fields to the top level; the target's depth stays unknown."""
+    own = hf_config.read_fields(config, _SpeculatorsFields)
+    hf_config.check_only(config, "sample_from_anchor", anchor_drafts)
+    if not own.aux_hidden_state_layer_ids:
+        raise errors.CheckpointError(
+            f"{hf_config.FILE}: aux_hidden_state_layer_ids: expected at least one layer, got none"
+        )
+    non_causal = own.sliding_window_non_causal
+    return {
+        **{name: value for name, value in config.items() if name != _DECODER},
+        **hf_config.read_group(config, _DECODER),
+        "block_size": own.block_size,
+        "draft_vocab_size": own.draft_vocab_size,
+        "sliding_window_non_causal": not slides_causally if non_causal is None else non_causal,
+        GROUP: {"target_layer_ids": [layer - 1 for layer in own.aux_hidden_state_layer_ids]},
+    }

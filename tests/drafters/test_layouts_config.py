@@ -1,0 +1,149 @@
+"""Tests of the layouts in which others publish drafters."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+from support.dflash_cases import FULL, SLIDE, WHOLE, make_shape
+from support.models import make_architecture, make_sharding
+
+from dflash import errors
+from dflash.checkpoints import checkpoint, files
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash2 import DFlash2
+from dflash.drafters.dflash2_config import DFlash2Shape
+from dflash.drafters.dflash_config import LayerView
+from dflash.drafters.dspark import DSpark
+from dflash.drafters.dspark_config import DSparkShape
+from dflash.parallel import parameters
+
+DSPARK = {
+    "markov_rank": 4,
+    "markov_head_type": "gated",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
+# Strategy -> its class, and a shape whose target's depth is not stated.
+BASE = make_shape(FULL, FULL, num_target_layers=None)
+STRATEGIES = {
+    "dflash": (DFlash, BASE),
+    "dspark": (DSpark, DSparkShape(**vars(BASE), **DSPARK)),
+    "dflash2": (DFlash2, DFlash2Shape(**vars(BASE), **DFLASH2)),
+}
+# Fields beside the decoder's that files of speculators have.
+OF_DRAFTER = ("block_size", "draft_vocab_size", *DSPARK, *DFLASH2)
+
+
+def speculators(name, shape, **changes):
+    """Returns the config.json of a shape in the layout of speculators."""
+    config = STRATEGIES[name][0].config_to_hf(shape)
+    group = config.pop("dflash_config", {})
+    stated = config | group
+    decoder = {key: value for key, value in config.items() if key not in OF_DRAFTER}
+    del decoder["architectures"], decoder["sliding_window_non_causal"]
+    return {
+        "architectures": ["DSparkDraftModel" if name == "dspark" else "DFlashSpeculator"],
+        "speculators_model_type": name,
+        "transformer_layer_config": decoder,
+        "mask_token_id": shape.mask_token_id,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in shape.target_layer_ids],
+        "draft_vocab_size": shape.draft_vocab_size or shape.decoder.vocab_size,
+        **{key: stated[key] for key in OF_DRAFTER if key in stated and key != "draft_vocab_size"},
+    } | changes
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_files_of_speculators(name):
+    kind, shape = STRATEGIES[name]
+    assert kind.architecture_from_hf(speculators(name, shape)) == shape
+    assert shape.fit(make_architecture()).num_target_layers == 3
+    explicit = speculators(name, shape, sample_from_anchor=name == "dspark", projector_type=name)
+    assert kind.architecture_from_hf(explicit) == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "causal"),
+    [("dflash", None, True), ("dspark", None, True), ("dflash2", None, False),
+     ("dflash", True, False), ("dflash2", False, True)],
+)  # fmt: skip
+def test_windows_in_files_of_speculators(name, stated, causal):
+    kind, shape = STRATEGIES[name]
+    config = speculators(name, shape, sliding_window_non_causal=stated)
+    config["transformer_layer_config"] |= {"layer_types": [SLIDE, WHOLE], "sliding_window": 5}
+    expected = dataclasses.replace(shape, views=(LayerView(5, causal), FULL))
+    assert kind.architecture_from_hf(config) == expected
+
+
+def test_defaults_in_files_of_speculators():
+    shape = make_shape(
+        FULL, decoder=make_architecture(num_hidden_layers=1, vocab_size=40_000), block_size=8,
+        draft_vocab_size=32_000, num_target_layers=None,
+    )  # fmt: skip
+    config = speculators("dflash", shape)
+    del config["block_size"], config["draft_vocab_size"]
+    assert DFlash.architecture_from_hf(config) == shape
+
+
+@pytest.mark.parametrize("place", ["dflash_config", "dspark_config", None])
+def test_dspark_fields_may_stand_in_a_group(place):
+    kind, shape = STRATEGIES["dspark"]
+    shape = dataclasses.replace(shape, num_target_layers=3)
+    config = kind.config_to_hf(shape) | {"architectures": ["DSparkDraftModel"]}
+    group = {key: config.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+    group |= {"attention_mode": "gqa", "projector_type": "dspark"}
+    own = {key: config.pop(key) for key in DSPARK}
+    config |= {"dflash_config": group}
+    config |= {place: config.get(place, {}) | own} if place else own
+    assert kind.architecture_from_hf(config) == shape
+
+
+REFUSED = {
+    "projector_type: 'domino' is not supported, only 'dflash'": {"projector_type": "domino"},
+    "sample_from_anchor: true is not supported, only false": {"sample_from_anchor": True},
+    "target_hidden_size: 64 is not supported, only 32": {"target_hidden_size": 64},
+    "is_neox_style: false is not supported, only true": {"is_neox_style": False},
+    "aux_hidden_state_layer_ids: expected at least one layer, got none": {
+        "aux_hidden_state_layer_ids": []
+    },
+    "draft_vocab_size: 49 exceeds the vocabulary of 48": {"draft_vocab_size": 49},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_files_of_speculators_may_not_say(message):
+    config = speculators("dflash", BASE, **REFUSED[message])
+    with pytest.raises(errors.CheckpointError) as caught:
+        DFlash.architecture_from_hf(config)
+    assert str(caught.value) == f"config.json: {message}"
+
+
+@pytest.mark.parametrize(("name", "drafted"), [("dflash", None), ("dflash", 20), ("dspark", None)])
+def test_weights_of_speculators(name, drafted, tmp_path):
+    """The copies of the target's weights in such files are not read."""
+    kind, shape = STRATEGIES[name]
+    shape = dataclasses.replace(shape, num_target_layers=3, draft_vocab_size=drafted)
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    drafter = kind(shape, **build)
+    parameters.init_fast_random(drafter, 0)
+    directory = tmp_path / "drafter"
+    checkpoint.save_hf(drafter, directory, kind.config_to_hf(shape))
+    config = speculators(name, dataclasses.replace(shape, num_target_layers=None))
+    (directory / files.CONFIG).write_text(json.dumps(config))
+    tensors = safetensors.load_file(directory / "model.safetensors")
+    copies = {"embed_tokens.weight": (48, 32), "verifier_norm.weight": (32,)}
+    if drafted is None:
+        copies |= {"lm_head.weight": (48, 32), "verifier_lm_head.weight": (48, 32)}
+    copies = {key: np.full(size, np.nan, np.float32) for key, size in copies.items()}
+    safetensors.save_file(tensors | copies, directory / "model.safetensors")
+
+    again = kind(kind.architecture_from_hf(checkpoint.read_config(directory)), **build)
+    checkpoint.load(again, directory)
+    pairs = zip(
+        parameters.named_parameters(drafter), parameters.named_parameters(again), strict=True
+    )
+    for (path, mine), (_, other) in pairs:
+        np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=path)
