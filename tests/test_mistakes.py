@@ -359,7 +359,7 @@ MISTAKES = {
         copy(TARGET, architectures=[], model_type="mistral"),
     ),
     "rope": Mistake(
-        f"decode c.yml {M}", "rope type 'longrope' is not supported, only 'default', 'llama3'", 2,
+        f"decode c.yml {M}", "rope type 'longrope' is not supported, only one of 'default',", 2,
         copy(TARGET, rope_scaling={"rope_type": "longrope", "factor": 4.0}),
     ),
     "UTF-16 config.json": Mistake(

@@ -26,6 +26,7 @@ class _ScalingFields(NamedTuple):
 
 _COMMON = "factor", "original_max_position_embeddings"
 _SCALING_FIELDS = {
+    "linear": _ScalingFields(("factor",)),
     "llama3": _ScalingFields((*_COMMON, "low_freq_factor", "high_freq_factor")),
     "yarn": _ScalingFields(
         _COMMON,
@@ -130,7 +131,11 @@ def read_architecture(
         check_only(config, name, supported)
     own = vars(read_fields(config, _added_fields(schema)))
     decoder = _read_decoder({**config, **schema.hf_overrides(own)})
-    return schema(**vars(decoder), **own)
+    arch = schema(**vars(decoder), **own)
+    problems = [f"{FILE}: {keys[0]}: {message}" for keys, message in checks.shape_problems(arch)]
+    if problems:
+        raise errors.CheckpointError("\n".join(problems))
+    return arch
 
 
 def _added_fields(schema: type[TargetArchitecture]) -> type:
@@ -158,11 +163,7 @@ def _read_decoder(config: Mapping[str, Any]) -> TargetArchitecture:
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
-    arch = TargetArchitecture(**vars(stated) | follows)
-    problems = [f"{FILE}: {keys[0]}: {message}" for keys, message in checks.shape_problems(arch)]
-    if problems:
-        raise errors.CheckpointError("\n".join(problems))
-    return arch
+    return TargetArchitecture(**vars(stated) | follows)
 
 
 def with_rope_scaling(arch: TargetArchitecture, scaling: RopeScaling) -> TargetArchitecture:
@@ -174,7 +175,7 @@ def with_rope_scaling(arch: TargetArchitecture, scaling: RopeScaling) -> TargetA
 def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
     """Returns the config.json fields of an architecture, for `read_architecture`."""
     config = {
-        key: list(value) if isinstance(value, tuple) else value
+        key: (list(value) or None) if isinstance(value, tuple) else value
         for key, value in dataclasses.asdict(arch).items()
     }
     if arch.rope_scaling is not None:
@@ -227,8 +228,9 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if not isinstance(kind, str) or kind not in _SCALING_FIELDS:
+        names = ", ".join(map(repr, ("default", *_SCALING_FIELDS)))
         raise errors.CheckpointError(
-            f"{FILE}: rope type {_show(kind)} is not supported, only 'default', 'llama3' and 'yarn'"
+            f"{FILE}: rope type {_show(kind)} is not supported, only one of {names}"
         )
     missing = [field for field in _SCALING_FIELDS[kind].required if rope.get(field) is None]
     if missing:  # The schema's defaults are for configs; a checkpoint must have these fields.

@@ -72,11 +72,14 @@ def shape_problems(shape: schema.TargetArchitecture) -> Iterator[Problem]:
         yield ("head_dim",), f"expected an even number (rotary halves), got {shape.head_dim}"
     if shape.rope_scaling is not None:
         yield from _rope_problems(shape.rope_scaling)
+    yield from shape.problems()
 
 
 def _rope_problems(scaling: schema.RopeScaling) -> Iterator[Problem]:
     """Checks that the blend between scaled and unscaled frequencies has a positive width."""
     ends = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    if scaling.rope_type not in ends:
+        return
     low, high = ends[scaling.rope_type]
     if getattr(scaling, low) >= getattr(scaling, high):
         keys = f"rope_scaling.{low}", f"rope_scaling.{high}"

@@ -134,6 +134,12 @@ TARGETS: Mapping[str, Entry] = Entries(
         ),
         "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
         "qwen2": Entry("dflash.models.qwen2:Qwen2", "dflash.config.schema:TargetConfig"),
+        "mistral": Entry(
+            "dflash.models.mistral:Mistral", "dflash.models.mistral_config:MistralConfig"
+        ),
+        "smollm3": Entry(
+            "dflash.models.smollm3:SmolLM3", "dflash.models.smollm3_config:SmolLM3Config"
+        ),
     },
 )
 

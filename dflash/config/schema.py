@@ -5,7 +5,7 @@ Architecture fields have the names of Hugging Face's config.json.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 AUTO = "auto"
@@ -88,8 +88,9 @@ def location(kind: Place, default: Any = None) -> Any:
 class RopeScaling:
     """Scaling of rotary frequencies for long contexts (`rope_scaling` in config.json).
 
-    Both types divide low frequencies by `factor`, keep high ones, and blend in between; they differ
-    in where the blend begins and ends. Fields that do not apply to `rope_type` are ignored.
+    `linear` divides all frequencies by `factor`. The other types divide low ones, keep high ones,
+    and blend in between; they differ in where the blend begins and ends. Fields that do not apply
+    to `rope_type` are ignored.
     """
 
     factor: float = option(8.0, minimum=1.0)
@@ -97,7 +98,7 @@ class RopeScaling:
     low_freq_factor: float = option(1.0, minimum=0.0)
     high_freq_factor: float = option(4.0, minimum=0.0)
     original_max_position_embeddings: int = option(8192, minimum=1)
-    rope_type: Literal["llama3", "yarn"] = "llama3"
+    rope_type: Literal["linear", "llama3", "yarn"] = "llama3"
     # Bounds of YaRN's blend, in full turns within the original context.
     beta_fast: float = option(32.0, minimum=0.0)
     beta_slow: float = option(1.0, minimum=0.0)
@@ -142,6 +143,10 @@ class TargetArchitecture:
           own: Values of the fields that the subclass adds.
         """
         return {}
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yields (fields, message) for every inconsistency of the fields that a subclass adds."""
+        return iter(())
 
 
 # 8-bit projections with one scale per output, quantized while plain weights are read. w8a8

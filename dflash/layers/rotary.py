@@ -17,8 +17,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
     """Returns the angular frequencies in radians per position, float32 [H/2]."""
     freqs = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
-        scale = {"llama3": _scale_llama3, "yarn": _scale_yarn}[scaling.rope_type]
-        freqs = scale(freqs, theta, scaling)
+        freqs = _SCALES[scaling.rope_type](freqs, theta, scaling)
     return freqs.astype(np.float32)
 
 
@@ -36,6 +35,12 @@ def amplitude(scaling: RopeScaling | None) -> float:
 def mscale(scaling: RopeScaling, weight: float) -> float:
     """Returns YaRN's attention scaling: 1 + 0.1 · weight · log(scaling factor)."""
     return 1.0 + 0.1 * weight * math.log(scaling.factor)
+
+
+def _scale_linear(freqs: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Divides all frequencies by `factor`."""
+    del theta
+    return freqs / scaling.factor
 
 
 def _scale_llama3(freqs: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
@@ -61,6 +66,9 @@ def _scale_yarn(freqs: np.ndarray, theta: float, scaling: RopeScaling) -> np.nda
     end = end if end != begin else begin + 0.001  # Avoid a division by zero.
     slowed = np.clip((np.arange(len(freqs)) - begin) / (end - begin), 0.0, 1.0)
     return (1 - slowed) * freqs + slowed * freqs / scaling.factor
+
+
+_SCALES = {"linear": _scale_linear, "llama3": _scale_llama3, "yarn": _scale_yarn}
 
 
 def angles(positions: jax.Array, arch: TargetArchitecture) -> tuple[jax.Array, jax.Array]:

@@ -183,7 +183,7 @@ WRONG = {
     "missing vocab_size, hidden_size": {"vocab_size": None, "hidden_size": None},
     "hidden_act: 'gelu' is not supported, only 'silu'": {"hidden_act": "gelu"},
     "missing rope_theta (neither at the top level nor in rope_parameters)": {"rope_theta": None},
-    "rope type 'longrope' is not supported, only 'default', 'llama3' and 'yarn'": {
+    "rope type 'longrope' is not supported, only one of 'default', 'linear', 'llama3', 'yarn'": {
         "rope_scaling": {"rope_type": "longrope", "factor": 4.0}
     },
     "rope scaling lacks original_max_position_embeddings": {

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.golden import GOLDEN_CASES, golden, golden_models
+from support.golden import FAMILY_CASES, GOLDEN_CASES, golden, golden_models
 from support.models import make_cache, zeros
 
 from dflash.config.schema import DecodeConfig
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4  # absolute, of logits and drafter outputs
 FEATURE_TOLERANCE = 2e-5  # relative to the largest entry
 
 
-@pytest.mark.parametrize("case", GOLDEN_CASES)
+@pytest.mark.parametrize("case", [*GOLDEN_CASES, *FAMILY_CASES])
 def test_prompt_logits_and_features(case):
     vectors, (target, drafter) = golden(case), golden_models(case)
     ids = jnp.asarray(vectors["input_ids"], jnp.int32)[None]
@@ -110,6 +110,7 @@ def decode(case, drafter, num_requests=1, **options):
         ("qwen3_b1", {"sync_every": 1, "page_size": 8, "prefill_chunk": 8}),
         ("qwen3_v12", {"sync_every": 8, "page_size": 16, "prefill_chunk": 8}),  # in two chunks
         ("qwen3_v64", {"batch_size": 2, "num_requests": 3}),  # defaults: one page, one chunk
+        *((case, {"page_size": 8, "prefill_chunk": 16}) for case in FAMILY_CASES),
     ],
 )
 def test_decoding(case, options):

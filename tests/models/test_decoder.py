@@ -110,6 +110,8 @@ CHECKPOINTS = {
         {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "qwen2": ("Qwen2", {"head_dim": 16}),
+    "mistral with a window": ("Mistral", {"sliding_window": 6}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "head_dim": 8}),
 }
 EIGHT = make_sharding(data=2, fsdp=2, tensor=2)
 LENGTHS = [5, 17, 33, 1]

@@ -9,7 +9,7 @@ import pytest
 from support.models import make_cache
 from support.parity import check_rows, make_pair, pad, reference, step
 
-FAMILIES = ("Qwen3", "Llama", "Qwen3Moe", "DeepseekV3", "Qwen2")
+FAMILIES = ("Qwen3", "Llama", "Qwen3Moe", "DeepseekV3", "Qwen2", "Mistral", "SmolLM3")
 VOCAB = 40
 
 
@@ -75,6 +75,12 @@ def draw_latent(rng, shared, groups):
     }
 
 
+def draw_unrotated(rng, layers):
+    """Draws the layers of SmolLM3 that have no positions."""
+    stated = [int(rng.integers(2)) for _ in range(layers)]
+    return {"no_rope_layers": stated if rng.integers(2) else None, "no_rope_layer_interval": 2}
+
+
 def draw(family, seed):
     rng = np.random.default_rng([FAMILIES.index(family), seed])
     config = draw_dense(rng)
@@ -83,6 +89,10 @@ def draw(family, seed):
     if family == "DeepseekV3":
         del config["head_dim"]
         config |= draw_latent(rng, shared=seed % 3, groups=(1, 4)[seed % 2])
+    if family == "Mistral":
+        config["sliding_window"] = int(rng.integers(1, 20)) if rng.integers(4) else None
+    if family == "SmolLM3":
+        config |= draw_unrotated(rng, config["num_hidden_layers"])
     return config
 
 
@@ -93,6 +103,7 @@ def draw(family, seed):
         ("Llama", 0),
         *[("Qwen3Moe", seed) for seed in range(3)],
         *[("DeepseekV3", seed) for seed in range(4)],
+        *[(family, seed) for family in FAMILIES[4:] for seed in range(10)],
     ],
 )
 def test_transformers_computes_the_same(family, seed, tmp_path):

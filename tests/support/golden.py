@@ -26,6 +26,8 @@ GOLDEN_CASES = (
     "qwen3yarn_v14",
     "deepseek_v14",
 )
+# Cases without arrays of single cycles.
+FAMILY_CASES = ("qwen2_v9",)
 
 
 @functools.cache
