@@ -72,6 +72,16 @@ class MarginalTree:
     budget: int = option(minimum=1, maximum=1024)  # Drafts in the tree.
 
 
+@dataclasses.dataclass(frozen=True)
+class ConditionalTree:
+    """Tree of the most likely prefixes, by the distribution of each draft after its prefix."""
+
+    budget: int = option(minimum=1, maximum=1024)  # Drafts in the tree.
+    # Number of nodes per level that are extended, and of children per node. None: 16, or as many as
+    # the budget or the drafter's candidates allow.
+    top_k: int | None = option(None, minimum=1, maximum=64)
+
+
 # --- Keys of `drafter.architecture` ---------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash2_config import DFlash2Shape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
@@ -150,11 +151,25 @@ class DFlash2(ConditionedDFlash):
         sharding,
         block_size: int | None = None,
         short_pass: bool = False,
+        tree: ConditionalTree | None = None,
     ):
-        """Builds an abstract drafter; the arguments are those of `DFlash`."""
+        """Builds an abstract drafter.
+
+        Args:
+          shape: Shape of the network.
+          dtype: Dtype of weights and state.
+          sharding: Mesh and axis rules of weights and state.
+          block_size: Rows to verify in a chain, or on the longest path of a tree; None for the
+            trained number.
+          short_pass: Compute only `block_size` rows per pass.
+          tree: Size of the trees to draft; None for a chain.
+        Raises:
+          ConfigError: The block size exceeds the trained one, or the tree does not fit.
+        """
         width, vocab = shape.decoder.hidden_size, shape.decoder.vocab_size
         build = {"dtype": dtype, "sharding": sharding}
         super().__init__(shape, block_size=block_size, short_pass=short_pass, **build)
+        self.set_tree(tree, shape.selector_top_k)
         self.candidate_selector = CandidateSelector(width, vocab, shape.selector_rank, **build)
         for layer in self.layers:
             layer.rows = self.pass_positions + 1
@@ -183,11 +198,11 @@ class DFlash2(ConditionedDFlash):
         return Likely(tokens, values, self.candidate_selector.successor_codebook(tokens))
 
     def correct(self, choices, vectors, sampler):
-        """Returns logits [B, k] of the likely tokens, and a sampler among these."""
+        """Returns logits [B, T, k] of the likely tokens, and a sampler among these."""
         scores = jnp.einsum(
-            "br,bkr->bk", vectors, choices.codes, preferred_element_type=jnp.float32
+            "btr,btkr->btk", vectors, choices.codes, preferred_element_type=jnp.float32
         )
-        shortlist = Shortlist(choices.tokens[:, None], self.shape.decoder.vocab_size)
+        shortlist = Shortlist(choices.tokens, self.shape.decoder.vocab_size)
         return choices.logits + scores, sampler.among(shortlist)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):

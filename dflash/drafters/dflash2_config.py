@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from dflash.checkpoints import hf_config
 from dflash.config.schema import MAX_BLOCK_SIZE, TargetArchitecture, option, option_like, subset
 from dflash.drafters import base_config
-from dflash.drafters.base_config import MAX_RANK, MAX_WIDTH, BlockDrafterConfig
+from dflash.drafters.base_config import MAX_RANK, MAX_WIDTH, BlockDrafterConfig, ConditionalTree
 from dflash.drafters.dflash_config import BlockArchitecture, DFlashShape
 from dflash.drafters.layouts_config import GROUP
 
@@ -44,6 +44,7 @@ class DFlash2Config(BlockDrafterConfig):
     """Keys of a DFlash2 drafter."""
 
     name: str = "dflash2"
+    tree: ConditionalTree | None = None  # None: a chain.
     architecture: DFlash2Architecture | None = None
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
+from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dspark_config import DSparkShape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
@@ -31,7 +32,7 @@ class MarkovHead(nnx.Module):
         self.markov_w2 = Embedding(vocab, rank, **build)
         self.rank = rank
 
-    def fresh_memory(self, batch: int) -> Any:
+    def fresh_memory(self, *lead: int) -> Any:
         """Returns the memory before the first draft position, which is empty."""
         return ()
 
@@ -39,11 +40,11 @@ class MarkovHead(nnx.Module):
         """Computes the vectors of one draft position.
 
         Args:
-          code: Codes of the previous tokens, [B, r].
-          hidden: Hidden states of the draft position, [B, D].
+          code: Codes of the previous tokens, [..., r].
+          hidden: Hidden states of the draft position, [..., D].
           memory: Memory from the previous draft position.
         Returns:
-          Vectors [B, r], and the memory for the next draft position.
+          Vectors [..., r], and the memory for the next draft position.
         """
         return code, memory
 
@@ -68,9 +69,9 @@ class RecurrentHead(MarkovHead):
         super().__init__(width, vocab, rank, **build)
         self.joint_proj = Linear(2 * rank + width, 3 * rank, (None, None), bias=True, **build)
 
-    def fresh_memory(self, batch):
-        """Returns zeros [B, r]; see `MarkovHead`."""
-        return jnp.zeros((batch, self.rank), self.joint_proj.bias.dtype)
+    def fresh_memory(self, *lead):
+        """Returns zeros [*lead, r]; see `MarkovHead`."""
+        return jnp.zeros((*lead, self.rank), self.joint_proj.bias.dtype)
 
     def __call__(self, code, hidden, memory):
         """Returns the outputs and the new memory of the recurrence; see `MarkovHead`."""
@@ -110,6 +111,7 @@ class DSpark(ConditionedDFlash):
         sharding,
         block_size: int | None = None,
         short_pass: bool = False,
+        tree: ConditionalTree | None = None,
     ):
         """Builds an abstract drafter; see `DFlash`.
 
@@ -117,10 +119,12 @@ class DSpark(ConditionedDFlash):
           shape: Shape of the network.
           dtype: Dtype of weights and state.
           sharding: Mesh and axis rules of weights and state.
-          block_size: Rows to verify, anchor included; None for the trained number.
+          block_size: Rows to verify in a chain, or on the longest path of a tree, anchor included;
+            None for the trained number.
           short_pass: Compute only the rows that `block_size` needs.
+          tree: Size of the trees to draft; None for a chain.
         Raises:
-          ConfigError: The block size is larger than the trained one.
+          ConfigError: The block size is larger than the trained one, or the tree does not fit.
         """
         largest = shape.block_size + 1
         if block_size is not None and block_size > largest:
@@ -131,7 +135,7 @@ class DSpark(ConditionedDFlash):
         build = {"dtype": dtype, "sharding": sharding}
         rows = None if block_size is None else block_size - 1
         super().__init__(shape, block_size=rows, short_pass=short_pass, **build)
-        self.num_draft_tokens = self.num_positions + 1
+        self.set_tree(tree, shape.decoder.vocab_size)
         width, rank = shape.decoder.hidden_size, shape.markov_rank
         head = _HEADS[shape.markov_head_type]
         self.markov_head = head(width, shape.decoder.vocab_size, rank, **build)
@@ -140,14 +144,9 @@ class DSpark(ConditionedDFlash):
             ConfidenceHead(seen, **build) if shape.enable_confidence_head else None
         )
 
-    @property
-    def longest_path(self) -> int:
-        """Number of rows in the whole chain, anchor included."""
-        return self.block_size
-
-    def fresh_memory(self, batch):
+    def fresh_memory(self, *lead):
         """Returns the memory of the previous-token head before the first draft position."""
-        return self.markov_head.fresh_memory(batch)
+        return self.markov_head.fresh_memory(*lead)
 
     def condition(self, previous, hidden, memory):
         """Runs the previous-token head; see `ConditionedDFlash.condition`."""

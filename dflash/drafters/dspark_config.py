@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from dflash.checkpoints import hf_config
 from dflash.config.schema import TargetArchitecture, option, option_like, subset
-from dflash.drafters.base_config import MAX_RANK, BlockDrafterConfig
+from dflash.drafters.base_config import MAX_RANK, BlockDrafterConfig, ConditionalTree
 from dflash.drafters.dflash_config import BlockArchitecture, DFlashShape
 from dflash.drafters.layouts_config import GROUP
 
@@ -41,6 +41,7 @@ class DSparkConfig(BlockDrafterConfig):
     """Keys of a DSpark drafter."""
 
     name: str = "dspark"
+    tree: ConditionalTree | None = None  # None: a chain.
     architecture: DSparkArchitecture | None = None
 
 

@@ -96,8 +96,14 @@ def choose(tokens: jax.Array, sums: jax.Array, parents: jax.Array, budget: int) 
     return Proposal(tokens[batch, chosen], parents)
 
 
-def check(options: BeamTree, vocab_size: int) -> None:
-    """Raises ConfigError if a vocabulary of this size is too small for the tree."""
+def check(options: BeamTree, vocab_size: int, *, depth_key: str = "depth") -> None:
+    """Raises ConfigError if a vocabulary of this size is too small for the tree.
+
+    Args:
+      options: Width, depth and size of the tree.
+      vocab_size: Number of tokens that can be drafted at each position.
+      depth_key: Config key that sets the depth, for the message.
+    """
     if options.top_k > vocab_size:
         raise errors.ConfigError(
             f"drafter.tree.top_k: {options.top_k} exceeds the draft vocabulary of {vocab_size} "
@@ -108,7 +114,7 @@ def check(options: BeamTree, vocab_size: int) -> None:
         raise errors.ConfigError(
             f"drafter.tree.budget: {options.budget} exceeds the tree's capacity of {capacity} "
             f"drafts with top_k={options.top_k} and depth={options.depth}; lower budget, or raise "
-            "top_k or depth"
+            f"top_k or {depth_key}"
         )
 
 

@@ -3,6 +3,11 @@
 One pass over the block computes the base logits, as in DFlash. Tokens are then drawn sequentially:
 a small head maps the previous token and the hidden state of the draft position to a vector of a few
 hundred dimensions, which corrects the logits through a table over the vocabulary.
+
+The head may also run over several prefixes at once. A tree is grown level by level from its scores,
+each node given its own prefix, at the cost of one pass over the block.
+
+Source of the trees: PCTree, arXiv 2608.02123.
 """
 
 import dataclasses
@@ -12,10 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from dflash.config.schema import DrafterConfig
-from dflash.drafters.base import Proposal, Sampler
+from dflash.drafters.base import Candidates, Proposal, Sampler
+from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash import DFlash
+from dflash.drafters.eagle3_config import BeamTree
+from dflash.drafters.parts import beam_tree
 from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors, score_blocks
 from dflash.layers.losses import TokenScores
+
+_TOP_K = 16  # Default of `ConditionalTree.top_k`.
 
 
 class ConditionedScores(NamedTuple):
@@ -41,17 +51,45 @@ class ConditionedDFlash(DFlash):
 
     Attributes:
       first_row: First row of the block that drafts: 1, or 0 if the anchor's row drafts too.
+      tree: Width, depth and size of the trees to draft; None for a chain.
     """
 
     first_row: ClassVar[int] = 1
+    tree: BeamTree | None = None
 
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
-        """Returns the options of `__init__`, without trees; see `WeightedDrafter.options`."""
-        return {"block_size": config.block_size, "short_pass": config.short_pass}
+        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
+        names = "block_size", "short_pass", "tree"
+        return {name: getattr(config, name) for name in names}
 
-    def fresh_memory(self, batch: int) -> Any:
-        """Returns the memory of `condition` before the first draft position, by default ()."""
+    @property
+    def depth(self) -> int:
+        """Number of positions that are drafted: the drafts of a chain, or a tree's levels."""
+        return self.num_positions + 1 - self.first_row
+
+    @property
+    def longest_path(self) -> int:
+        """Rows on the longest path, anchor included; a tree is no deeper than the block."""
+        return min(self.depth, self.num_draft_tokens) + 1
+
+    def set_tree(self, tree: ConditionalTree | None, num_candidates: int) -> None:
+        """Sets the number of drafts and, if they form a tree, its shape.
+
+        Args:
+          tree: Size of the tree; None for a chain.
+          num_candidates: Number of tokens that can be drafted at each position.
+        Raises:
+          ConfigError: The tree does not fit in the block, or needs more candidates.
+        """
+        self.num_draft_tokens = self.depth if tree is None else tree.budget
+        if tree is not None:
+            top_k = tree.top_k or min(_TOP_K, tree.budget, num_candidates)
+            self.tree = BeamTree(budget=tree.budget, top_k=top_k, depth=self.depth)
+            beam_tree.check(self.tree, num_candidates, depth_key="drafter.block_size")
+
+    def fresh_memory(self, *lead: int) -> Any:
+        """Returns the memory [*lead, …] of `condition` before the first draft position."""
         return ()
 
     def prepare(self, hidden: jax.Array) -> jax.Array:
@@ -67,11 +105,11 @@ class ConditionedDFlash(DFlash):
         """Computes the vectors of one draft position from the tokens before it.
 
         Args:
-          previous: Tokens before the draft position, int32 [B].
-          prepared: Outputs of `prepare` at the draft position, [B, …].
+          previous: Tokens before the draft position, int32 [...].
+          prepared: Outputs of `prepare` at the draft position, [..., d].
           memory: Memory from the previous draft position, or from `fresh_memory`.
         Returns:
-          Vectors [B, r], and the memory for the next draft position.
+          Vectors [..., r], and the memory for the next draft position.
         """
         raise TypeError(f"{type(self).__name__} must define condition")
 
@@ -96,39 +134,74 @@ class ConditionedDFlash(DFlash):
         """Returns the corrected logits of one draft position, and the sampler to draw with.
 
         Args:
-          choices: Candidates of the draft position, a pytree of arrays [B, …].
-          vectors: Vectors of the draft position, [B, r].
+          choices: Candidates of the draft position, a pytree of arrays [B, T, …].
+          vectors: Vectors of the draft position after each of T prefixes, [B, T, r].
           sampler: Sampler over the target's vocabulary.
         Returns:
-          Logits float32 [B, V] and `sampler`; or [B, Q] and a sampler over a draft vocabulary.
+          Logits float32 [B, T, V] and `sampler`; or [B, T, Q] and a sampler over a draft
+          vocabulary.
         """
         return choices + self.bias(vectors), sampler
 
     def draft(self, state, anchor, position, sampler, heads):
         """Runs one pass over the block, then draws token by token; see `Drafter.draft`."""
+        if self.tree is not None:
+            return self._draft_tree(state, anchor, position, sampler, heads), state
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
         """Runs the whole block, but draws only its first tokens; see `Drafter.draft_fewer`."""
-        block, _ = self.run_block(state, anchor, position, heads)
-        hidden = block[:, self.first_row : self.first_row + count]
-        positions = position[:, None] + 1 + jnp.arange(hidden.shape[1])
+        prepared, choices = self._run_positions(count, state, anchor, position, heads)
+        positions = position[:, None] + 1 + jnp.arange(count)
 
         def draw(carry, inputs):
             previous, memory = carry
             prepared, choices, position = inputs
             vectors, memory = self.condition(previous, prepared, memory)
             logits, draws = self.correct(choices, vectors, sampler)
-            drawn = draws.propose(logits[:, None], position[:, None])
-            token, probs = jax.tree.map(lambda row: row[:, 0], drawn)
-            return (token, memory), (token, probs)
+            tokens, probs = draws.propose(logits, position)
+            return (tokens, memory), (tokens, probs)
 
-        rows = self.prepare(hidden), self.choices(heads.unembed(hidden)), positions
-        inputs = jax.tree.map(lambda x: x.swapaxes(0, 1), rows)
-        begin = anchor, self.fresh_memory(anchor.shape[0])
+        rows = prepared, choices, positions
+        inputs = jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, None], rows)
+        begin = anchor[:, None], self.fresh_memory(anchor.shape[0], 1)
         _, drawn = jax.lax.scan(draw, begin, inputs)
-        tokens, probs = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
+        tokens, probs = jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), drawn)
         return Proposal(tokens, probs=probs), state
+
+    def _run_positions(self, count, state, anchor, position, heads) -> tuple[jax.Array, Any]:
+        """Returns the outputs of `prepare` and `choices` at the first draft positions."""
+        block, _ = self.run_block(state, anchor, position, heads)
+        hidden = block[:, self.first_row : self.first_row + count]
+        return self.prepare(hidden), self.choices(heads.unembed(hidden))
+
+    def _draft_tree(self, state, anchor, position, sampler, heads) -> Proposal:
+        """Grows a tree from the scores of each node's children given its own prefix."""
+        options = self.tree
+        rows = self._run_positions(options.depth, state, anchor, position, heads)
+
+        def children(previous, memory, level) -> tuple[Candidates, Any]:
+            def at_level(x):
+                row = jax.lax.dynamic_slice_in_dim(x, level, 1, axis=1)
+                return jnp.broadcast_to(row, (*previous.shape, *x.shape[2:]))
+
+            prepared, choices = jax.tree.map(at_level, rows)
+            vectors, memory = self.condition(previous, prepared, memory)
+            logits, draws = self.correct(choices, vectors, sampler)
+            positions = jnp.broadcast_to((position + 1 + level)[:, None], previous.shape)
+            return draws.candidates(logits, positions, options.top_k), memory
+
+        def extend(memory, beam, level):
+            def of_parents(x):
+                index = beam.parents.reshape(*beam.parents.shape, *(1,) * (x.ndim - 2))
+                return jnp.take_along_axis(x, index, axis=1)
+
+            return children(beam.tokens, jax.tree.map(of_parents, memory), level)
+
+        begin = self.fresh_memory(anchor.shape[0], 1)
+        first, memory = children(anchor[:, None], begin, 0)
+        memory = jax.tree.map(lambda x: jnp.repeat(x, options.top_k, axis=1), memory)
+        return beam_tree.grow(first, memory, extend, options)
 
     def score_conditioned(
         self, batch, heads, key, options, *, anchors=None, remat=False

@@ -15,6 +15,7 @@ from dflash import errors
 from dflash.checkpoints import checkpoint, files
 from dflash.config import schema
 from dflash.config.loss_schema import LossConfig
+from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash2 import DFlash2, convolve
 from dflash.drafters.dflash2_config import DFlash2Architecture
 from dflash.drafters.dspark import DSpark
@@ -28,7 +29,7 @@ DIRECTORIES = {"dflash2": "dflash2_v32/draft"} | {
     kind: f"dspark_v32/draft_{kind}" for kind in KINDS
 }
 CASES = tuple(DIRECTORIES)
-CONTEXT, BLOCK = 13, 8
+CONTEXT, BLOCK, VOCAB = 13, 8, 64
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 GREEDY = SequenceSampler(
     SamplingParams(
@@ -88,7 +89,8 @@ def drafted(case: str, **options) -> dict[str, np.ndarray]:
         hidden, _ = drafter.run_block(state, anchor, count, lent)
         proposal, after = drafter.draft(state, anchor, count, GREEDY, lent)
         assert after is state
-        return {"hidden": hidden, "base": lent.unembed(hidden), "tokens": proposal.tokens}
+        found = {"hidden": hidden, "base": lent.unembed(hidden), "tokens": proposal.tokens}
+        return found if proposal.parents is None else found | {"parents": proposal.parents}
 
     return jax.tree.map(lambda x: np.asarray(x[0]), run())
 
@@ -124,13 +126,18 @@ def condition_along(case: str):
         previous = jnp.asarray([token], jnp.int32)
 
 
+def one_prefix(rows):
+    """Gives arrays [B, …] of a draft position an axis of prefixes."""
+    return jax.tree.map(lambda x: x[:, None], rows)
+
+
 def test_golden_candidates():
     drafter, wanted = model("dflash2"), golden("dflash2_v32")
     for k, (_, base, _, made) in enumerate(condition_along("dflash2")):
         likely = drafter.choices(base)
-        scores, sampler = drafter.correct(likely, made, GREEDY)
+        scores, sampler = drafter.correct(one_prefix(likely), one_prefix(made), GREEDY)
         np.testing.assert_array_equal(likely.tokens[0], wanted["candidate_ids"][k])
-        np.testing.assert_allclose(scores[0], wanted["candidate_scores"][k], **TOLERANCE)
+        np.testing.assert_allclose(scores[0, 0], wanted["candidate_scores"][k], **TOLERANCE)
         np.testing.assert_array_equal(sampler.vocabulary.target_ids[0, 0], likely.tokens[0])
 
 
@@ -138,9 +145,11 @@ def test_golden_candidates():
 def test_golden_corrections_and_confidence(kind):
     drafter, wanted = model(kind), vectors(kind)
     for k, (hidden, base, previous, made) in enumerate(condition_along(kind)):
-        logits, sampler = drafter.correct(drafter.choices(base), made, GREEDY)
+        logits, sampler = drafter.correct(
+            one_prefix(drafter.choices(base)), one_prefix(made), GREEDY
+        )
         assert sampler is GREEDY
-        np.testing.assert_allclose(logits[0], wanted["corrected_logits"][k], **TOLERANCE)
+        np.testing.assert_allclose(logits[0, 0], wanted["corrected_logits"][k], **TOLERANCE)
         odds = drafter.confidence(hidden, previous)[0]
         np.testing.assert_allclose(odds, wanted["confidence_logits"][k], **TOLERANCE)
 
@@ -171,6 +180,55 @@ def test_fewer_drafts_are_the_first_ones_of_all(case):
         return drafter.draft_fewer(3, state, anchor, position, GREEDY, lent)[0].tokens
 
     np.testing.assert_array_equal(fewer()[0], drafted(case)["tokens"][:3])
+
+
+def plain_tree(case: str, tree: ConditionalTree) -> list[tuple[int, ...]]:
+    """Returns the paths of a tree's drafts in the order of creation, by one prefix at a time."""
+    drafter, found = model(case), drafted(case)
+    hidden, base = (jnp.asarray(found[name][drafter.first_row :]) for name in ("hidden", "base"))
+
+    @jax.jit
+    def children(previous, memory, k):
+        made, memory = drafter.condition(previous, drafter.prepare(hidden[k][None]), memory)
+        likely = drafter.choices(base[k][None])
+        logits, sampler = drafter.correct(one_prefix(likely), one_prefix(made), GREEDY)
+        best, tokens = jax.lax.top_k(jax.nn.log_softmax(logits[0, 0]), tree.top_k)
+        names = sampler.vocabulary.target_ids[0, 0] if case == "dflash2" else jnp.arange(VOCAB)
+        return best, names[tokens], memory
+
+    begin = ((), 0.0, inputs(case)[1], drafter.fresh_memory(1))
+    beam, created = [begin], []
+    for k in range(drafter.depth):
+        level = []
+        for path, total, previous, memory in beam:
+            best, tokens, after = children(previous, memory, k)
+            for score, token in zip(best.tolist(), tokens.tolist(), strict=True):
+                level.append(((*path, token), total + score, jnp.asarray([token]), after))
+        created += level
+        beam = sorted(level, key=lambda node: -node[1])[: tree.top_k]
+    order = sorted(range(len(created)), key=lambda i: -created[i][1])[: tree.budget]
+    return [created[i][0] for i in sorted(order)]
+
+
+@pytest.mark.parametrize("case", ["dflash2", "gated", "rnn"])
+def test_trees_are_those_of_a_plain_search(case):
+    tree = ConditionalTree(budget=12, top_k=3)
+    parents, tokens = (drafted(case, tree=tree)[name].tolist() for name in ("parents", "tokens"))
+    paths = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent - 1] if parent else ()), token))
+    assert paths == plain_tree(case, tree)
+    assert max(map(len, paths)) > 2
+
+
+def test_trees_that_do_not_fit_are_refused():
+    shape = model("dflash2").shape
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    assert DFlash2(shape, tree=ConditionalTree(budget=40), **build).tree.top_k == 6
+    with pytest.raises(errors.ConfigError, match=r"tree\.top_k: 7 exceeds .* of 6 tokens"):
+        DFlash2(shape, tree=ConditionalTree(budget=4, top_k=7), **build)
+    with pytest.raises(errors.ConfigError, match=r"budget: 9 .* or raise top_k or drafter\.block"):
+        DFlash2(shape, block_size=3, tree=ConditionalTree(budget=9, top_k=2), **build)
 
 
 def make_batch(case: str) -> tuple[TrainBatch, Anchors]:
