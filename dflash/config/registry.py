@@ -160,6 +160,9 @@ DRAFTERS: Mapping[str, Entry] = Entries(
         "dflash2": Entry(
             "dflash.drafters.dflash2:DFlash2", "dflash.drafters.dflash2_config:DFlash2Config"
         ),
+        "dflare": Entry(
+            "dflash.drafters.dflare:DFlare", "dflash.drafters.dflare_config:DFlareConfig"
+        ),
         "dspark": Entry(
             "dflash.drafters.dspark:DSpark", "dflash.drafters.dspark_config:DSparkConfig"
         ),

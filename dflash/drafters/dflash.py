@@ -77,7 +77,7 @@ class DFlash(OnePassDrafter):
         self.pass_positions = self.num_positions if short_pass else shape.block_size - 1
         build = {"dtype": dtype, "sharding": sharding}
         self.feature_layers = shape.target_layer_ids
-        self.fc = self.feature_projection(len(self.feature_layers))
+        self.declare_context(**build)
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
         self.layers = nnx.List(
             self.make_layer(shape, **build) for _ in range(decoder.num_hidden_layers)
@@ -103,6 +103,20 @@ class DFlash(OnePassDrafter):
         budget = None if config.tree is None else config.tree.budget
         sizes = {"block_size": config.block_size, "short_pass": config.short_pass}
         return {**sizes, "tree_budget": budget}
+
+    def declare_context(self, **build) -> None:
+        """Declares the parameters that `context_rows` uses, before `hidden_norm`."""
+        self.fc = self.feature_projection(len(self.feature_layers))
+
+    def context_rows(self, features: jax.Array, *, gather: bool = False) -> list[jax.Array]:
+        """Returns the rows [B, T, D] whose keys and values are the context, for each layer.
+
+        Args:
+          features: Features of the tapped layers, [B, T, C·D].
+          gather: All-gather the weights first; see `parameters.gathered`.
+        """
+        fc = parameters.gathered(self.fc, self.sharding) if gather else self.fc
+        return [self.hidden_norm(fc(features))] * len(self.layers)
 
     @staticmethod
     def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
@@ -233,11 +247,14 @@ class DFlash(OnePassDrafter):
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Projects the features to keys and values and stores them; see `Drafter.observe`."""
-        context = self.hidden_norm(self.fc(features))
+        context = self.context_rows(features)
         positions = position[:, None] + jnp.arange(features.shape[1])
         cos_sin = rotary.angles(positions, self.shape.rotary)
         with jax.named_scope("attention"):
-            rows = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
+            rows = [
+                layer.self_attn.keys_values(seen, cos_sin)
+                for layer, seen in zip(self.layers, context, strict=True)
+            ]
             keys, values = zip(*rows, strict=True)
             return state.write(position, keys, values)
 
@@ -279,14 +296,13 @@ class DFlash(OnePassDrafter):
 
         Features and embeddings are converted to the dtype of this module's weights.
         """
-        dtype = self.fc.kernel.dtype
-        fc = parameters.gathered(self.fc, self.sharding)
-        context = self.hidden_norm(fc(batch.features.astype(dtype)))
+        dtype = self.norm.scale.dtype
+        contexts = self.context_rows(batch.features.astype(dtype), gather=True)
         shape = blocks.tokens.shape
         of_context = rotary.angles(batch.positions, self.shape.rotary)
         of_blocks = rotary.angles(blocks.positions.reshape(shape[0], -1), self.shape.rotary)
         x = heads.embed(blocks.tokens.reshape(shape[0], -1)).astype(dtype)
-        for i, layer in enumerate(self.layers):
+        for i, (layer, context) in enumerate(zip(self.layers, contexts, strict=True)):
 
             def run(x, context, i=i, layer=layer):
                 layer = parameters.gathered(layer, self.sharding)

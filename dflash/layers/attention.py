@@ -265,3 +265,21 @@ class Attention(nnx.Module):
         names = [(batch, None, columns[parts[0]]), (batch, None, None, None), (None,)]
         out = [(batch, None, columns[part], None) for part in parts]
         return self.sharding.map(split, names, out)(*arrays)
+
+
+class ContextAttention(Attention):
+    """Attention with projections of their own for the keys and values of other rows."""
+
+    def __init__(self, width: int, *, num_kv_heads: int, head_dim: int, **options):
+        """Builds abstract projections; the arguments are those of `Attention`."""
+        super().__init__(width, num_kv_heads=num_kv_heads, head_dim=head_dim, **options)
+        build = {name: options[name] for name in ("dtype", "sharding")}
+        columns = num_kv_heads * head_dim
+        self.k_proj_target = Linear(width, columns, ("embed", "kv_heads"), **build)
+        self.v_proj_target = Linear(width, columns, ("embed", "kv_heads"), **build)
+
+    def keys_values(self, x, cos_sin):
+        """Projects rows by the projections of their own; see `Attention.keys_values`."""
+        (keys,) = self._heads(self.k_proj_target(x), "k", cos_sin)
+        (values,) = self._heads(self.v_proj_target(x), "v", cos_sin)
+        return keys, values

@@ -110,13 +110,17 @@ def grouped_attention(arch: TargetArchitecture, **options) -> Attention:
       arch: Architecture of the decoder.
       **options: Arguments of `Attention`; they take precedence over sizes of `arch`.
     """
-    sizes = {
+    return Attention(arch.hidden_size, **attention_sizes(arch) | options)
+
+
+def attention_sizes(arch: TargetArchitecture) -> dict[str, Any]:
+    """Returns the arguments of `Attention` that `arch` states."""
+    return {
         "num_heads": arch.num_attention_heads,
         "num_kv_heads": arch.num_key_value_heads,
         "head_dim": arch.head_dim,
         "eps": arch.rms_norm_eps,
     }
-    return Attention(arch.hidden_size, **sizes | options)
 
 
 def run_layer(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 # Strategies with a color of their own, in the order of the palette; others take later colors.
 _KNOWN = (
     *("dflash", "eagle3", "ngram", "autoregressive", "dflash2", "medusa", "lookahead", "dspark"),
+    "dflare",
 )
 _PLAIN = "none"
 

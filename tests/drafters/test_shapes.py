@@ -44,7 +44,7 @@ TARGET = make_architecture(vocab_size=600)
 
 
 def test_every_drafter_with_weights_of_its_own_has_a_shape():
-    assert set(WITH_SHAPES) == {"dflash", "dflash2", "dspark", "eagle3", "medusa"}
+    assert set(WITH_SHAPES) == {"dflare", "dflash", "dflash2", "dspark", "eagle3", "medusa"}
     for name in WITH_SHAPES:
         shape_class = kind_of(name).shape_class
         assert shape_class.__module__ == f"dflash.drafters.{name}_config"
@@ -252,6 +252,7 @@ DEPTH = ("num_target_layers",)
 SIZES = {
     "dflash": [BLOCK, DEPTH, ("sliding_window",), ("dflash_config", "block_size"),
                ("dflash_config", "num_target_layers"), ("dflash_config", "swa_window_size")],
+    "dflare": [BLOCK, DEPTH],
     "dflash2": [("dflash_config", field) for field in
                 ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")],
     "dspark": [BLOCK, DEPTH, ("markov_rank",)],

@@ -1,0 +1,39 @@
+"""Config keys and shape of DFlare drafters, which mix the tapped layers for each draft layer."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from dflash.config.schema import TargetArchitecture, option, option_like
+from dflash.drafters.base_config import MAX_LAYERS, BlockDrafterConfig, MarginalTree
+from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlareArchitecture(DFlashArchitecture):
+    """Architecture of a fresh DFlare drafter."""
+
+    num_hidden_layers: int = option_like(DFlashArchitecture, "num_hidden_layers", 7)
+    # Number of target layers to tap if target_layer_ids is left out.
+    num_target_features: int = option(9, minimum=1, maximum=MAX_LAYERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlareConfig(BlockDrafterConfig):
+    """Keys of a DFlare drafter."""
+
+    name: str = "dflare"
+    tree: MarginalTree | None = None  # None: a chain.
+    architecture: DFlareArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlareShape(DFlashShape):
+    """Contents of a DFlare checkpoint's config.json, which has DFlash's fields."""
+
+    layout: ClassVar[Mapping[str, Any]] = {"projector": "dflare"}
+
+    @classmethod
+    def for_target(cls, target: TargetArchitecture, options: DFlareArchitecture | None) -> Self:
+        """Returns the shape of a fresh DFlare drafter; see `DrafterShape.for_target`."""
+        return super().for_target(target, options or DFlareArchitecture())
