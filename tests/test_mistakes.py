@@ -43,7 +43,7 @@ train: {{steps: 1}}
 """
 PROMPT = '{"prompt_ids": [3, 4]}\n'
 PROGRESS = ("loading weights", "data: downloading")  # what may stand before the line
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,13 +346,13 @@ MISTAKES = {
         copy(TARGET, quantization_config={"quant_method": "gptq", "bits": 4}),
     ),
     "quantized tensor": Mistake(f"decode c.yml {M}", "is I32, expected one of F32", 2, float8),
-    "Qwen2": Mistake(
-        f"decode c.yml {M}", "Qwen2ForCausalLM is not supported, only Qwen3ForCausalLM (qwen3)", 2,
-        copy(TARGET, **QWEN2),
+    "Phi 3": Mistake(
+        f"decode c.yml {M}", "Phi3ForCausalLM is not supported, only Qwen3ForCausalLM (qwen3)", 2,
+        copy(TARGET, **PHI3),
     ),
     "Gemma": Mistake(
-        f"decode c.yml {M}", "Gemma3ForCausalLM is not supported, only ", 2,
-        copy(TARGET, architectures=["Gemma3ForCausalLM"]),
+        f"decode c.yml {M}", "Gemma2ForCausalLM is not supported, only ", 2,
+        copy(TARGET, architectures=["Gemma2ForCausalLM"]),
     ),
     "no architecture": Mistake(
         f"decode c.yml {M}", "architectures: none (model_type 'mistral') is not supported", 2,

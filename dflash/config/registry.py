@@ -137,6 +137,7 @@ TARGETS: Mapping[str, Entry] = Entries(
         "mistral": Entry(
             "dflash.models.mistral:Mistral", "dflash.models.mistral_config:MistralConfig"
         ),
+        "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.gemma3_config:Gemma3Config"),
         "smollm3": Entry(
             "dflash.models.smollm3:SmolLM3", "dflash.models.smollm3_config:SmolLM3Config"
         ),

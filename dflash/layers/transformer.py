@@ -88,7 +88,7 @@ class TransformerLayer(nnx.Module):
             branch, auxiliary = self.attention_branch(self.input_layernorm(x), angles, attend)
             x = self.sharding.constrain(x + branch, batch, None, None)
         with jax.named_scope("mlp"):
-            x = x + self.mlp_branch(self.post_attention_layernorm(x))
+            x = x + self.mlp_branch(self.mlp_norm(x))
             return self.sharding.constrain(x, batch, None, None), auxiliary
 
     def attention_branch(
@@ -97,6 +97,10 @@ class TransformerLayer(nnx.Module):
         """Returns the output of attention for normed rows [B, T, D], and its auxiliary result."""
         attended, auxiliary = attend(*self.self_attn.project(normed, angles))
         return self.self_attn.output(attended), auxiliary
+
+    def mlp_norm(self, x: jax.Array) -> jax.Array:
+        """Normalizes the residual stream [B, T, D] for the MLP."""
+        return self.post_attention_layernorm(x)
 
     def mlp_branch(self, normed: jax.Array) -> jax.Array:
         """Returns the output of the MLP for normed rows [B, T, D]."""

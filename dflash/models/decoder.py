@@ -55,6 +55,7 @@ class Decoder(nnx.Module):
     hf_model_type: ClassVar[str]
     qk_norm: ClassVar[bool]
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    layer_class: ClassVar[type[TransformerLayer]] = TransformerLayer
     # A family with fields of its own sets its subclass of `TargetArchitecture`.
     architecture_class: ClassVar[type[TargetArchitecture]] = TargetArchitecture
     # Tensors that some checkpoints store, but this code computes.
@@ -81,7 +82,7 @@ class Decoder(nnx.Module):
           i: Index of the layer.
           **build: `dtype` and `sharding` of its parameters.
         """
-        return TransformerLayer(
+        return self.layer_class(
             self.arch,
             attention=self.make_attention(i, **build),
             mlp=self.make_mlp(i, **build),

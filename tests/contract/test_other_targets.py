@@ -1,4 +1,4 @@
-"""The contract of drafters over targets of other makes: experts, and latent attention."""
+"""The contract of drafters over targets of other makes: experts, latent attention, windows."""
 
 import functools
 
@@ -25,6 +25,9 @@ from dflash.parallel.sharding import make_sharding as make
 ARCHITECTURES = {
     family: family_architecture(family, ARCHITECTURE) for family in ("qwen3_moe", "deepseek_v3")
 }
+# Windows shorter than the prompts, and a layer that sees everything.
+WINDOWS = {"sliding_window": 7, "layer_types": ("sliding_attention", "full_attention")}
+ARCHITECTURES["gemma3"] = family_architecture("gemma3", ARCHITECTURE, **WINDOWS)
 NAMES = sorted(registry.DRAFTERS)
 FORMS = [(name, False) for name in NAMES if name != "none"]
 FORMS += [(name, True) for name in NAMES if takes(name, "tree")]

@@ -79,6 +79,17 @@ LATENT = {
     "num_key_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
+GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    },
+    "final_logit_softcapping": 3.0,
+}
 CHECKPOINTS = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3 scaled by YaRN": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN_ROPE}),
@@ -111,6 +122,7 @@ CHECKPOINTS = {
     ),
     "qwen2": ("Qwen2", {"head_dim": 16}),
     "mistral with a window": ("Mistral", {"sliding_window": 6}),
+    "gemma3": ("Gemma3", GEMMA3),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "head_dim": 8}),
 }
 EIGHT = make_sharding(data=2, fsdp=2, tensor=2)

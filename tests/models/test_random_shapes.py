@@ -9,7 +9,7 @@ import pytest
 from support.models import make_cache
 from support.parity import check_rows, make_pair, pad, reference, step
 
-FAMILIES = ("Qwen3", "Llama", "Qwen3Moe", "DeepseekV3", "Qwen2", "Mistral", "SmolLM3")
+FAMILIES = ("Qwen3", "Llama", "Qwen3Moe", "DeepseekV3", "Qwen2", "Mistral", "SmolLM3", "Gemma3")
 VOCAB = 40
 
 
@@ -81,6 +81,22 @@ def draw_unrotated(rng, layers):
     return {"no_rope_layers": stated if rng.integers(2) else None, "no_rope_layer_interval": 2}
 
 
+def draw_windows(rng, layers):
+    """Draws Gemma's kinds of layers, and a rotary embedding for each."""
+    linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}
+    return {
+        "layer_types": [
+            str(rng.choice(["sliding_attention", "full_attention"])) for _ in range(layers)
+        ],
+        "sliding_window": int(rng.integers(1, 20)),
+        "rope_parameters": {
+            "full_attention": draw_rope(rng) if rng.integers(2) else linear,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        "final_logit_softcapping": 2.0 if rng.integers(2) else None,
+    }
+
+
 def draw(family, seed):
     rng = np.random.default_rng([FAMILIES.index(family), seed])
     config = draw_dense(rng)
@@ -91,6 +107,10 @@ def draw(family, seed):
         config |= draw_latent(rng, shared=seed % 3, groups=(1, 4)[seed % 2])
     if family == "Mistral":
         config["sliding_window"] = int(rng.integers(1, 20)) if rng.integers(4) else None
+    if family == "Gemma3":
+        config |= draw_windows(rng, config["num_hidden_layers"])
+        config["hidden_size"] = 8 * config["num_attention_heads"]  # transformers wants a multiple
+        config["query_pre_attn_scalar"] = int(rng.integers(4, 40))
     if family == "SmolLM3":
         config |= draw_unrotated(rng, config["num_hidden_layers"])
     return config

@@ -20,7 +20,7 @@ def make_pair(family: str, config: dict, directory: pathlib.Path, seed: int = 0)
       seed: of the weights.
     """
     torch, transformers = import_transformers()
-    kind = getattr(transformers, f"{family}Config")
+    kind = getattr(transformers, f"{family}ForCausalLM").config_class
     config = kind(**config, eos_token_id=[3, 7], pad_token_id=None)
     torch.manual_seed(seed)
     theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()

@@ -1,0 +1,142 @@
+"""Gemma 3: windows in most layers, norms before and after each branch, scaled embeddings."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.checkpoints import hf_config
+from dflash.layers import rotary
+from dflash.layers.attention import Attention
+from dflash.layers.linear import RMSNorm, ZeroCenteredRMSNorm
+from dflash.layers.mlp import Mlp
+from dflash.layers.transformer import TransformerLayer, grouped_attention
+from dflash.models.decoder import Decoder
+from dflash.models.gemma3_config import Gemma3Architecture
+from dflash.models.windows_config import FULL, SLIDING, WindowedArchitecture
+
+_ROPE = "rope_parameters"
+
+
+class GemmaLayer(TransformerLayer):
+    """Transformer layer with norms before and after each branch."""
+
+    def __init__(self, arch: WindowedArchitecture, *, norm_class: type[RMSNorm], **options):
+        super().__init__(arch, norm_class=norm_class, **options)
+        build = {name: options[name] for name in ("dtype", "sharding")}
+        self.pre_feedforward_layernorm = norm_class(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.post_feedforward_layernorm = norm_class(arch.hidden_size, arch.rms_norm_eps, **build)
+
+    def attention_branch(self, normed, angles, attend):
+        """Returns the normalized output of attention; see `TransformerLayer`."""
+        branch, auxiliary = super().attention_branch(normed, angles, attend)
+        return self.post_attention_layernorm(branch), auxiliary
+
+    def mlp_norm(self, x):
+        """Normalizes the residual stream for the MLP; see `TransformerLayer`."""
+        return self.pre_feedforward_layernorm(x)
+
+    def mlp_branch(self, normed):
+        """Returns the normalized output of the MLP; see `TransformerLayer`."""
+        return self.post_feedforward_layernorm(super().mlp_branch(normed))
+
+
+class Gemma(Decoder):
+    """Base of the Gemma families."""
+
+    qk_norm = True
+    layer_class = GemmaLayer
+
+    def make_mlp(self, i, **build) -> nnx.Module:
+        """Returns the MLP of layer `i`, gated by a GELU."""
+        arch = self.arch
+        return Mlp(
+            arch.hidden_size, arch.intermediate_size, activation="gelu_pytorch_tanh", **build
+        )
+
+    def rotary_angles(self, positions: jax.Array) -> dict[str, Any]:
+        """Returns cos and sin by kind of layer."""
+        local = dataclasses.replace(
+            self.arch, rope_theta=self.arch.rope_local_base_freq, rope_scaling=None
+        )
+        return {
+            FULL: rotary.angles(positions, self.arch),
+            SLIDING: rotary.angles(positions, local),
+        }
+
+    def layer_angles(self, i, angles):
+        """Returns cos and sin of the kind of layer `i`."""
+        return angles[SLIDING if self.arch.is_sliding(i) else FULL]
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Returns embeddings [B, T, D], scaled by the square root of D in their dtype."""
+        scale = jnp.asarray(self.arch.hidden_size**0.5, self.dtype)
+        return super().embed(tokens) * scale
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Returns logits float32 [B, T, V], bounded if the architecture says so."""
+        logits, bound = super().unembed(hidden), self.arch.final_logit_softcapping
+        return logits if bound is None else bound * jnp.tanh(logits / bound)
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> WindowedArchitecture:
+        """Reads config.json, whose rotary embedding may be stated by kind of layer."""
+        config = {**config, "layer_types": config.get("layer_types") or _pattern(config)}
+        rope = hf_config.read_group(config, _ROPE)
+        if SLIDING in rope or FULL in rope:
+            local = hf_config.read_group(rope, SLIDING).get("rope_theta")
+            config[_ROPE] = hf_config.read_group(rope, FULL)
+            config["rope_local_base_freq"] = local
+        return hf_config.read_architecture(config, cls.architecture_class)
+
+    @classmethod
+    def config_to_hf(cls, arch: WindowedArchitecture) -> dict[str, Any]:
+        """Returns the config.json of a checkpoint with this architecture."""
+        config = super().config_to_hf(arch)
+        full = {"rope_type": "default"} | (config.pop("rope_scaling") or {})
+        full["rope_theta"] = config.pop("rope_theta")
+        local = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq")}
+        del config["hidden_act"]
+        return config | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            _ROPE: {FULL: full, SLIDING: local},
+        }
+
+
+class Gemma3(Gemma):
+    """Target family `Gemma3ForCausalLM`.
+
+    Source: Gemma 3 technical report, arXiv 2503.19786.
+    """
+
+    hf_architectures = ("Gemma3ForCausalLM",)
+    hf_model_type = "gemma3_text"
+    norm_class = ZeroCenteredRMSNorm
+    architecture_class = Gemma3Architecture
+
+    def make_attention(self, i, **build) -> Attention:
+        """Returns the attention of layer `i`, within its window."""
+        return grouped_attention(
+            self.arch,
+            qk_norm=True,
+            norm_class=self.norm_class,
+            scale=self.arch.query_pre_attn_scalar**-0.5,
+            window=self.arch.window(i),
+            **build,
+        )
+
+
+def _pattern(config: Mapping[str, Any]) -> list[str]:
+    """Returns the kinds of layers of older files, which state the interval of full ones."""
+    fields = hf_config.read_fields(config, _Pattern)
+    layers = range(1, fields.num_hidden_layers + 1)
+    return [SLIDING if i % fields.sliding_window_pattern else FULL for i in layers]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pattern:
+    num_hidden_layers: int
+    sliding_window_pattern: int = 6
