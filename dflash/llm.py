@@ -18,14 +18,17 @@ True
 import copy
 import dataclasses
 import functools
+import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from dflash import errors
 from dflash.config import loader, registry
 from dflash.config.schema import DecodeRun
 from dflash.inference import request as requests
+from dflash.inference import weight_update
 from dflash.inference.engine import Engine
 from dflash.inference.request import Request, TokenLogprobs
 from dflash.loading import job as jobs
@@ -104,10 +107,16 @@ class Stream(Iterator[Piece]):
       completion: Completion of the prompt; None until the iterator is exhausted.
     """
 
-    def __init__(self, pieces: Iterator[Piece | Completion]):
+    def __init__(self, pieces: Generator[Piece | Completion]):
         """Wraps an iterator of pieces, the last of which is the completion."""
         self._pieces = pieces
         self.completion: Completion | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether the output is being decoded: started, and not finished."""
+        suspended = inspect.getgeneratorstate(self._pieces) == inspect.GEN_SUSPENDED
+        return suspended and self.completion is None
 
     def __next__(self) -> Piece:
         """Waits for the next piece and returns it."""
@@ -156,6 +165,8 @@ class LLM:
         self._job = jobs.prepare_models(run)
         self._job.load_weights()
         self._engine: Engine | None = None
+        # Streams of this instance and of those that share its target.
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
     @property
     def config(self) -> DecodeRun:
@@ -259,7 +270,32 @@ class LLM:
         Raises:
           InputError: The prompt is unusable or too long; raised before the first piece.
         """
-        return Stream(_pieces(prompt, *self._prepare([prompt], sampling)))
+        stream = Stream(_pieces(prompt, *self._prepare([prompt], sampling)))
+        self._streams.add(stream)
+        return stream
+
+    def update_weights(self, tree: Any, *, lora_alpha: float | None = None) -> None:
+        """Replaces the target's weights in place, for instances that share them too.
+
+        Only the program that writes the weights is compiled, at the first call.
+
+        >>> llm = LLM("configs/tiny_dflash.yml")
+        >>> from safetensors import numpy as safetensors
+        >>> llm.update_weights(safetensors.load_file("dflash/assets/tiny_target/model.safetensors"))
+
+        Args:
+          tree: Weights of any dtype, on any devices, under the names of Hugging Face, Tunix or
+            MaxText; see `weight_update.update`.
+          lora_alpha: Numerator of the scale of LoRA parameters in the tree, which are merged.
+        Raises:
+          CheckpointError: The tree does not fit, or holds NaN. The old weights stay.
+          InputError: A stream is being read.
+        """
+        if any(stream.is_open for stream in self._streams):
+            raise errors.InputError(
+                "update_weights: an output is being streamed; read it to its end, or drop it"
+            )
+        weight_update.update(self._job.target, tree, lora_alpha=lora_alpha)
 
     def _prepare(self, values: Sequence[prompts_lib.Value], sampling: Sampling | None):
         """Returns a job over these prompts, an engine with their programs, and their requests."""
@@ -318,7 +354,7 @@ def _roomy(job: Job) -> Job:
 
 def _pieces(
     value: prompts_lib.Value, job: Job, engine: Engine, batch: Sequence[Request]
-) -> Iterator[Piece | Completion]:
+) -> Generator[Piece | Completion]:
     """Yields the pieces of a job's only prompt, then its completion."""
     (prompt,) = job.prompts
     words = IncrementalDecoder(job.tokenizer, prompt=prompt.ids)

@@ -12,6 +12,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors
 from support import TESTS
 from support.engines import count_compilations
 from support.trained_tokenizers import train_metaspace
@@ -344,3 +345,21 @@ def test_a_checkpoint_is_converted_from_python(in_tmp, capsys):
     assert "orbax layout" in capsys.readouterr().out
     back = dflash.convert.run(path, in_tmp / "back", to="hf", dtype="bfloat16")
     assert (back / "model.safetensors").exists()
+
+
+def test_new_weights_reach_every_instance_over_the_target(tiny):
+    """And not while a stream is being read; see tests/inference/test_weight_update.py."""
+    plain, (before,) = tiny.with_drafter("none"), tiny.generate(QUESTION)
+    tensors = safetensors.load_file("dflash/assets/tiny_target/model.safetensors")
+    # With the last norm negated, the likeliest token becomes the least likely one.
+    changed = tensors | {"model.norm.weight": -tensors["model.norm.weight"]}
+    stream = tiny.stream(QUESTION)
+    next(stream)
+    with pytest.raises(errors.InputError, match="an output is being streamed"):
+        plain.update_weights(changed)
+    assert "".join(piece.text for piece in stream) in before.text
+    plain.update_weights(changed)
+    (after,) = tiny.generate(QUESTION)
+    assert after.token_ids == plain.generate(QUESTION)[0].token_ids != before.token_ids
+    tiny.update_weights(tensors)
+    assert tiny.generate(QUESTION)[0].token_ids == before.token_ids

@@ -23,7 +23,7 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import program_table, timing
+from dflash.inference import program_table, timing, weight_update
 from dflash.inference.cycle import adaptive, block_choice, cycle
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.first_token import FirstTokenConstraints
@@ -96,8 +96,7 @@ class Engine:
         )
         self._programs = program_table.Programs(self.shapes)
         self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
-        # Seconds per cycle of each block size, with all slots busy and for smaller batch buckets;
-        # measured by `compile` if there is a choice.
+        # Seconds per cycle of each block size, with all slots busy and for smaller batch buckets.
         self.cycle_seconds: tuple[float, ...] | None = None
         self._partial_seconds: tuple[tuple[float, ...], ...] = ()
         self._default_constraints: dict[int, FirstTokenConstraints] = {}
@@ -315,6 +314,13 @@ class Engine:
         """Runs an added program on a state; see `add_program`."""
         return self.program(name)(self.target_params, self.drafter_params, state)
 
+    def update_weights(self, tree: Any, *, lora_alpha: float | None = None) -> None:
+        """Replaces the target's weights, for every engine over it; see `weight_update.update`.
+
+        Schedulers hold caches of the old weights: call `Scheduler.restart`.
+        """
+        weight_update.update(self.target, tree, lora_alpha=lora_alpha)
+
     def set_drafter(self, drafter: Drafter) -> None:
         """Replaces the drafter's weights without compiling anything again.
 
@@ -322,7 +328,7 @@ class Engine:
           ValueError: The weights differ in shape or dtype from the present ones.
         """
         params = nnx.state(drafter)
-        if _forms(params) != _forms(self.drafter_params):
+        if not weight_update.have_same_forms(params, self.drafter_params):
             raise ValueError("the drafter's weights differ in shape or dtype from those before")
         self.drafter_params = params
 
@@ -370,10 +376,7 @@ class Engine:
         return self.shapes.state()
 
     def _measured(self) -> np.ndarray:
-        """Returns seconds per cycle by batch bucket and block size, float32 [W, S].
-
-        Measures them at the first call. With a single block size all are 1.
-        """
+        """Returns seconds per cycle by batch bucket and block size, float32 [W, S]; 1 if fixed."""
         buckets = self.layout.bucket_sizes
         if self.cycle_seconds is None and len(self.block_sizes) > 1:
             *partial, self.cycle_seconds = map(self._measure, buckets)
@@ -395,7 +398,3 @@ class Engine:
             lambda state, seconds: self.program("occupied")(state, table(seconds)),
             functools.partial(self.generate, bucket=bucket),
         )
-
-
-def _forms(params: Any) -> Any:
-    return jax.tree.map(lambda x: (x.shape, x.dtype), params)

@@ -11,7 +11,7 @@ from dflash import errors
 from dflash.inference.cycle.state import Report
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits.logprobs import Logprobs
-from dflash.inference.request import Request, TokenLogprobs
+from dflash.inference.request import Completion, Request, TokenLogprobs
 from dflash.text.grammar import Matcher
 
 
@@ -99,6 +99,29 @@ class ActiveRequest:
     def context(self) -> int:
         """Number of tokens to prefill: the prompt, or all tokens before a known anchor."""
         return self.length - bool(self.output_ids)
+
+    def completion(self, now: float, clock_s: float) -> Completion:
+        """Returns the completion of the request.
+
+        Args:
+          now: Time of its last token, in seconds of time.perf_counter.
+          clock_s: Total time of all dispatches of cycles so far, in seconds.
+        """
+        return Completion(
+            id=self.request.id,
+            output_ids=tuple(self.output_ids),
+            finish_reason=self.finish_reason,
+            acceptance_lengths=tuple(self.acceptance_lengths),
+            block_sizes=tuple(self.block_sizes),
+            prefill_ms=self.prefill_ms,
+            decode_ms=1e3 * (now - self.first_token_at) if self.output_ids else 0.0,
+            decode_clock_s=clock_s,
+            finished_at=now,
+            preemptions=self.preemptions,
+            cached_tokens=self.cached_tokens,
+            queued_ms=self.queued_ms,
+            error=self.error,
+        )
 
 
 def grammar_error(request: Request, error: Exception) -> errors.InputError:

@@ -41,7 +41,11 @@ from dflash.inference.stats import COUNTERS, SchedulerStats
 
 
 class Scheduler:
-    """Queue of requests in front of the batch of an engine."""
+    """Queue of requests in front of the batch of an engine.
+
+    Attributes:
+      paused: Whether queued requests wait; admitted ones go on, until the scheduler is `settled`.
+    """
 
     def __init__(self, engine: Engine, *, fill_at_once: bool = False):
         """Allocates an empty batch.
@@ -61,6 +65,7 @@ class Scheduler:
         self._counts: collections.Counter[str] = collections.Counter()
         self._batch = Batch(engine)
         self._has_nonfinite = False  # Some request's logits were not finite; see `_recover`.
+        self.paused = False
 
     @property
     def idle(self) -> bool:
@@ -131,6 +136,15 @@ class Scheduler:
             **{name: self._counts[name] for name in COUNTERS},
         )
 
+    @property
+    def settled(self) -> bool:
+        """Returns whether no request holds a slot, and no result is left to collect."""
+        return not (self._batch.requests or self._pending)
+
+    def restart(self) -> None:
+        """Empties all caches, after an update of the weights; requests keep reported output."""
+        self._requeue(self._renew())
+
     def flush_prefix_cache(self) -> None:
         """Forgets all cached pages; requests in flight keep the pages that they hold."""
         self._batch.pool.forget()
@@ -158,9 +172,7 @@ class Scheduler:
         """
         batch = self._batch
         for request in batch.grow():
-            request.preemptions += 1
-            self._counts["preemptions"] += 1
-            self._queue.appendleft(request)
+            self._requeue([request])
         left = self._layout.prefill_chunk
         while self._admit():
             rows, decoding = batch.next_rows(), bool(batch.running)
@@ -180,7 +192,7 @@ class Scheduler:
         Returns:
           Whether a prompt is in prefill.
         """
-        while self._queue and not self._must_wait(self._queue[0]):
+        while self._queue and not (self.paused or self._must_wait(self._queue[0])):
             request = self._queue[0]
             if not self._batch.admit(request):
                 break
@@ -339,21 +351,7 @@ class Scheduler:
 
     def _completion(self, active: ActiveRequest, now: float) -> Completion:
         self._ids.discard(active.request.id)
-        return Completion(
-            id=active.request.id,
-            output_ids=tuple(active.output_ids),
-            finish_reason=active.finish_reason,
-            acceptance_lengths=tuple(active.acceptance_lengths),
-            block_sizes=tuple(active.block_sizes),
-            prefill_ms=active.prefill_ms,
-            decode_ms=1e3 * (now - active.first_token_at) if active.output_ids else 0.0,
-            decode_clock_s=self._clock_s,
-            finished_at=now,
-            preemptions=active.preemptions,
-            cached_tokens=active.cached_tokens,
-            queued_ms=active.queued_ms,
-            error=active.error,
-        )
+        return active.completion(now, self._clock_s)
 
     # --- logits that are not finite -------------------------------------------------------------
 
@@ -375,20 +373,26 @@ class Scheduler:
         Attention multiplies masked rows by 0, so a non-finite row in a page would reach the next
         owner of the page.
         """
-        requests = (*self._batch.running.values(), *self._batch.prefilling.values())
         self._has_nonfinite = False
+        requests = self._renew()
+        self._requeue([request for request in requests if not request.error])
+        now = time.perf_counter()
+        return [self._completion(request, now) for request in requests if request.error]
+
+    def _renew(self) -> list[ActiveRequest]:
+        """Replaces the batch by an empty one; returns the requests that held a slot, in order."""
+        requests = [*self._batch.running.values(), *self._batch.prefilling.values()]
         self._pending.clear()
         self._batch.close()
         del self._batch  # Frees the caches before new ones are allocated.
         self._batch = Batch(self._engine)
-        survivors, events = [], []
         for request in requests:
             request.slot, request.pages = None, ()
-            if request.error:
-                events.append(self._completion(request, time.perf_counter()))
-            else:
-                request.preemptions += 1
-                survivors.append(request)
-        self._counts["preemptions"] += len(survivors)
-        self._queue.extendleft(reversed(survivors))
-        return events
+        return requests
+
+    def _requeue(self, requests: Sequence[ActiveRequest]) -> None:
+        """Returns preempted requests, in order, to the head of the queue."""
+        for request in requests:
+            request.preemptions += 1
+        self._counts["preemptions"] += len(requests)
+        self._queue.extendleft(reversed(requests))

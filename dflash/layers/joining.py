@@ -8,6 +8,13 @@ import jax.numpy as jnp
 
 from dflash.layers.linear import Linear
 
+# Names of joined projections, with the parts that their columns hold.
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "kv_proj": ("k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
 
 def join(linears: Sequence[Linear]) -> Linear:
     """Returns a linear map that computes the outputs of several maps of the same input.
@@ -23,10 +30,12 @@ def join(linears: Sequence[Linear]) -> Linear:
     first, sharding = linears[0], linears[0].sharding
     kernels = [linear.kernel.get_value() for linear in linears]
     rows, columns = kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels)
-    options = {"bias": first.bias is not None, "dtype": kernels[0].dtype, "sharding": sharding}
+    conversion = first.kernel.get_metadata().get("conversion")
+    dtype = kernels[0].dtype if conversion is None else conversion.dtype
+    options = {"bias": first.bias is not None, "dtype": dtype, "sharding": sharding}
     joined = Linear(rows, columns, first.axes, **options)
     if first.format is not None:
-        joined.quantize(first.format, stored=True)
+        joined.quantize(first.format, stored=conversion is None)
     if isinstance(kernels[0], jax.ShapeDtypeStruct):
         return joined
     num_shards = sharding.size(first.axes[1])
@@ -35,7 +44,7 @@ def join(linears: Sequence[Linear]) -> Linear:
         if parameter is None:
             continue
         parts = [getattr(linear, name).get_value() for linear in linears]
-        values = _side_by_side(num_shards, parameter.get_value().sharding)(parts)
+        values = side_by_side(num_shards, parameter.get_value().sharding)(parts)
         # Wait, so that this layer's sources are freed before the next layer is copied.
         parameter.set_value(jax.block_until_ready(values))
     return joined
@@ -56,10 +65,12 @@ def can_join(linears: Sequence[Linear]) -> bool:
 
 
 @functools.cache  # Layers of equal shapes share one compiled program.
-def _side_by_side(num_shards: int, place: jax.sharding.Sharding) -> Callable:
-    def side_by_side(arrays):
+def side_by_side(num_shards: int, place: jax.sharding.Sharding) -> Callable:
+    """Returns a program that joins kernels, as `join` does; `place` is the result's sharding."""
+
+    def joined(arrays):
         lead = arrays[0].shape[:-1]
         split = [array.reshape(*lead, num_shards, -1) for array in arrays]
         return jnp.concatenate(split, axis=-1).reshape(*lead, -1)
 
-    return jax.jit(side_by_side, out_shardings=place)
+    return jax.jit(joined, out_shardings=place)

@@ -12,3 +12,4 @@ class Llama3(Decoder):
     hf_architectures = ("LlamaForCausalLM",)
     hf_model_type = "llama"
     qk_norm = False
+    maxtext_interleaves_heads = True

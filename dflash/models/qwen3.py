@@ -12,3 +12,4 @@ class Qwen3(Decoder):
     hf_architectures = ("Qwen3ForCausalLM",)
     hf_model_type = "qwen3"
     qk_norm = True
+    maxtext_interleaves_heads = False

@@ -5,6 +5,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import (
@@ -14,7 +15,7 @@ from support.engines import (
     make_requests,
     random_prompts,
 )
-from support.models import drafter
+from support.models import ARCHITECTURE, drafter, make_sharding
 
 from dflash import errors
 from dflash.inference import batch, scheduler
@@ -22,7 +23,9 @@ from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool
 from dflash.inference.request import Completion, Request, Sampling, Tokens
 from dflash.inference.scheduler import Scheduler
+from dflash.models.qwen3 import Qwen3
 from dflash.offline.decoding import decode
+from dflash.parallel import parameters
 
 LENGTHS = [5, 1, 16, 9, 12, 3, 7]
 LIMITS = [20, 1, 2, 32, 11, 1, 17]
@@ -443,3 +446,55 @@ def test_tokens_of_a_dispatch_are_plain_integers():
     for event in decode(run(), requests([5], [9])):
         ids = event.ids if isinstance(event, Tokens) else event.output_ids
         assert all(type(token) is int and not isinstance(token, np.integer) for token in ids)
+
+
+def test_a_pause_lets_admitted_requests_finish():
+    one = Scheduler(run())
+    for request in requests():
+        one.submit(request)
+    events = one.step()
+    one.paused = True
+    while not one.settled:
+        events += one.step()
+    assert one.stats().waiting == len(LENGTHS) - len(completions(events)) > 0
+    assert one.step() == []
+    one.paused = False
+    assert outputs(completions(events + drain(one))) == wanted()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_after_an_update_requests_go_on_with_the_new_weights(temperature):
+    """They keep what was reported; nothing of the old weights' caches is left."""
+    how = {"temperature": temperature, "seed": 4}
+    (prompt, *_), limit = random_prompts([24, 5]), 24
+    old, new = (_of_weights(seed) for seed in (0, 1))
+    base = engine(on=old, sync_every=2, max_length=64, batch_size=2)
+    one = Scheduler(base)
+    for request in make_requests([prompt, prompt], limit, **how):
+        one.submit(request)
+    events = one.step() + one.step() + one.step()
+    reported = {i: [t for e in events if e.id == i for t in e.ids] for i in (0, 1)}
+    assert reported[0]
+    assert not completions(events)
+    base.update_weights(foreign(new))
+    one.restart()
+    for done in completions(drain(one)):
+        kept = tuple(reported[done.id])
+        begun = make_requests([prompt + kept], limit - len(kept), first_index=done.id, **how)
+        (rest,) = completions(decode(base, begun))
+        assert done.output_ids == kept + rest.output_ids
+
+
+def _of_weights(seed: int) -> Qwen3:
+    model = Qwen3(ARCHITECTURE, dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(seed))
+    return model
+
+
+def foreign(model) -> dict[str, jax.Array]:
+    """The weights of a model under the names of Hugging Face."""
+    tree = {}
+    for path, leaf in parameters.named_parameters(model):
+        value = leaf.get_value()
+        tree[model.checkpoint_name(path)] = value.T if path.endswith("kernel") else value
+    return tree
