@@ -61,11 +61,7 @@ def block_attention_tpu(
     grouped = queries.reshape(batch, block, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, rows, width)
     new = [array.astype(dtype).swapaxes(1, 2) for array in (keys, values)]
-    sink_rows = []
-    if sinks is not None:
-        spread = jnp.repeat(sinks.reshape(kv_heads, group).astype(jnp.float32), block, axis=1)
-        shape = (kv_heads, rows, flash_tpu.LANES)
-        sink_rows = [jnp.broadcast_to(spread[..., None] * flash_tpu.LOG2_E, shape)]
+    sink_rows = [] if sinks is None else [flash_tpu.sink_rows(sinks, kv_heads, block)]
 
     def step_spec(rows):
         return pl.BlockSpec((None, step_heads, rows, width), lambda g, b, _: (b, g, 0, 0))

@@ -23,6 +23,7 @@ def causal_attention(
     keys: jax.Array,
     values: jax.Array,
     segment_ids: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -38,6 +39,8 @@ def causal_attention(
       keys: [B, T, K, H]; N is a multiple of K.
       values: [B, T, K, H].
       segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
+      sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
+        sum of every row. None for no sinks. The kernels do not support them.
       scale: Factor that multiplies the scores.
       window: Rows up to its own that a row sees; None for all.
       chunk_tokens: Queries per chunk of the reference; None to derive it from T.
@@ -48,11 +51,11 @@ def causal_attention(
       ValueError: Shapes are inconsistent, or the kernels do not support them; the message names
         the array.
     """
-    _check(queries, keys, values, segment_ids)
-    unsupported = tpu.unsupported(queries)
+    _check(queries, keys, values, segment_ids, sinks)
+    unsupported = tpu.unsupported(queries, sinks)
 
     def reference(queries, keys, values, segment_ids):
-        attend = functools.partial(_attend_chunk, scale=scale, window=window)
+        attend = functools.partial(_attend_chunk, sinks=sinks, scale=scale, window=window)
         return in_chunks(attend, (queries, segment_ids), (keys, values, segment_ids), chunk_tokens)
 
     def attend(*arrays):
@@ -134,15 +137,17 @@ def attend_so_far(
     )
 
 
-def _attend_chunk(queries, query_segments, keys, values, key_segments, **view):
+def _attend_chunk(queries, query_segments, keys, values, key_segments, *, sinks, **view):
     """Attends from queries [B, C, N, H] of the last C of S rows to keys [B, S, K, H]."""
     rows = online_softmax.group_queries(queries, keys.shape[2])
     partial = attend_so_far(rows, keys, values, query_segments, key_segments, **view)
+    if sinks is not None:
+        partial = online_softmax.with_sinks(partial, sinks)
     whole = online_softmax.normalize(partial, queries.dtype)
     return online_softmax.ungroup(whole, queries.shape[1])
 
 
-def _check(queries, keys, values, segment_ids):
+def _check(queries, keys, values, segment_ids, sinks):
     batch, length, heads, width = queries.shape
     kv_heads = keys.shape[2]
     expected = {
@@ -150,6 +155,8 @@ def _check(queries, keys, values, segment_ids):
         "values": (values, (batch, length, kv_heads, width)),
         "segment_ids": (segment_ids, (batch, length)),
     }
+    if sinks is not None:
+        expected["sinks"] = (sinks, (heads,))
     for name, (array, shape) in expected.items():
         if array.shape != shape:
             raise ValueError(f"causal_attention: {name} is {array.shape}, expected {shape}")

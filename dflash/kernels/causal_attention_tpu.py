@@ -14,8 +14,10 @@ BLOCKS = (512, 384, 256, 128)
 _LANES = 128
 
 
-def unsupported(queries: jax.Array) -> str | None:
+def unsupported(queries: jax.Array, sinks: jax.Array | None) -> str | None:
     """Returns why the kernels do not support queries [B, T, N, H], or None if they do."""
+    if sinks is not None:
+        return f"{OP}: the TPU kernels have no attention sinks"
     _, length, _, width = queries.shape
     if width % _LANES:
         return f"{OP}: the TPU kernels need a width divisible by {_LANES}, not {width}"

@@ -227,6 +227,21 @@ def cost(batch, heads, kv_heads, rows, keys, width, dtype) -> pl.CostEstimate:
     return pl.CostEstimate(flops=4 * pairs * width, transcendentals=pairs, bytes_accessed=read)
 
 
+def sink_rows(sinks: jax.Array, kv_heads: int, repeats: int) -> jax.Array:
+    """Spreads attention sinks [N] over the rows of a kernel, in units of log2.
+
+    Args:
+      sinks: Sink of each query head.
+      kv_heads: Key and value heads, K.
+      repeats: Consecutive rows of each head of a group.
+    Returns:
+      float32 [K, N/K · repeats, 128], equal in all lanes.
+    """
+    grouped = sinks.astype(jnp.float32).reshape(kv_heads, -1) * LOG2_E
+    rows = jnp.repeat(grouped, repeats, axis=1)
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
+
+
 def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) -> int:
     """Returns the bytes of VMEM that a kernel needs.
 

@@ -30,6 +30,7 @@ def paged_attention(
     page_table: jax.Array,
     start: jax.Array,
     tree_mask: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -59,6 +60,8 @@ def paged_attention(
       page_table: int32 [B, M]; position p of sequence b is in page `page_table[b, p // S]`.
       start: int32 [B]; cached positions before this call. start + T must not exceed M · S.
       tree_mask: bool [B, T, T]; entry [b, r, c] is whether row r sees new row c. None is causal.
+      sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
+        sum of every row. None for no sinks.
       scale: Factor that multiplies the scores.
       window: Positions up to its own that a row sees; None for all.
       implementation: Implementation to run; see `implementation.run`.
@@ -68,19 +71,21 @@ def paged_attention(
     Raises:
       ValueError: Shapes are inconsistent or exceed VMEM; the message names the array.
     """
-    _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask)
+    _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask, sinks)
     # Only here are rows converted to their stored form: heads first, then cast or quantized.
     keys = quantized.encode(keys.swapaxes(1, 2), key_pages)
     values = quantized.encode(values.swapaxes(1, 2), value_pages)
     arrays = (queries, keys, values, key_pages, value_pages, page_table, start)
     sizes = sizes or tuning.PAGED_ATTENTION.get(queries.shape[-1])
+    view = {"scale": scale, "window": window}
     return implementations.run(
         implementation,
         *arrays,
-        *([] if tree_mask is None else [tree_mask]),
-        reference=functools.partial(_reference, scale=scale, window=window),
-        pallas=functools.partial(tpu.paged_attention_tpu, scale=scale, sizes=sizes),
-        unsupported=tpu.unsupported(queries, key_pages, window),
+        tree_mask,
+        sinks,
+        reference=functools.partial(_reference, **view),
+        pallas=functools.partial(tpu.paged_attention_tpu, **view, sizes=sizes),
+        unsupported=tpu.unsupported(queries, key_pages),
     )
 
 
@@ -93,6 +98,7 @@ def _reference(
     page_table,
     start,
     tree_mask=None,
+    sinks=None,
     *,
     scale,
     window,
@@ -123,6 +129,8 @@ def _reference(
         return attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
 
     partial = fold_in_context(partial, attend_tile, page_table, start, page_size, first_visible)
+    if sinks is not None:
+        partial = online_softmax.with_sinks(partial, sinks)
     outputs = online_softmax.ungroup(online_softmax.normalize(partial, queries.dtype), length)
     return outputs, key_pages, value_pages
 
@@ -223,7 +231,7 @@ def move_rows(pages: Rows, source: jax.Array, destination: jax.Array) -> Rows:
     return write_rows(pages, destination, read_rows(pages, source))
 
 
-def _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask):
+def _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask, sinks):
     batch, length, heads, width = queries.shape
     kv_heads = key_pages.shape[0]
     expected = {
@@ -235,6 +243,8 @@ def _check(queries, keys, values, key_pages, value_pages, page_table, start, tre
     }
     if tree_mask is not None:
         expected["tree_mask"] = (tree_mask, (batch, length, length))
+    if sinks is not None:
+        expected["sinks"] = (sinks, (heads,))
     for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
         if isinstance(pages, Quantized):
             scales = (*pages.shape[:2], 1, pages.shape[2])

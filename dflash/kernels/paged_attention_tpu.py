@@ -36,18 +36,23 @@ def paged_attention_tpu(
     page_table,
     start,
     tree_mask=None,
+    sinks=None,
     *,
     scale: float,
+    window: int | None = None,
     sizes: BlockSizes,
     interpret,
 ):
     """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
-    tiling = PagedTiling(queries, key_pages, page_table, tree_mask, sizes)
+    has_sinks = sinks is not None
+    tiling = PagedTiling(queries, key_pages, page_table, tree_mask, window, has_sinks, sizes)
     batch, length = queries.shape[:2]
     rows = tiling.split_queries(queries)
     arrays = [rows, *tiling.new_rows(keys, values)]
     if tree_mask is not None:
         arrays.append(tiling.tree_input(tree_mask))
+    if has_sinks:
+        arrays.append(flash_tpu.sink_rows(sinks, tiling.kv_heads, tiling.query_tile))
     kernel = functools.partial(_kernel, tiling=tiling, scale=scale)
     pools = _parts(key_pages, value_pages)
     first_pool = 2 + len(arrays)
@@ -56,8 +61,8 @@ def paged_attention_tpu(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(tiling.head_groups, batch, tiling.query_tiles),
-            in_specs=[*tiling.specs(arrays), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
-            out_specs=[tiling.specs(arrays)[0], *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
+            in_specs=[*tiling.specs(), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
+            out_specs=[tiling.specs()[0], *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
             scratch_shapes=tiling.scratch(),
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rows, *pools)],
@@ -82,14 +87,15 @@ def _parts(keys, values) -> list:
 class PagedTiling:
     """Shapes of one call: its tiles, blocks and scratch arrays."""
 
-    def __init__(self, queries, pages, page_table, tree_mask, sizes: BlockSizes):
+    def __init__(self, queries, pages, page_table, tree_mask, window, has_sinks, sizes: BlockSizes):
         self.batch, self.length, self.heads, self.width = queries.shape
         self.kv_heads, _, self.page_size, _ = pages.shape
         self.dtype, self.pool_dtype = jnp.dtype(queries.dtype), jnp.dtype(pages.dtype)
         self.quantized = isinstance(pages, Quantized)
         self.new_dtype = self.dtype if self.quantized else self.pool_dtype
         self.table_width = page_table.shape[1]
-        self.has_tree = tree_mask is not None
+        self.has_tree, self.has_sinks = tree_mask is not None, has_sinks
+        self.window = window
         self.group = self.heads // self.kv_heads
         self.step_heads = flash_tpu.heads_per_step(self.kv_heads)
         self.head_groups = self.kv_heads // self.step_heads
@@ -136,11 +142,18 @@ class PagedTiling:
         return [*rows, *(self.pad(x, 3, self.windows.scale_lanes) for x in parts[2:])]
 
     def tree_input(self, tree_mask):
-        """Returns the tree mask of each row of queries, int32 [B, R, T]."""
-        return jnp.tile(tree_mask.astype(jnp.int32), (1, self.group, 1))
+        """Returns the depth plus one of each row of queries at the new rows that it sees.
 
-    def specs(self, arrays):
-        """Returns the block specs of queries, keys, values, any scales and any tree mask."""
+        It is int32 [B, R, T], and 0 at the new rows that it does not see.
+        """
+        depth = tree_mask.sum(axis=-1) - 1
+        if self.window is not None:
+            tree_mask = tree_mask & (depth[:, :, None] - depth[:, None] < self.window)
+        seen = jnp.where(tree_mask, depth[:, :, None] + 1, 0)
+        return jnp.tile(seen.astype(jnp.int32), (1, self.group, 1))
+
+    def specs(self):
+        """Returns the block specs of queries, keys, values, any scales, tree mask and sinks."""
         heads = self.step_heads
         rows = (None, None, heads, self.rows, self.width)
         new = (None, heads, self.padded, self.width)
@@ -152,8 +165,12 @@ class PagedTiling:
         if self.quantized:
             scales = (None, heads, 1, self.windows.scale_lanes)
             specs += [pl.BlockSpec(scales, lambda g, b, i, *_: (b, g, 0, 0))] * 2
-        for extra in arrays[len(specs) :]:
-            specs.append(pl.BlockSpec((None, *extra.shape[1:]), lambda g, b, i, *_: (b, 0, 0)))
+        if self.has_tree:
+            tree = (None, self.rows, self.length)
+            specs.append(pl.BlockSpec(tree, lambda g, b, i, *_: (b, 0, 0)))
+        if self.has_sinks:
+            sinks = (heads, self.rows, flash_tpu.LANES)
+            specs.append(pl.BlockSpec(sinks, lambda g, b, i, *_: (g, 0, 0)))
         return specs
 
     def scratch(self):
@@ -179,6 +196,8 @@ class PagedTiling:
         }
         if self.has_tree:
             arrays["tree"] = ((2, self.rows, self.length), jnp.int32)
+        if self.has_sinks:
+            arrays["sinks"] = ((2, heads, self.rows, flash_tpu.LANES), jnp.float32)
         return arrays
 
     def cost(self) -> pl.CostEstimate:
@@ -194,9 +213,10 @@ def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
     # Keys and values, followed by their scales if quantized.
     parts = 4 if tiling.quantized else 2
     new, refs = refs[:parts], refs[parts:]
-    tree_ref = refs[0] if tiling.has_tree else None
+    tree_ref, refs = (refs[0], refs[1:]) if tiling.has_tree else (None, refs)
+    sinks_ref, refs = (refs[0], refs[1:]) if tiling.has_sinks else (None, refs)
     # Skip the input pools: they are aliased to the output pools, which are updated in place.
-    refs = refs[tiling.has_tree + parts :]
+    refs = refs[parts:]
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, refs = Softmax(*refs[:4]), refs[4:]
     (*buffers, semaphores), (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:6], refs[6:]
@@ -242,13 +262,20 @@ def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
     new_row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     new_row = new_row if tiling.group == 1 else flash_tpu.rem(new_row, tiling.query_tile)
     new_row = new_row + query_tile * tiling.query_tile
+    first_row, window = query_tile * tiling.query_tile, tiling.window
+    if window is not None:
+        depth = tree_ref[...].max(axis=-1, keepdims=True) - 1 if tiling.has_tree else new_row
+        # First position that each row sees, and the least of them.
+        first_visible = start + depth - (window - 1)
+        least_visible = jnp.maximum(start + first_row - (window - 1), 0)
 
     def own_visible(first_key):
         """Returns the mask [R, query tile] of the new rows from `first_key` on."""
         if tiling.has_tree:
             return tree_ref[...] != 0
         other = jax.lax.broadcasted_iota(jnp.int32, (tiling.rows, tiling.query_tile), 1) + first_key
-        return other <= new_row
+        visible = other <= new_row
+        return visible if window is None else visible & (new_row - other < window)
 
     def attend_own(first_key, fold, masked):
         place = pl.ds(pl.multiple_of(first_key, tiling.query_tile), tiling.query_tile)
@@ -271,13 +298,16 @@ def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
 
         for_each_head(visit)
 
-    attend_own(query_tile * tiling.query_tile, softmax.begin, True)
+    attend_own(first_row, softmax.begin, True)
     if tiling.query_tiles > 1:
 
         def attend_earlier(i, _):
-            attend_own(i * tiling.query_tile, softmax.fold_in, False)
+            attend_own(i * tiling.query_tile, softmax.fold_in, window is not None)
 
-        jax.lax.fori_loop(0, query_tile, attend_earlier, None)
+        first = 0
+        if window is not None:
+            first = flash_tpu.div(jnp.maximum(first_row - (window - 1), 0), tiling.query_tile)
+        jax.lax.fori_loop(first, query_tile, attend_earlier, None)
 
     def visit_last(slot, tile):
         @pl.when(last_query_tile)
@@ -290,7 +320,11 @@ def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
         positions = jax.lax.broadcasted_iota(jnp.int32, (1, tiling.tile), 1) + tile * tiling.tile
 
         def mask(head, scores):
-            return jnp.where(positions < start, scores, flash_tpu.MASKED) if last else scores
+            if last:
+                scores = jnp.where(positions < start, scores, flash_tpu.MASKED)
+            if window is None:
+                return scores
+            return jnp.where(positions >= first_visible, scores, flash_tpu.MASKED)
 
         filled = start - tile * tiling.tile if last else None
         flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
@@ -305,13 +339,14 @@ def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
         sequence,
         jnp.minimum(following, tiling.batch - 1),
         following < tiling.batch,
-        0,
+        0 if window is None else flash_tpu.div(least_visible, tiling.tile),
         visit_last,
         visit,
     )
 
     def finish(head):
-        outputs_ref[head] = softmax.outputs(head).astype(outputs_ref.dtype)
+        sink = sinks_ref[head, :, :1] if tiling.has_sinks else None
+        outputs_ref[head] = softmax.outputs(head, sink).astype(outputs_ref.dtype)
 
     for_each_head(finish)
 
@@ -320,10 +355,8 @@ def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
         writer.wait()
 
 
-def unsupported(queries, key_pages, window) -> str | None:
+def unsupported(queries, key_pages) -> str | None:
     """Returns why the kernel does not support a call, or None if it does."""
-    if window is not None:
-        return f"{OP}: the kernel has no windows"
     width, page_size = queries.shape[-1], key_pages.shape[2]
     if width not in flash_tpu.HEAD_DIMS:
         return f"{OP}: head_dim {width} is not one of {flash_tpu.HEAD_DIMS}"

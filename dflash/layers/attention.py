@@ -160,21 +160,13 @@ class Attention(nnx.Module):
         batch, pool = batch_axes(start.shape[0], self.sharding)
         rows, kv_rows = self._row_names(batch)
         stored = ("kv_heads", pool, None, None)
-        fixed = [*pages, page_table, start]
-        names = [stored, stored, (batch, None), (batch,)]
-        if tree_mask is not None:
-            fixed.append(tree_mask)
-            names.append((batch, None, None))
+        names = [stored, stored, (batch, None), (batch,), (batch, None, None), ("heads",)]
         sharded = self.sharding.map(
-            functools.partial(
-                paged_attention,
-                scale=self.scale,
-                window=self.window,
-                implementation=implementation.for_platform(self.sharding.platform),
-            ),
+            functools.partial(paged_attention, **self._view),
             (rows, kv_rows, kv_rows, *names),
             (rows, stored, stored),
         )
+        fixed = (*pages, page_table, start, tree_mask, self._sinks)
 
         def attend(queries, keys, values):
             attended, *pages = sharded(queries, keys, values, *fixed)
@@ -192,20 +184,15 @@ class Attention(nnx.Module):
         """
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
         rows, kv_rows = self._row_names(batch)
-        attention = functools.partial(
-            causal_attention,
-            scale=self.scale,
-            window=self.window,
-            implementation=implementation.for_platform(self.sharding.platform),
-        )
+        attention = functools.partial(causal_attention, **self._view)
         sharded = self.sharding.map(
             lambda *arrays: (attention(*arrays),),
-            (rows, kv_rows, kv_rows, (batch, None)),
+            (rows, kv_rows, kv_rows, (batch, None), ("heads",)),
             (rows,),
         )
 
         def attend(queries, keys, values):
-            return (*sharded(queries, keys, values, segment_ids), None)
+            return (*sharded(queries, keys, values, segment_ids, self._sinks), None)
 
         return attend
 
@@ -222,6 +209,17 @@ class Attention(nnx.Module):
             for part in parts:
                 delattr(self, f"{part}_proj")
             self.products = products
+
+    @property
+    def _view(self) -> dict[str, Any]:
+        """Arguments of the attention ops that are the same for every call."""
+        chosen = implementation.for_platform(self.sharding.platform)
+        return {"scale": self.scale, "window": self.window, "implementation": chosen}
+
+    @property
+    def _sinks(self) -> jax.Array | None:
+        """Attention sinks [N], or None."""
+        return None if self.attention_sink_bias is None else self.attention_sink_bias[...]
 
     @staticmethod
     def _row_names(batch: str | None) -> tuple[tuple, tuple]:

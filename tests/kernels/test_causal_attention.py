@@ -42,7 +42,7 @@ def make_case(segments, *, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed
     return draw(group * kv_heads), draw(kv_heads), draw(kv_heads), jnp.asarray(segments)
 
 
-def expected(queries, keys, values, segments, window=None):
+def expected(queries, keys, values, segments, window=None, sinks=None):
     """Computes the outputs row by row; padding rows are zero."""
     outputs = np.zeros(queries.shape)
     for b, row in enumerate(np.asarray(segments)):
@@ -55,6 +55,7 @@ def expected(queries, keys, values, segments, window=None):
                 values[b, np.array(seen)],
                 np.ones((1, len(seen)), bool),
                 SCALE,
+                sinks,
             )[0]
     return outputs
 
@@ -65,7 +66,7 @@ def check(case, *, tolerance=1e-5, **options):
     outputs = np.asarray(outputs, np.float64)
     assert np.isfinite(outputs).all()
     real = np.asarray(case[3]) != 0
-    dense = expected(*case, options.get("window"))
+    dense = expected(*case, options.get("window"), options.get("sinks"))
     np.testing.assert_allclose(outputs[real], dense[real], rtol=tolerance, atol=tolerance)
 
 
@@ -77,6 +78,13 @@ def test_packed_documents(chunk):
 @pytest.mark.parametrize("window", [1, 5, 30])
 def test_windows(window):
     check(make_case(make_segments(*LAYOUTS.values())), chunk_tokens=4, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks(window):
+    case = make_case(make_segments(*LAYOUTS.values()))
+    sinks = jnp.asarray([2.0, -1.0, 0.0, 5.0])
+    check(case, chunk_tokens=4, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 2), (8, 1)])
@@ -158,6 +166,12 @@ def test_wrong_shapes_are_named(argument):
     assert str(caught.value) == f"causal_attention: {message}"
 
 
+def test_each_head_has_a_sink():
+    case = make_case(make_segments(LAYOUTS["one document"]))
+    with pytest.raises(ValueError, match=r"causal_attention: sinks is \(2,\), expected \(4,\)"):
+        causal_attention(*case, jnp.zeros(2), scale=SCALE)
+
+
 # --- the TPU kernels, in interpret mode -----------------------------------------------------------
 
 
@@ -189,3 +203,9 @@ def test_what_the_kernels_do_not_cover_is_named(length, width, message):
     case = make_case(make_segments([(1, length)]), width=width)
     with pytest.raises(ValueError, match=message):
         causal_attention(*case, scale=SCALE, implementation="pallas")
+
+
+def test_the_kernels_have_no_sinks():
+    case = make_case(make_segments([(1, 128)]), width=128)
+    with pytest.raises(ValueError, match="the TPU kernels have no attention sinks"):
+        causal_attention(*case, jnp.zeros(4), scale=SCALE, implementation="pallas")

@@ -77,6 +77,18 @@ def test_windows_of_trees_count_depths(window):
     case.check(run(case, window=window), 1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks(window):
+    case = make_case([0, 1, 4, 9, 23], 5, group=3, sinks=True, window=window)
+    case.check(run(case, window=window), 1e-5)
+
+
+def test_sinks_of_trees():
+    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
+    case = make_case([0, 9], 6, tree_mask=trees, sinks=True)
+    case.check(run(case), 1e-5)
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(("length", "group", "kv_heads"), [(1, 4, 1), (16, 2, 2), (17, 1, 3)])
 def test_quantized_pages(length, group, kv_heads, kv_dtype):
@@ -170,6 +182,7 @@ WRONG_SHAPES = {
     "page_table": ((3, 3), "page_table is (3, 3), expected (2, 3)"),
     "start": ((3,), "start is (3,), expected (2,)"),
     "tree_mask": ((3, 3), "tree_mask is (3, 3), expected (2, 3, 3)"),
+    "sinks": ((3,), "sinks is (3,), expected (4,)"),
     "queries": ((2, 3, 3, 8), "queries (2, 3, 3, 8) do not fit key_pages (2, 8, 4, 8)"),
 }
 

@@ -22,7 +22,7 @@ from dflash.kernels.tuning import BlockSizes
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-def check(case, *, keys, queries=128):
+def check(case, *, keys, queries=128, window=None):
     unit = flash_tpu.row_tile(case.arguments["key_pages"].dtype)
     case.poison(unit)
     call = functools.partial(
@@ -30,6 +30,7 @@ def check(case, *, keys, queries=128):
         implementation="interpret",
         sizes=BlockSizes(keys, queries),
         scale=SCALE,
+        window=window,
     )
     result = interpret(lambda arguments: call(**arguments), case.arguments)
     case.check(
@@ -66,6 +67,39 @@ def test_trees():
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
     case = make_case([0, 19, 8], 6, kv_heads=1, width=64, page_size=8, tree_mask=trees)
     check(case, keys=8)
+
+
+@pytest.mark.parametrize(
+    ("length", "starts", "window", "queries"),
+    [
+        (1, [0, 8, 16, 33], 5, 128),
+        (5, [23, 16, 0], 3, 128),
+        (5, [40, 7], 1, 128),
+        (37, [41, 0], 20, 16),
+        (37, [9], 7, 16),
+    ],
+)
+def test_windows_and_sinks(length, starts, window, queries):
+    case = make_case(
+        starts, length, kv_heads=2, width=64, page_size=8, window=window, sinks=True
+    )  # fmt: skip
+    check(case, keys=8, queries=queries, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 3, 12])
+def test_windows_of_trees_count_depths(window):
+    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
+    case = make_case(
+        [0, 19, 8], 6, kv_heads=1, width=64, page_size=8, tree_mask=trees, window=window, sinks=True
+    )  # fmt: skip
+    check(case, keys=8, window=window)
+
+
+def test_a_window_over_quantized_pages():
+    case = make_case(
+        [300, 0], 3, kv_heads=1, width=64, page_size=128, window=100, sinks=True, kv_dtype="int8"
+    )  # fmt: skip
+    check(case, keys=128, window=100)
 
 
 def test_a_sequence_without_context_starts_no_copy():

@@ -84,7 +84,7 @@ class Case:
 
 def make_case(
     starts, length, *, group=2, kv_heads=2, width=8, page_size=4, table_pages=None,
-    tree_mask=None, window=None, dtype=jnp.float32, kv_dtype=None, seed=0,
+    tree_mask=None, window=None, sinks=False, dtype=jnp.float32, kv_dtype=None, seed=0,
 ):  # fmt: skip
     """Random arguments whose pages lie in any order, and what dense attention makes of them.
 
@@ -115,6 +115,7 @@ def make_case(
     key_pages, value_pages = (
         _lay_out(rows, starts, table, num_pages, page_size) for rows in stored
     )
+    sink_scores = 2 * rng.normal(size=heads).astype(np.float32) if sinks else None
     owned = np.zeros((num_pages, page_size), bool)
     expected = np.zeros((batch, length, heads, width))
     for b, start in enumerate(starts):
@@ -127,8 +128,9 @@ def make_case(
             positions = np.concatenate([np.arange(start), start + depth])
             visible &= start + depth[:, None] - positions < window
         expected[b] = dense_attention(
-            queries[b], keys[b, : start + length], values[b, : start + length], visible, SCALE
-        )
+            queries[b], keys[b, : start + length], values[b, : start + length], visible, SCALE,
+            sink_scores,
+        )  # fmt: skip
     arguments = {
         "queries": jnp.asarray(queries, dtype),
         "keys": jnp.asarray(new[0], dtype),
@@ -140,6 +142,8 @@ def make_case(
     }
     if tree_mask is not None:
         arguments["tree_mask"] = jnp.asarray(tree_mask)
+    if sinks:
+        arguments["sinks"] = jnp.asarray(sink_scores)
     return Case(arguments, expected, page_size, owned)
 
 
