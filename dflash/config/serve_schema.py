@@ -1,9 +1,13 @@
 """Schema of a serving config."""
 
 import dataclasses
+from typing import Literal
 
 from dflash.config import schema
 from dflash.config.schema import option
+
+# Names of `text.chat_formats.table.FORMATS`.
+ToolFormat = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "harmony", "kimi_k2"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,11 @@ class ServeConfig:
     # Share cached beginnings of prompts between requests without a cache_salt; false: each of them
     # is on its own, so that neither times nor cached_tokens tell what others have asked.
     share_prefixes: bool = True
+    # How the target writes tool calls; auto: found by its chat template. Tools need serve.grammars.
+    tool_format: ToolFormat = "auto"
+    # Whether answers may begin with reasoning between <think> and </think>, which chats return
+    # apart; auto: found by the chat template.
+    reasoning: Literal["auto", "think", "none"] = "auto"
     # Accept requests that constrain their output by a grammar. Compiles two more programs.
     grammars: bool = True
 

@@ -18,14 +18,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash.serving import completion_request as requests
-from dflash.serving import http, openai_requests, page, responses, sglang_requests, validation
+from dflash.serving import (
+    encoding,
+    http,
+    openai_requests,
+    page,
+    responses,
+    sglang_requests,
+    validation,
+)
 from dflash.serving.bodies import DetokenizeBody
-from dflash.serving.completion_request import CompletionRequest, ServedModel
+from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.guard import REQUEST_ID, Guard, ServedNames
 from dflash.serving.http import EventStream, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.output import Output, OutputDelta
 from dflash.serving.request_error import RequestError
+from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
 from dflash.serving.service import Service, ServiceState
 from dflash.serving.structured_output import GrammarQueue
@@ -335,7 +344,7 @@ def _detokenized(body: Body, model: ServedModel) -> responses.Json:
     """Returns the response of /detokenize."""
     requests.check_model(body, model)
     fields = validation.parse(DetokenizeBody, body)
-    ids = requests.token_ids(fields.tokens, "tokens", model)
+    ids = encoding.token_ids(fields.tokens, "tokens", model)
     return {"prompt": model.tokenizer.decode(ids, special_tokens=True)}
 
 

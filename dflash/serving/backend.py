@@ -10,8 +10,10 @@ from dflash.config.serve_schema import ServeRun
 from dflash.inference.engine import Engine
 from dflash.loading.job import Job
 from dflash.runs.display import Display
-from dflash.serving.completion_request import NUM_STOP_IDS, ServedModel
+from dflash.serving.completion_request import NUM_STOP_IDS
+from dflash.serving.served_model import ServedModel
 from dflash.serving.token_names import TokenNames
+from dflash.text.chat_formats.table import format_of
 from dflash.text.grammar import Vocabulary
 
 DRAFTED, PLAIN = "drafted", "plain"  # Decoding modes: with the drafter and without.
@@ -107,6 +109,11 @@ class Backend:
             special_tokens=config.prompts.special_tokens,
             compares=config.serve.compare,
             shares_prefixes=config.serve.share_prefixes,
+            chat_format=format_of(
+                job.tokenizer.chat_template,
+                tools=config.serve.tool_format,
+                thinking=config.serve.reasoning,
+            ),
         )
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""JSON bodies of the endpoints, as pydantic models.
+"""JSON bodies of the endpoints, as pydantic models; `chat_bodies` has those of chats.
 
 Unknown fields are errors. A field that is null counts as absent, as in OpenAI's API. Fields that
 clients send although the server does not implement them accept `only` the values that leave the
@@ -17,7 +17,7 @@ from dflash.config.schema import FLOAT32_MAX, INT32_MAX, MAX_TOKENS, SamplingCon
 from dflash.inference.request import MAX_BIASED, MAX_LOGPROBS
 from dflash.serving.request_error import RequestError
 from dflash.serving.structured_output import StructuredOutput
-from dflash.serving.validation import Text, check_unicode, invalid, only
+from dflash.serving.validation import Text, invalid, only
 from dflash.text import jsonl
 from dflash.text.grammar import Kind
 
@@ -45,17 +45,11 @@ def _at_most(maximum: int, what: str) -> Callable[[Any], Any]:
     return check
 
 
-def _list(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Wraps a string in a list, and returns a list unchanged."""
     if not isinstance(value, str | list):
         raise invalid(f"expected a string or a list; got {jsonl.quote(value)}")
     return [value] if isinstance(value, str) else value
-
-
-def _text_parts(content: Any) -> list[Any]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": check_unicode(content)}]
-    return _list(content)
 
 
 def _sampling(name: str) -> Any:
@@ -92,7 +86,7 @@ def _constraint(kind: Kind, param: str) -> Any:
 Stops = Annotated[
     list[Text],
     pydantic.FailFast(),
-    BeforeValidator(_list),
+    BeforeValidator(listed),
     Field(max_length=MAX_STOPS),
     AfterValidator(_check_stops),
 ]
@@ -242,54 +236,6 @@ class CompletionBody(OpenAIBody):
     suffix: only("") = None
 
 
-class TextPart(Body):
-    """Part of a message's content; other parts than text are not supported."""
-
-    type: only("text")
-    text: Text
-
-
-class Message(Body):
-    """Message of a conversation, whose content is a text or a list of texts."""
-
-    role: Text
-    content: Annotated[list[TextPart], pydantic.FailFast(), BeforeValidator(_text_parts)]
-    name: Text = None
-    reasoning_content: Text = None
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _drop_empty_lists(cls, values: Any) -> Any:
-        """Drops fields such as `"tool_calls": []` of responses that clients send back."""
-        if isinstance(values, dict):
-            return {name: value for name, value in values.items() if value != []}
-        return values
-
-    def for_template(self) -> dict[str, str]:
-        """Returns the message in the form that chat templates expect."""
-        content = "\n".join(part.text for part in self.content)
-        return self.model_dump(exclude_unset=True) | {"content": content}
-
-
-class Conversation(Body):
-    """Fields that determine a chat prompt."""
-
-    messages: Annotated[list[Message], pydantic.FailFast(), Field(min_length=1)]
-    chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool = True
-
-
-class ChatBody(OpenAIBody, Conversation):
-    """Body of /v1/chat/completions."""
-
-    logprobs: bool = False
-    top_logprobs: NumLogprobs = None
-    modalities: only(["text"]) = None
-    parallel_tool_calls: Any = None
-    tool_choice: only("none", "auto") = None
-    tools: only([]) = None
-
-
 class TokenizeOptions(Body):
     """Fields of vLLM's /tokenize besides the prompt."""
 
@@ -302,10 +248,6 @@ class TokenizeTextBody(TokenizeOptions):
     """Body of vLLM's /tokenize with a text."""
 
     prompt: Text
-
-
-class TokenizeChatBody(TokenizeOptions, Conversation):
-    """Body of vLLM's /tokenize with a conversation."""
 
 
 class DetokenizeBody(Body):

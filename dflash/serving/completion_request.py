@@ -1,63 +1,23 @@
 """Requests for outputs in any dialect: prompts, sampling, limits, and contents of the response."""
 
 import dataclasses
-import functools
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash import errors
-from dflash.config.schema import INT64_MAX, MAX_TOKENS, DecodeConfig, SamplingConfig, subset
+from dflash.config.schema import INT64_MAX, SamplingConfig, subset
 from dflash.inference.request import Request, Sampling
 from dflash.serving.bodies import MAX_CHOICES, SamplingBody
-from dflash.serving.encoding import encode_within, input_error
+from dflash.serving.encoding import token_ids
 from dflash.serving.request_error import RequestError, unsupported
+from dflash.serving.served_model import ServedModel
 from dflash.serving.structured_output import StructuredOutput
-from dflash.serving.token_names import TokenNames
 from dflash.text import jsonl
-from dflash.text.grammar import Grammar, Vocabulary
-from dflash.text.tokenizer import Tokenizer
+from dflash.text.chat_formats.rules import AnswerRules
+from dflash.text.chat_formats.table import ChatFormat
+from dflash.text.grammar import Grammar
 
-# Accepted types of a prompt, with their names in errors.
-PROMPT_KINDS = {str: "a string", list: "a list of token ids"}
 NUM_STOP_IDS = 16  # Maximum number of stop tokens that a request may add to those of the model.
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
-    """Facts about the served model that requests depend on.
-
-    Attributes:
-      name: Name in /v1/models and in a request's "model".
-      root: Checkpoint of the target.
-      drafter: Name of the drafting strategy.
-      tokenizer: Tokenizer of the target.
-      names: Texts of single tokens.
-      vocabulary: Function that returns the vocabulary for grammars; may raise InputError.
-      decode: Defaults for fields that are absent from a request.
-      eos_ids: Stop tokens of the checkpoint.
-      vocab_size: Vocabulary size of the target.
-      max_length: Maximum number of tokens of a prompt and its output together.
-      drafts: Whether the strategy drafts any tokens.
-      special_tokens: Whether text prompts may contain special tokens.
-      compares: Whether requests can also be decoded without drafting.
-      shares_prefixes: Whether requests without a cache salt share cached pages.
-    """
-
-    name: str
-    root: str
-    drafter: str
-    tokenizer: Tokenizer
-    names: TokenNames
-    vocabulary: Callable[[], Vocabulary]
-    decode: DecodeConfig
-    eos_ids: tuple[int, ...]
-    vocab_size: int
-    max_length: int
-    drafts: bool
-    special_tokens: bool = False
-    compares: bool = False
-    shares_prefixes: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +34,7 @@ class ResponseOptions:
       special_tokens: Include special tokens in the text.
       stop: Include the stop string that ended the output in the text.
       drafts: Report which tokens were drafted.
+      reasoning: Report the reasoning of chats.
     """
 
     stream: bool = False
@@ -84,6 +45,7 @@ class ResponseOptions:
     special_tokens: bool = False
     stop: bool = False
     drafts: bool = False
+    reasoning: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +66,8 @@ class CompletionRequest:
       grammar: Compiled form of `structure`; None until it is compiled.
       drafting: Decode with drafts; False selects plain decoding, for comparison.
       cache_salt: Salt of the prefix cache; see `inference.request.Request`.
+      chat_format: Format by which outputs are parsed; None for plain text.
+      rules: What an answer may contain, for the parser.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -118,6 +82,8 @@ class CompletionRequest:
     grammar: Grammar | None = None
     drafting: bool = True
     cache_salt: str = ""
+    chat_format: ChatFormat | None = None
+    rules: AnswerRules | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -206,7 +172,7 @@ def complete(
     request = CompletionRequest(
         prompts=prompts,
         sampling=_sampling(body, model),
-        max_new_tokens=_one_value(body, body.LIMITS),
+        max_new_tokens=one_value(body, body.LIMITS),
         min_new_tokens=model.decode.min_new_tokens if minimum is None else minimum,
         stop=tuple(dict.fromkeys(body.stop)),
         stop_ids=_stop_ids(body, model),
@@ -222,16 +188,21 @@ def complete(
     if len(constraints) > 1:
         param, other = constraints[1].param, constraints[0].param
         raise RequestError(f"{param}: {other} is given too; keep one of them", param=param)
-    if constraints and not request.stop_ids:
-        param = constraints[0].param
-        message = f"{param}: needs a stop token; give stop_token_ids, or leave out ignore_eos"
-        raise RequestError(message, param=param)
+    check_structure(request)
     if not body.drafting and not model.compares:
         raise unsupported("drafting", "false needs a server with serve.compare=true")
     return request
 
 
-def _one_value(body: SamplingBody, names: tuple[str, ...]) -> int | None:
+def check_structure(request: CompletionRequest) -> None:
+    """Raises RequestError if an output has a constraint, but no stop token to end with."""
+    if request.structure is not None and not request.stop_ids:
+        param = request.structure.param
+        message = f"{param}: needs a stop token; give stop_token_ids, or leave out ignore_eos"
+        raise RequestError(message, param=param)
+
+
+def one_value(body: SamplingBody, names: tuple[str, ...]) -> int | None:
     """Returns the value of several fields for the same parameter; None if all are absent."""
     values = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if len(set(values.values())) > 1:
@@ -241,7 +212,7 @@ def _one_value(body: SamplingBody, names: tuple[str, ...]) -> int | None:
 
 
 def _sampling(body: SamplingBody, model: ServedModel) -> Sampling:
-    changes = subset(body, SamplingConfig) | {"seed": _one_value(body, body.SEEDS)}
+    changes = subset(body, SamplingConfig) | {"seed": one_value(body, body.SEEDS)}
     if body.top_k == -1:
         changes["top_k"] = 0
     if body.logit_bias is not None:
@@ -276,125 +247,3 @@ def _stop_ids(body: SamplingBody, model: ServedModel) -> tuple[int, ...]:
     ignore_eos = model.decode.ignore_eos if body.ignore_eos is None else body.ignore_eos
     eos_ids = () if ignore_eos else model.eos_ids
     return tuple(sorted({*eos_ids, *model.decode.stop_ids, *ids}))
-
-
-def token_ids(value: Any, param: str, model: ServedModel) -> tuple[int, ...]:
-    """Validates a JSON value as a list of token ids, which may be empty.
-
-    Raises:
-      RequestError: The value is not a list, or an item is not an id of the vocabulary.
-    """
-    if not isinstance(value, list | tuple):
-        message = f"{param}: expected a list of token ids; got {jsonl.quote(value)}"
-        raise RequestError(message, param=param)
-    for place, token in enumerate(value):
-        where = f"{param}[{place}]"
-        if isinstance(token, bool) or not isinstance(token, int):
-            message = f"{where}: expected a token id; got {jsonl.quote(token)}"
-            raise RequestError(message, param=param)
-        if not 0 <= token < model.vocab_size:
-            raise RequestError(
-                f"{where}: {jsonl.quote(token)} is outside the vocabulary of {model.vocab_size}",
-                param=param,
-            )
-    return tuple(value)
-
-
-def encode_prompts(
-    value: Any,
-    param: str,
-    model: ServedModel,
-    *,
-    kinds: Mapping[type, str] = PROMPT_KINDS,
-    add_special_tokens: bool = True,
-) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Encodes a field that holds one prompt or several, as texts or token ids.
-
-    Args:
-      value: JSON value of the field: a prompt or a list of prompts.
-      param: Name of the field.
-      model: Model that is served.
-      kinds: Accepted types of a prompt, with their names in errors.
-      add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
-    Returns:
-      Token ids of the prompts, and whether the value is a list of prompts.
-    Raises:
-      RequestError: The value has another type, or a prompt cannot be encoded or is too long.
-    """
-    several = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
-    values = {f"{param}[{i}]": one for i, one in enumerate(value)} if several else {param: value}
-    if len(values) > MAX_CHOICES:
-        raise RequestError(f"{param}: expected at most {MAX_CHOICES} prompts", param=param)
-    prompts = []
-    for where, prompt in values.items():
-        if type(prompt) not in kinds:
-            expected = " or ".join(kinds.values()) + ("" if several else ", or a list of prompts")
-            message = f"{where}: expected {expected}; got {jsonl.quote(prompt)}"
-            raise RequestError(message, param=where)
-        if isinstance(prompt, str):
-            ids = encode_text(
-                prompt,
-                where,
-                model,
-                add_special_tokens=add_special_tokens,
-                max_length=model.max_length,
-            )
-        else:
-            ids = token_ids(prompt, where, model)
-        prompts.append(check_prompt(ids, where, model))
-    return tuple(prompts), several
-
-
-def encode_text(
-    text: str,
-    param: str,
-    model: ServedModel,
-    *,
-    add_special_tokens: bool = True,
-    max_length: int = MAX_TOKENS,
-) -> tuple[int, ...]:
-    """Encodes a text prompt, without a chat template.
-
-    Args:
-      text: Text from the client.
-      param: Name of the field.
-      model: Model that is served.
-      add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
-      max_length: Number of tokens beyond which a text is too long.
-    Raises:
-      RequestError: The text cannot be encoded, or is much too long.
-    """
-    encode = functools.partial(
-        model.tokenizer.encode,
-        special_tokens=model.special_tokens,
-        add_special_tokens=add_special_tokens,
-    )
-    try:
-        return encode_within(jsonl.check_unicode(text, param), encode, param, max_length)
-    except errors.InputError as error:
-        raise input_error(error, param, model.root) from error
-
-
-def check_prompt(ids: tuple[int, ...], param: str, model: ServedModel) -> tuple[int, ...]:
-    """Returns a prompt's ids unchanged if the target can decode them.
-
-    Raises:
-      RequestError: The prompt is empty, contains out-of-vocabulary ids, or leaves no room for
-        output.
-    """
-    if not ids:
-        raise RequestError(f"{param}: empty; expected at least one token", param=param)
-    if max(ids) >= model.vocab_size:
-        raise RequestError(
-            f"{param}: token {max(ids)} is outside the vocabulary of {model.vocab_size}: the "
-            "tokenizer does not fit the target",
-            param=param,
-        )
-    if len(ids) >= model.max_length:
-        raise RequestError(
-            f"{param}: {len(ids)} tokens, but the context holds {model.max_length} including the "
-            "output; shorten the prompt",
-            param=param,
-            code="context_length_exceeded",
-        )
-    return ids

@@ -11,7 +11,8 @@ from dflash.config.schema import DecodeConfig
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Event, Tokens
 from dflash.inference.scheduler import SchedulerStats
-from dflash.serving.completion_request import CompletionRequest, ServedModel
+from dflash.serving.completion_request import CompletionRequest
+from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import CancelReason, ServedRequest
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST

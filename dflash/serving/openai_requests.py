@@ -5,18 +5,13 @@ from typing import Any
 
 from dflash import errors
 from dflash.serving import completion_request as requests
-from dflash.serving import validation
-from dflash.serving.bodies import (
-    ChatBody,
-    CompletionBody,
-    Conversation,
-    OpenAIBody,
-    TokenizeChatBody,
-    TokenizeTextBody,
-)
-from dflash.serving.completion_request import CompletionRequest, ResponseOptions, ServedModel
-from dflash.serving.encoding import encode_within, input_error
+from dflash.serving import encoding, validation
+from dflash.serving.answers import template_variables, with_answer
+from dflash.serving.bodies import CompletionBody, OpenAIBody, TokenizeTextBody
+from dflash.serving.chat_bodies import ChatBody, Conversation, TokenizeChatBody
+from dflash.serving.completion_request import CompletionRequest, ResponseOptions
 from dflash.serving.request_error import RequestError, unsupported
+from dflash.serving.served_model import ServedModel
 
 
 def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
@@ -27,7 +22,7 @@ def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRe
     """
     requests.check_model(body, model)
     fields = validation.parse(CompletionBody, body)
-    prompts, _ = requests.encode_prompts(
+    prompts, _ = encoding.encode_prompts(
         fields.prompt, "prompt", model, add_special_tokens=fields.add_special_tokens
     )
     if fields.echo and fields.logprobs is not None:
@@ -46,7 +41,9 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
     if fields.top_logprobs is not None and not fields.logprobs:
         raise RequestError("top_logprobs: needs logprobs: true", param="top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _request(fields, model, (encode_chat(fields, model),), logprobs)
+    prompt = render_chat(fields, model)
+    request = _request(fields, model, (encode_chat(prompt, model),), logprobs)
+    return with_answer(request, fields, model, prompt)
 
 
 def read_tokenize(body: Mapping[str, Any], model: ServedModel) -> tuple[tuple[int, ...], bool]:
@@ -60,36 +57,49 @@ def read_tokenize(body: Mapping[str, Any], model: ServedModel) -> tuple[tuple[in
     requests.check_model(body, model)
     if body.get("prompt") is None:
         chat = validation.parse(TokenizeChatBody, body)
-        return encode_chat(chat, model), chat.return_token_strs
+        return encode_chat(render_chat(chat, model), model), chat.return_token_strs
     fields = validation.parse(TokenizeTextBody, body)
-    ids = requests.encode_text(
+    ids = encoding.encode_text(
         fields.prompt, "prompt", model, add_special_tokens=fields.add_special_tokens
     )
     return ids, fields.return_token_strs
 
 
-def encode_chat(fields: Conversation, model: ServedModel) -> tuple[int, ...]:
-    """Renders messages in the chat template and encodes them.
+def render_chat(fields: Conversation, model: ServedModel) -> str:
+    """Renders messages in the chat template.
 
     Raises:
-      RequestError: The template rejects the messages, or the prompt is too long.
+      RequestError: The template rejects the messages, or does not read a field.
     """
     given = fields.chat_template_kwargs
     variables = {name: value for name, value in given.items() if value is not None}
-    for name in ("messages", "add_generation_prompt"):
+    for name in ("messages", "add_generation_prompt", "tools"):
         if name in variables:
             param = f"chat_template_kwargs.{name}"
             raise RequestError(f"{param}: give {name} beside chat_template_kwargs", param=param)
     try:
-        text = model.tokenizer.render_chat(
-            [message.for_template() for message in fields.messages],
+        return model.tokenizer.render_chat(
+            [model.chat_format.message(one.for_template()) for one in fields.messages],
             add_generation_prompt=fields.add_generation_prompt,
-            **variables,
+            **template_variables(fields, model) | variables,
         )
-        ids = encode_within(text, model.tokenizer.encode_rendered, "messages", model.max_length)
     except (errors.InputError, TypeError) as error:
-        raise input_error(error, "messages", model.root) from error
-    return requests.check_prompt(ids, "messages", model)
+        raise encoding.input_error(error, "messages", model.root) from error
+
+
+def encode_chat(prompt: str, model: ServedModel) -> tuple[int, ...]:
+    """Encodes a rendered chat.
+
+    Raises:
+      RequestError: The prompt is too long.
+    """
+    try:
+        ids = encoding.encode_within(
+            prompt, model.tokenizer.encode_rendered, "messages", model.max_length
+        )
+    except errors.InputError as error:
+        raise encoding.input_error(error, "messages", model.root) from error
+    return encoding.check_prompt(ids, "messages", model)
 
 
 def _request(
@@ -112,5 +122,6 @@ def _request(
         special_tokens=not fields.skip_special_tokens,
         stop=fields.include_stop_str_in_output,
         drafts=fields.show_drafts,
+        reasoning=getattr(fields, "include_reasoning", True),
     )
     return requests.complete(fields, model, prompts, options, fields.cache_salt)

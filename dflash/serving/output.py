@@ -8,9 +8,10 @@ from typing import Literal
 from dflash.inference.request import Completion, Request, Tokens
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.stops import StopFinder
+from dflash.text.chat_formats.reader import Part, merged
 from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
-FinishReason = Literal["stop", "length", "error", "abort"]
+FinishReason = Literal["stop", "length", "tool_calls", "error", "abort"]
 
 # Origin of a piece of text, reported with show_drafts: "drafted" is an accepted draft, "own" a
 # token that the target itself supplied, and "refused" a rejected draft. Clients read these names.
@@ -42,16 +43,33 @@ class OutputDelta:
       text: Final text.
       tokens: Tokens with log-probabilities, if the request asks for them.
       pieces: (text, origin) pairs of the same text, in which rejected drafts are included.
+      parts: Parts of the answer, if it is parsed; they may lag behind the text.
+      is_last: Whether nothing else follows that arrived at the same time.
     """
 
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
     pieces: tuple[tuple[str, Origin], ...] = ()
+    parts: tuple[Part, ...] = ()
+    is_last: bool = True
+
+    @property
+    def is_empty(self) -> bool:
+        """True if a parsed answer gets nothing from it, since its text is held back."""
+        return not self.parts and not self.tokens
 
     def then(self, later: "OutputDelta") -> "OutputDelta":
         """Returns the concatenation of this delta and a later one."""
         tokens, pieces = self.tokens + later.tokens, self.pieces + later.pieces
-        return OutputDelta(self.text + later.text, tokens, pieces)
+        parts = merged(self.parts + later.parts)
+        return OutputDelta(self.text + later.text, tokens, pieces, parts)
+
+    def split(self) -> Iterator["OutputDelta"]:
+        """Yields deltas with at most one part each, whose sum this delta is."""
+        first, *others = self.parts[:1], *((part,) for part in self.parts[1:])
+        yield dataclasses.replace(self, parts=first, is_last=not others)
+        for place, part in enumerate(others, 1):
+            yield OutputDelta(parts=part, is_last=place == len(others))
 
 
 @dataclasses.dataclass
@@ -117,14 +135,20 @@ class Output:
         self._min_new_tokens = completion_request.min_new_tokens
         options = completion_request.options
         self._has_logprobs = options.logprobs is not None
-        self._decoder = IncrementalDecoder(
-            tokenizer, prompt=request.prompt, special_tokens=options.special_tokens
-        )
+        chat_format = completion_request.chat_format
+        markers = chat_format.markers if chat_format else frozenset()
+        self._parser = chat_format and chat_format.parser(completion_request.rules)
+        self._has_calls = False
+        special = options.special_tokens or bool(markers)
+        self._decoder = IncrementalDecoder(tokenizer, prompt=request.prompt, special_tokens=special)
         self._finder = StopFinder(completion_request.stop, include=options.stop)
-        # Stop tokens whose text is not part of the output.
-        self._silent = frozenset(() if options.stop else request.stop_ids)
-        # Special tokens that the text leaves out, and that some stop string contains.
-        skipped = {} if options.special_tokens else tokenizer.special_spellings
+        # Special tokens that the text leaves out.
+        spellings = {} if options.special_tokens else tokenizer.special_spellings
+        skipped = {token: text for token, text in spellings.items() if text not in markers}
+        # Tokens whose text is not part of the output: stop tokens, and what the decoder returns.
+        silent = () if options.stop else request.stop_ids
+        self._silent = frozenset((*silent, *skipped) if markers else silent)
+        # Special tokens of these that some stop string contains.
         self._hidden = {
             token: spelling
             for token, spelling in skipped.items()
@@ -192,7 +216,11 @@ class Output:
     def _delta(self, text: str, tokens: Sequence[TokenText]) -> OutputDelta:
         self._texts.append(text)
         pieces = () if self._pieces is None else tuple(self._pieces.take(len(text)))
-        return OutputDelta(text, tuple(tokens), pieces)
+        parts = () if self._parser is None else self._parser.push(text, final=self.ended)
+        self._has_calls = self._has_calls or any(part.kind == "call" for part in parts)
+        if self._has_calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        return OutputDelta(text, tuple(tokens), pieces, parts)
 
     def _count(self, event: Tokens) -> None:
         lengths, sizes = event.acceptance_lengths, event.block_sizes

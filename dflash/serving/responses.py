@@ -1,15 +1,19 @@
 """JSON responses in the formats of OpenAI and SGLang, whole and as streams."""
 
+import collections
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
 from dflash.inference.request import Completion, Tokens
-from dflash.serving.completion_request import CompletionRequest, ServedModel
+from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.output import Output, OutputDelta, TokenText
 from dflash.serving.request_error import RequestError
+from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
+from dflash.text.chat_formats.reader import Part
 
 Json = dict[str, Any]
 # Returns the "choice" object of a response or of a chunk, for an output and its newest part.
@@ -120,7 +124,7 @@ def text_choice(request: CompletionRequest, model: ServedModel) -> Choice:
             logprobs = _completion_logprobs(delta.tokens, model, begin)
             offsets[output.index] = begin + sum(len(token.text) for token in delta.tokens)
         fields = {"index": output.index, "text": text, "logprobs": logprobs}
-        return fields | _ending(output) | _drafts(request, output, delta)
+        return fields | _ending(output, delta) | _drafts(request, output, delta)
 
     return choice
 
@@ -129,11 +133,11 @@ def chat_choice(request: CompletionRequest, model: ServedModel) -> Choice:
     """Returns a function that builds the choices of /v1/chat/completions."""
 
     def choice(output: Output, delta: OutputDelta) -> Json:
-        message = {"role": "assistant", "content": delta.text}
+        message = {"role": "assistant", **_message(request, delta)}
         fields = {"index": output.index, "message": message, "logprobs": None}
         if request.options.logprobs is not None:
             fields["logprobs"] = _chat_logprobs(delta.tokens, model)
-        return fields | _ending(output) | _drafts(request, output, delta)
+        return fields | _ending(output, delta) | _drafts(request, output, delta)
 
     return choice
 
@@ -141,13 +145,59 @@ def chat_choice(request: CompletionRequest, model: ServedModel) -> Choice:
 def chat_chunk_choice(request: CompletionRequest, model: ServedModel) -> Choice:
     """Returns a function that builds the choices of the chunks of /v1/chat/completions."""
 
+    calls: collections.Counter[int] = collections.Counter()  # Calls so far, by output.
+
     def choice(output: Output, delta: OutputDelta) -> Json:
-        fields = {"index": output.index, "delta": {"content": delta.text}, "logprobs": None}
+        if request.chat_format is None:
+            message = {"content": delta.text}
+        else:
+            message = {}
+            for part in delta.parts:
+                calls[output.index] += part.kind == "call"
+                message |= _message_delta(request, part, calls[output.index] - 1)
+        fields = {"index": output.index, "delta": message, "logprobs": None}
         if request.options.logprobs is not None and delta.tokens:
             fields["logprobs"] = _chat_logprobs(delta.tokens, model)
-        return fields | _ending(output) | _drafts(request, output, delta)
+        return fields | _ending(output, delta) | _drafts(request, output, delta)
 
     return choice
+
+
+def _message(request: CompletionRequest, delta: OutputDelta) -> Json:
+    """Returns the content, reasoning and tool calls of a whole answer."""
+    if request.chat_format is None:
+        return {"content": delta.text}
+    texts, calls = {"content": "", "reasoning": ""}, []
+    for part in delta.parts:
+        if part.kind == "call":
+            calls.append(_call(part) | {"function": {"name": part.text, "arguments": ""}})
+        elif part.kind == "arguments":
+            calls[-1]["function"]["arguments"] += part.text
+        else:
+            texts[part.kind] += part.text
+    message = {"content": texts["content"] or (None if calls else "")}
+    if texts["reasoning"] and request.options.reasoning:
+        message["reasoning_content"] = texts["reasoning"]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _message_delta(request: CompletionRequest, part: Part, index: int) -> Json:
+    """Returns the delta of a message for a part of an answer, in call `index` if it is in one."""
+    match part.kind:
+        case "content":
+            return {"content": part.text}
+        case "reasoning":
+            return {"reasoning_content": part.text} if request.options.reasoning else {}
+        case "call":
+            function = {"name": part.text, "arguments": ""}
+            return {"tool_calls": [{"index": index, **_call(part), "function": function}]}
+        case "arguments":
+            function = {"arguments": part.text}
+            return {"tool_calls": [{"index": index, "function": function}]}
+
+
+def _call(part: Part) -> Json:
+    return {"id": part.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
 
 
 async def chunks(
@@ -186,12 +236,17 @@ async def chunks(
                 role = {"role": "assistant", "content": ""}
                 first = {"index": place, "delta": role, "logprobs": None, "finish_reason": None}
                 yield chunk([first])
-            yield chunk([choice(outputs[place], delta)])
+            for part in delta.split():
+                output = outputs[place]
+                if request.chat_format is None or not part.is_empty or output.ended:
+                    yield chunk([choice(output, part)])
     if request.options.usage:
         yield {**head, "choices": [], "usage": usage(request, outputs)}
 
 
-def _ending(output: Output) -> Json:
+def _ending(output: Output, delta: OutputDelta) -> Json:
+    if not delta.is_last:
+        return {"finish_reason": None, "stop_reason": None}
     return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
 

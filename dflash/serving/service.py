@@ -19,7 +19,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Event
 from dflash.inference.scheduler import SchedulerStats
 from dflash.serving.backend import DRAFTED, PLAIN, Backend
-from dflash.serving.completion_request import CompletionRequest, ServedModel
+from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.engine_thread import (
     Cancel,
     Command,
@@ -32,6 +32,7 @@ from dflash.serving.engine_thread import (
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
 from dflash.serving.request_error import RequestError
+from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup, ServedRequest
 
 _MAX_RETRY_S = 60

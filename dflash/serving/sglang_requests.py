@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash.serving import completion_request as requests
-from dflash.serving import validation
+from dflash.serving import encoding, validation
 from dflash.serving.bodies import GenerateBody
-from dflash.serving.completion_request import CompletionRequest, ResponseOptions, ServedModel
+from dflash.serving.completion_request import CompletionRequest, ResponseOptions
 from dflash.serving.request_error import RequestError
+from dflash.serving.served_model import ServedModel
 
 
 def read_generate(body: Mapping[str, Any], model: ServedModel) -> tuple[CompletionRequest, bool]:
@@ -22,8 +23,8 @@ def read_generate(body: Mapping[str, Any], model: ServedModel) -> tuple[Completi
     if (fields.text is None) == (fields.input_ids is None):
         raise RequestError("text: give either text or input_ids", param="text")
     param, kind = ("input_ids", list) if fields.text is None else ("text", str)
-    kinds = {kind: requests.PROMPT_KINDS[kind]}
-    prompts, several = requests.encode_prompts(getattr(fields, param), param, model, kinds=kinds)
+    kinds = {kind: encoding.PROMPT_KINDS[kind]}
+    prompts, several = encoding.encode_prompts(getattr(fields, param), param, model, kinds=kinds)
     sampling = fields.sampling_params
     options = ResponseOptions(
         stream=fields.stream,

@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Sequence
 
+from dflash.text import markers
+
 
 class StopFinder:
     """Incremental search that truncates a text at its first stop string.
@@ -49,7 +51,7 @@ class StopFinder:
             size, length, self.found = min(ends)
             size += 0 if self._include else length
         else:
-            size = len(text) - (0 if final else self._half_match(text))
+            size = len(text) - (0 if final else markers.unfinished(text, self._stops))
         self._held, self._visible = text[size:], visible[size:]
         self._exempt = max(0, self._exempt - size)
         return "".join(itertools.compress(text[:size], visible))
@@ -58,12 +60,3 @@ class StopFinder:
         """Returns where a stop string first ends in a text; 0 if it does not."""
         start = text.find(stop, max(0, self._exempt + 1 - len(stop)))
         return 0 if start < 0 else start + len(stop)
-
-    def _half_match(self, text: str) -> int:
-        """Returns the length of the longest end of a text with which a stop string begins."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        sizes = range(min(longest, len(text)), 0, -1)
-        return next((n for n in sizes if self._opens(text[len(text) - n :])), 0)
-
-    def _opens(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stops)

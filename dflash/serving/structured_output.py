@@ -23,11 +23,13 @@ class StructuredOutput:
       kind: Language of `source`.
       source: Text of the constraint.
       param: Full name of the field that held it.
+      parts: Constraints that `source` consists of, one of which an error may name instead.
     """
 
     kind: Kind
     source: str
     param: str
+    parts: tuple["StructuredOutput", ...] = ()
 
     def compile(
         self, vocabulary: Callable[[], Vocabulary], is_abandoned: Callable[[], bool]
@@ -43,6 +45,8 @@ class StructuredOutput:
         try:
             return grammar.compiled(Grammar(self.kind, self.source, vocabulary()), is_abandoned)
         except errors.InputError as error:
+            for part in self.parts:
+                part.compile(vocabulary, is_abandoned)
             raise RequestError(f"{self.param}: {error}", param=self.param) from error
         except errors.UserError as error:  # The reason does not lie in the grammar.
             raise _unavailable(f"{self.param}: {error}", 503) from error

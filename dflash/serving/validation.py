@@ -25,6 +25,8 @@ _EXPECTED = {
     "model_type": "an object",
     "greater_than_equal": "{ge:g} or more",
     "less_than_equal": "at most {le:.10g}",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "a text that matches {pattern}",
     "too_long": "at most {max_length} items",
     "too_short": "at least {min_length} item",
 }

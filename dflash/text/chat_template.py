@@ -46,7 +46,7 @@ class ChatTemplate:
           InputError: The template is missing, fails, or exceeds a limit of its process.
           UserError: The process that renders was ended from outside.
         """
-        path, source = self._source
+        path, source = self._tool_use if variables.get("tools") else self._source
         given = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -66,6 +66,16 @@ class ChatTemplate:
         return self._stored is not None
 
     @property
+    def source(self) -> str:
+        """Text of the template for conversations with tools; "" if there is none."""
+        return self._tool_use[1] if self.exists else ""
+
+    @property
+    def _tool_use(self) -> tuple[pathlib.Path, str]:
+        path, source = self._source
+        return path, self._named.get("tool_use", source)
+
+    @property
     def _source(self) -> tuple[pathlib.Path, str]:
         if self._stored is None:
             raise errors.InputError(
@@ -79,13 +89,21 @@ class ChatTemplate:
         path = self._directory / "chat_template.jinja"
         if path.exists():
             return path, _read(path)
-        path = self._directory / TOKENIZER_CONFIG
+        if "default" not in self._named:
+            return None
+        return self._directory / TOKENIZER_CONFIG, self._named["default"]
+
+    @functools.cached_property
+    def _named(self) -> dict[str, str]:
+        """Templates of tokenizer_config.json by name."""
         template = tokenizer_config(self._directory).get("chat_template")
-        if isinstance(template, list):  # named templates
-            named = [entry for entry in template if isinstance(entry, dict)]
-            sources = (entry.get("template") for entry in named if entry.get("name") == "default")
-            template = next(sources, None)
-        return (path, template) if isinstance(template, str) else None
+        entries = template if isinstance(template, list) else [{"template": template}]
+        entries = [{"name": "default"} | entry for entry in entries if isinstance(entry, dict)]
+        return {
+            entry["name"]: entry["template"]
+            for entry in entries
+            if isinstance(entry.get("template"), str) and isinstance(entry["name"], str)
+        }
 
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:

@@ -70,16 +70,17 @@ class Vocabulary:
 class _TokenizerAdapter:
     """Tokenizer interface that llguidance requires.
 
-    Tokens without text have no bytes and never match. llguidance splits literal text of a grammar
-    into tokens, which must work with any vocabulary. Therefore 256 single-byte tokens follow the
-    end token; no mask contains them.
+    Tokens without text match no text; a Lark grammar may name them by id, as in `<[7]>`. llguidance
+    splits literal text of a grammar into tokens, which must work with any vocabulary. Therefore 256
+    single-byte tokens follow the end token; no mask contains them.
     """
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary):
         texts = [*vocabulary.tokens.tokens, None, *(bytes([byte]) for byte in range(256))]
-        self.tokens = [text or b"" for text in texts]
+        # Special tokens need names that differ, by which the library tells them apart.
+        self.tokens = [text or b"<%d>" % i for i, text in enumerate(texts)]
         self.special_token_ids = [i for i, text in enumerate(texts) if not text]
         self.eos_token_id = vocabulary.end
         self._id_of = {text: i for i, text in reversed(list(enumerate(texts))) if text}
@@ -212,7 +213,9 @@ def compiled(grammar: Grammar, is_abandoned: Callable[[], bool] = lambda: False)
       InputError: See `regex`.
       UserError: The check was abandoned, or ended for a reason that does not lie in the grammar.
     """
-    grammar_compiler.check(grammar.kind, grammar.source, is_abandoned)
+    # Lark grammars name tokens; others need no more than bytes.
+    num_tokens = grammar.vocabulary.end if grammar.kind == "lark" else 0
+    grammar_compiler.check(grammar.kind, grammar.source, num_tokens, is_abandoned)
     masks = np.zeros((1, len(grammar.vocabulary.not_first)), np.int32)
     matcher = grammar.matcher()
     matcher.fill(masks, ends=(grammar.vocabulary.end,))

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from dflash import errors
@@ -38,16 +38,24 @@ _JSON_OPTIONS = {
     "whitespace_pattern": r"( |\n[ \t]{0,32})?",
 }
 
+# Keywords of JSON schemas: without effect, with schemas by name, and with values.
+_ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$comment", "strict"))
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_VALUES = frozenset(("enum", "const", "required"))
+
 _PROGRAM = "dflash.text.grammar_check"
 _problems: dict[tuple[Kind, str], str] = {}  # results of finished checks, oldest first
 
 
-def check(kind: Kind, source: str, is_abandoned: Callable[[], bool] = lambda: False) -> None:
+def check(
+    kind: Kind, source: str, num_tokens: int, is_abandoned: Callable[[], bool] = lambda: False
+) -> None:
     """Checks that a grammar compiles in the allowed time and memory.
 
     Args:
       kind: Language of the grammar.
       source: Text of the grammar.
+      num_tokens: Number of token ids that a Lark grammar may name.
       is_abandoned: Returns True once nobody waits for the result, which ends the check.
     Raises:
       InputError: The grammar does not compile, or llguidance is not installed.
@@ -62,7 +70,7 @@ def check(kind: Kind, source: str, is_abandoned: Callable[[], bool] = lambda: Fa
         raise unusable(kind, f"{size} bytes, expected at most {MAX_SOURCE_BYTES}")
     problem = _problems.get((kind, source))
     if problem is None:
-        problem = _find_problem(kind, source, is_abandoned)
+        problem = _find_problem(kind, source, num_tokens, is_abandoned)
         if len(_problems) >= _MAX_CHECKED:
             _problems.pop(next(iter([*_problems])), None)
         _problems[kind, source] = problem
@@ -70,7 +78,9 @@ def check(kind: Kind, source: str, is_abandoned: Callable[[], bool] = lambda: Fa
         raise unusable(kind, problem)
 
 
-def _find_problem(kind: Kind, source: str, is_abandoned: Callable[[], bool]) -> str:
+def _find_problem(
+    kind: Kind, source: str, num_tokens: int, is_abandoned: Callable[[], bool]
+) -> str:
     """Compiles a grammar in a separate process; returns a description of the problem, or "".
 
     The process is needed because the limits of the library do not cover everything: some short
@@ -79,7 +89,7 @@ def _find_problem(kind: Kind, source: str, is_abandoned: Callable[[], bool]) -> 
     Raises:
       UserError: See `check`.
     """
-    values = [serialize(kind, source), LIMITS, COMPILE_SECONDS, _COMPILE_BYTES]
+    values = [serialize(kind, source), num_tokens, LIMITS, COMPILE_SECONDS, _COMPILE_BYTES]
     try:
         process = limited_process.start(_PROGRAM)
     except OSError as error:
@@ -129,6 +139,35 @@ def serialize(kind: Kind, source: str) -> str:
         )
     except ValueError as error:
         raise unusable(kind, str(error)) from error
+
+
+def inline_schema(schema: Any, *, lenient: bool = False) -> str:
+    """Returns the Lark expression of a JSON schema, without texts that describe it.
+
+    Args:
+      schema: JSON schema.
+      lenient: Whether keywords that the library does not support have no effect; otherwise they are
+        errors when the grammar is compiled.
+    """
+    options = _JSON_OPTIONS | {"lenient": lenient}
+    if not isinstance(schema, Mapping):
+        schema = {} if schema is True else {"not": {}}
+    return f"%json {json.dumps(_plain_schema(schema) | {'x-guidance': options})}"
+
+
+def _plain_schema(schema: Any) -> Any:
+    """Returns a JSON schema without annotations, which may be longer than all the rest."""
+    if isinstance(schema, list):
+        return [_plain_schema(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {}
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, Mapping):
+            plain[name] = {key: _plain_schema(one) for key, one in value.items()}
+        elif name not in _ANNOTATIONS:
+            plain[name] = value if name in _VALUES else _plain_schema(value)
+    return plain
 
 
 def unusable(kind: Kind, problem: str) -> errors.InputError:

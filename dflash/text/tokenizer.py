@@ -28,6 +28,7 @@ class Tokenizer(abc.ABC):
     vocab_size: int  # number of tokens; the vocabulary of a model may be padded to a larger size
     fingerprint: str  # equal for tokenizers that encode every text alike
     has_chat_template: bool = False  # whether the checkpoint has a chat template
+    chat_template: str = ""  # source of the template for conversations with tools
 
     @abc.abstractmethod
     def encode(
@@ -130,7 +131,7 @@ class ByteTokenizer(Tokenizer):
         self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         # Random weights have no chat template, so each message becomes a line.
-        return "".join(f"{message['content']}\n" for message in messages)
+        return "".join(f"{message['content'] or ''}\n" for message in messages)
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
         return self.encode(text)

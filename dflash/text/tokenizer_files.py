@@ -34,6 +34,10 @@ class TemplateTokenizer(Tokenizer):
     def has_chat_template(self) -> bool:
         return self._template.exists
 
+    @property
+    def chat_template(self) -> str:
+        return self._template.source
+
     def render_chat(
         self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:

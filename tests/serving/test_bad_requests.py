@@ -10,11 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash.serving import validation
-from dflash.serving.bodies import ChatBody, CompletionBody
+from dflash.serving.bodies import CompletionBody
+from dflash.serving.chat_bodies import ChatBody
 from dflash.serving.request_error import RequestError
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 USER = {"role": "user", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 WRONG = [
     (TEXT, {}, "prompt"),
     (TEXT, {"prompt": ""}, "prompt"),
@@ -91,8 +93,24 @@ WRONG = [
         {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
-    (CHAT, {"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    (CHAT, {"messages": [USER], "tools": [{}]}, "tools"),
+    (CHAT, {"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    (CHAT, {"messages": [USER], "tools": [{}]}, "tools[0].function"),
+    (CHAT, {"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": [USER], "tools": [TOOL]}, "tools"),  # no stop token
+    (CHAT, {"messages": [USER], "tools": [TOOL], "tool_choice": {}}, "tool_choice"),
+    (CHAT, {"messages": [USER], "tools": [TOOL, TOOL]}, "tools"),
+    (CHAT, {"messages": [USER], "tools": [TOOL], "show_drafts": True}, "show_drafts"),
+    (
+        CHAT,
+        {
+            "messages": [USER],
+            "stop_token_ids": [0],
+            "tools": [TOOL, {"function": {"name": "g", "parameters": {"anyOf": 5}}}],
+        },
+        "tools[1].function.parameters",
+    ),
+    (CHAT, {"messages": [USER], "reasoning_effort": "low"}, "reasoning_effort"),
+    (CHAT, {"messages": [USER], "max_thinking_tokens": 5}, "max_thinking_tokens"),
     (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"messages": [USER], "logprobs": 2}, "logprobs"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": 1}, "chat_template_kwargs"),

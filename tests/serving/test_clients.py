@@ -10,6 +10,27 @@ from support.served import decoded
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
 RECORDED = json.loads(pathlib.Path(__file__).with_name("requests.json").read_text())
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"enum": [1, 2]}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+OPTIONS = {
+    "model": "tiny",
+    "tools": [TOOL],
+    "parallel_tool_calls": False,
+    "logit_bias": {str(ord(one)): -100 for one in " \t\n"},  # JSON may have any number of them
+    "max_tokens": 100,
+    "extra_body": {"stop_token_ids": [0]},
+}
 MESSAGES = [{"role": "user", "content": "abcabc"}]
 
 
@@ -104,12 +125,30 @@ def test_openai_json_schema(client):
     assert set(items) <= {1, 2}
 
 
+def test_openai_tool_loop(client):
+    """Three steps of an agent: each answer is a call, whose result goes back to the model."""
+    messages = [{"role": "user", "content": "a"}]
+    for step in range(3):
+        options = OPTIONS | {"messages": messages, "tool_choice": "required"}
+        if step == 1:
+            with client.chat.completions.stream(**options) as stream:
+                choice = stream.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(**options).choices[0]
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, call.function.name) == ("tool_calls", "f")
+        x = json.loads(call.function.arguments)["x"]
+        # The tiny context has no room for the calls before.
+        messages = [choice.message.model_dump(exclude_none=True)]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(x + 1)})
+    options = OPTIONS | {"messages": messages, "tool_choice": "none", "max_tokens": 4}
+    assert client.chat.completions.create(**options).choices[0].message.content
+
+
 def test_openai_exceptions_name_the_field(client):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model="tiny", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+        client.chat.completions.create(model="tiny", messages=MESSAGES, reasoning_effort="low")
+    assert (caught.value.param, caught.value.code) == ("reasoning_effort", "unsupported_parameter")
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.BadRequestError) as caught:

@@ -9,9 +9,9 @@ import pytest
 import dflash
 from dflash.config import schema
 from dflash.inference.request import Sampling
-from dflash.serving import completion_request as requests
 from dflash.serving.openai_requests import read_chat, read_completion
 from dflash.serving.request_error import RequestError
+from dflash.serving.served_model import ServedModel
 from dflash.serving.sglang_requests import read_generate
 from dflash.serving.token_names import TokenNames
 from dflash.text.grammar import Vocabulary
@@ -26,7 +26,7 @@ def tokenizer():
     return for_target(TARGET, thinking=False)
 
 
-def model(**changes) -> requests.ServedModel:
+def model(**changes) -> ServedModel:
     facts = {
         "name": "tiny_target",
         "root": "assets/tiny_target",
@@ -40,7 +40,7 @@ def model(**changes) -> requests.ServedModel:
         "max_length": 256,
         "drafts": 15,
     }
-    return requests.ServedModel(**facts | changes)
+    return ServedModel(**facts | changes)
 
 
 def chat(content, **fields):

@@ -1,0 +1,142 @@
+"""Tool calls and reasoning of chats: what an answer may contain, and the grammar of that."""
+
+import dataclasses
+import json
+from typing import Any
+
+from dflash import errors
+from dflash.serving.chat_bodies import ChatBody, Conversation
+from dflash.serving.completion_request import CompletionRequest, check_structure, one_value
+from dflash.serving.request_error import RequestError, unsupported
+from dflash.serving.served_model import ServedModel
+from dflash.serving.structured_output import StructuredOutput
+from dflash.text import jsonl
+from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool
+from dflash.text.grammar_compiler import inline_schema
+
+_NO_EFFORT = frozenset(("none",))
+_THINKING_LIMITS = ("max_thinking_tokens", "thinking_budget", "thinking_token_budget")
+
+
+def template_variables(fields: Conversation, model: ServedModel) -> dict[str, Any]:
+    """Returns the variables of the chat template that come from fields of their own.
+
+    Raises:
+      RequestError: The template does not read a field that the request has.
+    """
+    variables: dict[str, Any] = {}
+    if fields.tool_choice.allowed and fields.tools:
+        variables["tools"] = [tool.for_template() for tool in fields.tools]
+    if fields.enable_thinking is not None:
+        _check_template_reads("enable_thinking", "enable_thinking", model)
+        variables["enable_thinking"] = fields.enable_thinking
+    if fields.reasoning_effort is not None:
+        if "reasoning_effort" in model.tokenizer.chat_template:
+            variables["reasoning_effort"] = fields.reasoning_effort
+        else:
+            _check_template_reads("enable_thinking", "reasoning_effort", model)
+            variables.setdefault("enable_thinking", fields.reasoning_effort not in _NO_EFFORT)
+    return variables
+
+
+def _check_template_reads(variable: str, param: str, model: ServedModel) -> None:
+    if variable not in model.tokenizer.chat_template:
+        raise unsupported(param, "the chat template of this model has no such setting")
+
+
+def with_answer(
+    request: CompletionRequest, fields: ChatBody, model: ServedModel, prompt: str
+) -> CompletionRequest:
+    """Adds the parser of answers to the request of a chat, and their grammar if they need one.
+
+    Args:
+      request: Request without these.
+      fields: Validated body.
+      model: Model that is served.
+      prompt: Rendered prompt.
+    Raises:
+      RequestError: The model cannot answer in this way; the error names the field.
+    """
+    rules = _rules(fields, model, prompt)
+    structure = request.structure
+    has_wrapping = rules.thinking is not None or model.chat_format.has_channels
+    if structure is not None and structure.kind not in ("json_object", "json_schema"):
+        if rules.constrain:
+            reason = "not together with tools or a limit on thinking"
+            raise unsupported(structure.param, reason)
+        return request
+    if fields.show_drafts and (rules.constrain or (structure is not None and has_wrapping)):
+        raise unsupported("show_drafts", "not together with tools, reasoning or schemas")
+    if rules.constrain or (structure is not None and has_wrapping):
+        structure = _structure(rules, structure, fields, model)
+        request = dataclasses.replace(request, structure=structure)
+        check_structure(request)
+    if fields.show_drafts or not (rules.tools or has_wrapping):
+        return request
+    return dataclasses.replace(request, chat_format=model.chat_format, rules=rules)
+
+
+def _rules(fields: ChatBody, model: ServedModel, prompt: str) -> AnswerRules:
+    limit = one_value(fields, _THINKING_LIMITS)
+    if limit is not None and not model.chat_format.reasons:
+        raise unsupported(_limit_name(fields), "this model does not write its reasoning apart")
+    thinking = model.chat_format.thinking(prompt)
+    if thinking is None and not model.chat_format.has_channels:
+        limit = None  # The prompt asks for no reasoning.
+    messages = fields.messages
+    return AnswerRules(
+        tools=_chosen_tools(fields, model),
+        must_call=fields.tool_choice.required,
+        parallel=fields.parallel_tool_calls,
+        thinking=thinking,
+        max_thinking_tokens=limit,
+        earlier_calls=sum(len(message.tool_calls) for message in messages),
+    )
+
+
+def _chosen_tools(fields: ChatBody, model: ServedModel) -> tuple[Tool, ...]:
+    """Returns the tools that an answer may call."""
+    functions = {tool.function.name: tool.function for tool in fields.tools}
+    choice = fields.tool_choice
+    if len(functions) < len(fields.tools):
+        raise RequestError("tools: several functions have the same name", param="tools")
+    if choice.name is not None:
+        if choice.name not in functions:
+            message = f"tool_choice: no tool is named {jsonl.quote(choice.name)}"
+            raise RequestError(message, param="tool_choice")
+        functions = {choice.name: functions[choice.name]}
+    elif choice.required and not functions:
+        raise RequestError("tool_choice: needs tools to choose from", param="tool_choice")
+    if not choice.allowed or not functions:
+        return ()
+    if model.chat_format.tools is None:
+        reason = "it is not known how this model writes calls; see serve.tool_format"
+        raise unsupported("tools", reason)
+    return tuple(Tool(one.name, one.parameters, one.strict) for one in functions.values())
+
+
+def _structure(
+    rules: AnswerRules, structure: StructuredOutput | None, fields: ChatBody, model: ServedModel
+) -> StructuredOutput:
+    """Returns the constraint of an answer with calls, reasoning, and text of a certain form."""
+    if structure is not None:
+        schema = json.loads(structure.source or '{"type": "object"}')
+        rules = dataclasses.replace(rules, content=inline_schema(schema))
+    param = "tools" if rules.tools else structure.param if structure else _limit_name(fields)
+    try:
+        tokens = Tokens(model.tokenizer.special_spellings, model.vocabulary())
+        source = model.chat_format.grammar(rules, tokens)
+    except errors.InputError as error:
+        raise RequestError(f"{param}: {error}", param=param) from error
+    places = {tool.function.name: place for place, tool in enumerate(fields.tools)}
+    parts = [
+        StructuredOutput(
+            "lark", f"start: {tool.arguments}", f"tools[{places[tool.name]}].function.parameters"
+        )
+        for tool in rules.tools
+    ]
+    return StructuredOutput("lark", source, param, (*parts, *((structure,) if structure else ())))
+
+
+def _limit_name(fields: ChatBody) -> str:
+    return next(name for name in _THINKING_LIMITS if getattr(fields, name) is not None)

@@ -1,0 +1,1 @@
+"""Formats of reasoning and tool calls: parsers of outputs, and grammars for them."""

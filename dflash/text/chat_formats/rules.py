@@ -1,0 +1,234 @@
+"""Rules of an answer, and its grammar in llguidance's dialect of Lark."""
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from dflash import errors
+from dflash.text.chat_formats.reader import Reader, Steps
+from dflash.text.grammar import Vocabulary
+from dflash.text.grammar_compiler import inline_schema
+
+# Reasoning at the beginning of an output, begun by the prompt or by the model.
+Thinking = Literal["opened", "optional"]
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """Function that the model may call.
+
+    Attributes:
+      name: Name of the function.
+      parameters: JSON schema of its arguments, an object.
+      strict: Whether a keyword of the schema that grammars do not support is an error; otherwise
+        such keywords have no effect on the output.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+    @property
+    def arguments(self) -> str:
+        """Lark expression of the arguments."""
+        return inline_schema(self.parameters, lenient=not self.strict)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerRules:
+    """Contents that an answer may have.
+
+    Attributes:
+      tools: Functions that it may call.
+      must_call: Whether it must call one.
+      parallel: Whether it may have several calls.
+      thinking: Reasoning at its beginning; None for none.
+      max_thinking_tokens: Maximum number of tokens of the reasoning; None for no limit.
+      content: Lark expression of the text; None for any text.
+      earlier_calls: Number of calls in the conversation before it.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    must_call: bool = False
+    parallel: bool = True
+    thinking: Thinking | None = None
+    max_thinking_tokens: int | None = None
+    content: str | None = None
+    earlier_calls: int = 0
+
+    @property
+    def constrain(self) -> bool:
+        """True if an output needs a grammar to follow these rules, apart from `content`."""
+        return bool(self.tools) or self.max_thinking_tokens is not None
+
+
+class Tokens:
+    """Tokens of a target as grammars name them."""
+
+    def __init__(self, special: Mapping[int, str], vocabulary: Vocabulary):
+        """Stores the tokens.
+
+        Args:
+          special: Spellings of the special tokens by id, which text never matches.
+          vocabulary: Vocabulary of the tokenizer.
+        """
+        self._special = {spelling: token for token, spelling in special.items()}
+        self._texts = vocabulary.tokens.tokens
+
+    def is_special(self, marker: str) -> bool:
+        """Returns whether a marker is a special token."""
+        return marker in self._special
+
+    def expression(self, text: str) -> str:
+        """Returns the Lark expression of a text with special tokens in it."""
+        pattern = "|".join(map(re.escape, self._special)) or "(?!)"
+        parts = re.split(f"({pattern})", text)
+        return " ".join(self._one(part) for part in parts if part)
+
+    def until(self, rule: str, marker: str, text: str = "TEXT") -> str:
+        """Returns the Lark rule of a text up to the end of its first marker."""
+        if self.is_special(marker):
+            return f"{rule}: {text} {self.expression(marker)}"
+        return f"{rule}[lazy]: {text} {self.expression(marker)}"
+
+    def limited(self, rule: str, marker: str, limit: int) -> str:
+        """Returns the Lark rule of a text of at most `limit` tokens, and the marker after it.
+
+        Raises:
+          InputError: The marker is not one token.
+        """
+        end = self._special.get(marker)
+        if end is None and marker.encode() in self._texts:
+            end = self._texts.index(marker.encode())
+        if end is None:
+            raise errors.InputError(f"the target has no token {marker!r}, with which to end it")
+        texts = (i for i, text in enumerate(self._texts) if text and i != end)
+        ranges = ",".join(f"{first}-{last}" for first, last in _ranges(texts))
+        repeated = f"<[{ranges}]>{{0,{limit}}}" if limit else ""
+        return f"{rule}: {repeated} <[{end}]>"
+
+    def _one(self, part: str) -> str:
+        return f"<[{self._special[part]}]>" if part in self._special else json.dumps(part)
+
+
+Call = Callable[[Tool, int, Tokens], Sequence[str]]
+Read = Callable[[Reader, AnswerRules], Steps[None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolFormat:
+    """Format in which a family of models writes tool calls.
+
+    Attributes:
+      signs: Texts that a chat template of the family contains, all of them.
+      markers: Markers that may be special tokens.
+      read: Generator function that parses an output, without its reasoning.
+      opening: Text that begins the calls.
+      call: Returns the Lark rules of a call, of which the first is named `call_{index}`, given the
+        tool, the index and the tokens.
+      separator: Text between two calls; None if there can be only one.
+      closing: Text after the calls.
+      begins_output: Whether a call must begin the output; otherwise it may follow a text.
+    """
+
+    signs: tuple[str, ...]
+    read: Read
+    opening: str = ""
+    call: Call | None = None
+    markers: tuple[str, ...] = ()
+    separator: str | None = None
+    closing: str = ""
+    begins_output: bool = False
+
+    reads_thinking = False  # Whether `read` parses the reasoning, too.
+
+    def grammar(self, rules: AnswerRules, tokens: Tokens) -> str:
+        """Returns the grammar of answers."""
+        texts = [OPEN] if rules.thinking == "optional" and not tokens.is_special(OPEN) else []
+        texts += ["\n"] if rules.thinking is not None else []
+        texts += [self.opening] if self.begins_output and rules.tools else []
+        lines = [*thinking_lines(rules, tokens), f"FIRST: /{_not_beginning(texts)}/", _TEXT]
+        choices = [] if rules.must_call else [rules.content or "FIRST"]
+        if rules.tools:
+            lines += self._calls(rules, tokens)
+            choices.append("opening calls")
+        return "\n".join([*lines, f"answer: {' | '.join(choices)}"])
+
+    def _calls(self, rules: AnswerRules, tokens: Tokens) -> Iterator[str]:
+        direct = rules.must_call or self.begins_output or rules.content
+        if direct:
+            yield f"opening: {tokens.expression(self.opening)}"
+        else:
+            yield tokens.until("opening", self.opening, "FIRST")
+        more = ""
+        if rules.parallel and self.separator is not None:
+            more = f" ({self.separator and tokens.expression(self.separator)} call)*"
+        closing = self.closing and tokens.expression(self.closing)
+        yield f"calls: call{more} {closing}"
+        yield f"call: {' | '.join(f'call_{i}' for i in range(len(rules.tools)))}"
+        for i, tool in enumerate(rules.tools):
+            yield from self.call(tool, i, tokens)
+
+
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def thinking_lines(rules: AnswerRules, tokens: Tokens) -> Iterator[str]:
+    """Yields the Lark rules `start`, and `thinking` if the output may begin with reasoning."""
+    if rules.thinking is None:
+        yield "start: answer"
+        return
+    optional = rules.thinking == "optional"
+    yield "start: thinking answer" + " | answer" * optional
+    # Models write an empty line between their reasoning and the answer.
+    yield f"thinking: {tokens.expression(OPEN) if optional else ''} thought /\\n{{0,2}}/"
+    if rules.max_thinking_tokens is None:
+        yield tokens.until("thought", CLOSE)
+    else:
+        yield tokens.limited("thought", CLOSE, rules.max_thinking_tokens)
+
+
+def read_thinking(reader: Reader, rules: AnswerRules) -> Steps[None]:
+    """Parses the reasoning at the beginning of an output, without the line breaks around it."""
+    if rules.thinking is None:
+        return
+    if rules.thinking == "opened" or (yield from reader.begins(OPEN)):
+        yield from reader.skip("\n")
+        yield from reader.until(f"\n{CLOSE}", CLOSE, kind="reasoning")
+        yield from reader.skip("\n")
+
+
+def read_text(reader: Reader, rules: AnswerRules) -> Steps[None]:
+    """Parses an output without calls."""
+    del rules
+    yield from reader.until(kind="content")
+
+
+def _ranges(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last number of each run of increasing numbers."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        yield members[0], members[-1]
+
+
+def _not_beginning(texts: Sequence[str]) -> str:
+    """Returns the regular expression of all texts that begin with none of these texts."""
+    following: dict[str, set[str]] = {}
+    for text in texts:
+        for size, character in enumerate(text):
+            following.setdefault(text[:size], set()).add(character)
+    if not following:
+        return r"(.|\n)*"
+    branches = (
+        f"{_escaped(start)}([^{''.join(map(_escaped, sorted(characters)))}](.|\\n)*)?"
+        for start, characters in following.items()
+    )
+    return "|".join(branches)
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")

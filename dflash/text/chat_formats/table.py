@@ -1,0 +1,116 @@
+"""Table of the formats, and the format of a chat template."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from dflash.text.chat_formats import harmony, hermes, kimi_k2, llama3_json, qwen3_coder
+from dflash.text.chat_formats.reader import Parser, Reader, Steps
+from dflash.text.chat_formats.rules import (
+    CLOSE,
+    OPEN,
+    AnswerRules,
+    Thinking,
+    Tokens,
+    ToolFormat,
+    read_text,
+    read_thinking,
+)
+
+# Earlier entries are tried first: a template of the second has the signs of the third, too.
+FORMATS: Mapping[str, ToolFormat] = {
+    "harmony": harmony.FORMAT,
+    "qwen3_coder": qwen3_coder.FORMAT,
+    "hermes": hermes.FORMAT,
+    "kimi_k2": kimi_k2.FORMAT,
+    "llama3_json": llama3_json.FORMAT,
+}
+_NO_CALLS = ToolFormat(signs=(), read=read_text)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFormat:
+    """Format in which a model writes its answers in a chat.
+
+    Attributes:
+      tools: Format of its calls; None if it is unknown.
+      thinks: Whether an answer may begin with reasoning between <think> and </think>.
+    """
+
+    tools: ToolFormat | None = None
+    thinks: bool = False
+
+    @property
+    def has_channels(self) -> bool:
+        """True if all answers need a parser, also those without reasoning and calls."""
+        return self._tools.reads_thinking
+
+    @property
+    def reasons(self) -> bool:
+        """True if answers may have reasoning."""
+        return self.thinks or self._tools.reads_thinking
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts that the parser must see, which may be special tokens."""
+        return frozenset((*self._tools.markers, *((OPEN, CLOSE) if self.thinks else ())))
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns an earlier message with the names that templates of this format read."""
+        message = dict(message)
+        if self.has_channels and "reasoning_content" in message:
+            thinking = message.pop("reasoning_content")
+            # The template takes one of them beside calls.
+            if not (message.get("tool_calls") and message.get("content")):
+                message["thinking"] = thinking
+        return message
+
+    def thinking(self, prompt: str) -> Thinking | None:
+        """Returns who begins the reasoning of the answer to a prompt; None if it has none."""
+        if not self.thinks or prompt.rstrip().endswith(CLOSE):
+            return None
+        return "opened" if prompt.rstrip().endswith(OPEN) else "optional"
+
+    def parser(self, rules: AnswerRules) -> Parser:
+        """Returns a parser of one answer."""
+        return Parser(functools.partial(self._read, rules=rules))
+
+    def grammar(self, rules: AnswerRules, tokens: Tokens) -> str:
+        """Returns the grammar of answers, in llguidance's dialect of Lark.
+
+        Raises:
+          InputError: The format cannot express the rules.
+        """
+        return self._tools.grammar(rules, tokens)
+
+    @property
+    def _tools(self) -> ToolFormat:
+        return self.tools or _NO_CALLS
+
+    def _read(self, reader: Reader, rules: AnswerRules) -> Steps[None]:
+        if not self._tools.reads_thinking:
+            yield from read_thinking(reader, rules)
+        read = self._tools.read if rules.tools or self._tools.reads_thinking else read_text
+        yield from read(reader, rules)
+
+
+PLAIN = ChatFormat()
+
+
+def format_of(template: str, *, tools: str = "auto", thinking: str = "auto") -> ChatFormat:
+    """Returns the format of a chat template.
+
+    Args:
+      template: Source of the template; "" if there is none.
+      tools: Name of the format of calls; "auto" finds it by the template, "none" is none.
+      thinking: "think" if answers may begin with <think>, "none", or "auto".
+    """
+    if tools == "auto":
+        found = (one for one in FORMATS.values() if all(sign in template for sign in one.signs))
+        chosen = next(found, None)
+    else:
+        chosen = FORMATS.get(tools)
+    thinks = CLOSE in template if thinking == "auto" else thinking == "think"
+    reads_thinking = chosen is not None and chosen.reads_thinking
+    return ChatFormat(chosen, thinks and not reads_thinking)

@@ -1,0 +1,177 @@
+"""Tool calls of chats: constrained, parsed, streamed, and equal to plain decoding."""
+
+import copy
+import json
+import random
+
+import pytest
+
+from dflash import errors
+from dflash.config import schema
+from dflash.serving.openai_requests import read_chat
+from dflash.serving.request_error import RequestError
+from dflash.serving.served_model import ServedModel
+from dflash.serving.token_names import TokenNames
+from dflash.text.chat_formats.table import FORMATS, ChatFormat
+from dflash.text.grammar import Grammar, Vocabulary
+from dflash.text.tokenizer import ByteTokenizer
+
+CHAT = "/v1/chat/completions"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"x": {"enum": [1, 2]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": PARAMETERS}}
+    for name in ("f", "g")
+]
+BODY = {
+    "messages": [{"role": "user", "content": "a"}],
+    "tools": TOOLS,
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "stop_token_ids": [0],
+    "logit_bias": {str(ord(one)): -100 for one in " \t\n"},  # JSON may have any number of them
+    "max_tokens": 100,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_call_is_that_of_plain_decoding(server, temperature):
+    body = BODY | {"temperature": temperature, "seed": 3}
+    answers = [server.post(CHAT, body | {"drafting": drafting}) for drafting in (True, False)]
+    (drafted, plain) = (answer["choices"][0] for status, answer in answers if status == 200)
+    message = drafted["message"]
+    (call,), (expected,) = message["tool_calls"], plain["message"]["tool_calls"]
+    assert call["function"] == expected["function"]
+    assert json.loads(call["function"]["arguments"])["x"] in (1, 2)
+    assert call["function"]["name"] in ("f", "g")
+    assert call["type"] == "function"
+    assert message["content"] is None
+    assert drafted["finish_reason"] == "tool_calls"
+    usage = [answer["usage"]["completion_tokens"] for _, answer in answers]
+    assert usage[0] == usage[1]
+
+
+def test_a_streamed_call(server):
+    body = BODY | {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+    choices = [event["choices"][0] for event in server.events(CHAT, body)]
+    deltas = [choice["delta"].get("tool_calls", [None])[0] for choice in choices]
+    first, *others = [delta for delta in deltas if delta]
+    assert first["function"] == {"name": "g", "arguments": ""}
+    assert (first["index"], first["type"], first["id"][:5]) == (0, "function", "call_")
+    assert all(set(delta) == {"index", "function"} for delta in others)
+    arguments = "".join(delta["function"]["arguments"] for delta in others)
+    assert json.loads(arguments)["x"] in (1, 2)
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_text_before_a_call_is_free(server):
+    """With "auto", an output that does not begin a call is that without tools."""
+    free = BODY | {"tool_choice": "auto", "logit_bias": {}, "max_tokens": 8}
+    plain = {name: value for name, value in free.items() if name != "tools"}
+    texts = [
+        server.post(CHAT, body)[1]["choices"][0]["message"]["content"] for body in (free, plain)
+    ]
+    assert texts[0] == texts[1]
+    none = server.post(CHAT, free | {"tool_choice": "none"})[1]["choices"][0]
+    assert none["message"]["content"] == texts[0]
+
+
+def test_calls_and_results_in_the_conversation(server):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "2"}]},
+    ]
+    status, answer = server.post(CHAT, BODY | {"messages": messages})
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "tool_calls")
+    bad = copy.deepcopy(messages)
+    bad[1]["tool_calls"][0]["function"]["arguments"] = "{"
+    status, answer = server.post(CHAT, BODY | {"messages": bad})
+    assert status == 400
+    assert answer["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+def model(name: str = "hermes", **changes) -> ServedModel:
+    """Returns a model whose tokens are bytes."""
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = "reasoning_effort"
+    facts = {
+        "name": "tiny",
+        "root": "random",
+        "drafter": "ngram",
+        "tokenizer": tokenizer,
+        "names": TokenNames(tokenizer),
+        "vocabulary": lambda: VOCABULARY,
+        "decode": schema.DecodeConfig(max_new_tokens=50),
+        "eos_ids": (0,),
+        "vocab_size": 256,
+        "max_length": 4096,
+        "drafts": True,
+        "chat_format": ChatFormat(FORMATS[name], True),
+    }
+    return ServedModel(**facts | changes)
+
+
+VOCABULARY = Vocabulary.of(ByteTokenizer())
+JUNK = [None, True, 5, -1.5, "", "x" * 70, "é\ud800", [], [[]], {}, {"type": 5}, {"a": {}}]
+
+
+def spoil(value, chance: random.Random):
+    """Returns a copy of a JSON value in which one place has another value."""
+    if not isinstance(value, dict | list) or not value or chance.random() < 0.15:
+        return copy.deepcopy(chance.choice(JUNK))
+    spoiled = copy.deepcopy(value)
+    places = list(spoiled) if isinstance(spoiled, dict) else range(len(spoiled))
+    place = chance.choice(list(places))
+    spoiled[place] = spoil(spoiled[place], chance)
+    if isinstance(spoiled, dict) and chance.random() < 0.1:
+        spoiled["unknown"] = spoiled.pop(place)
+    return spoiled
+
+
+def test_malformed_tool_requests_have_an_error_of_one_line():
+    pytest.importorskip("llguidance", reason="pip install 'dflash-jax[grammar]'")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    fields = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+        ],
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": True,
+        "reasoning_effort": "low",
+        "max_thinking_tokens": 5,
+    }
+    served = [model(name) for name in FORMATS]
+    problems = []
+    for seed in range(1200):
+        chance = random.Random(seed)
+        field = chance.choice(list(fields))
+        body = fields | {field: spoil(fields[field], chance)}
+        problems.append(problem_of(body, chance.choice(served)))
+    rejected = [problem for problem in problems if problem is not None]
+    assert len(rejected) > 300
+    for problem in rejected:
+        assert "\n" not in str(problem)
+        if isinstance(problem, RequestError):
+            assert problem.status == 400
+            assert problem.param is not None
+
+
+def problem_of(body, served: ServedModel) -> RequestError | errors.InputError | None:
+    """Returns the error of a body, or of the grammar of its answer."""
+    try:
+        request = read_chat(body, served)
+        if request.structure is not None:
+            Grammar("lark", request.structure.source, VOCABULARY).matcher()
+    except (RequestError, errors.InputError) as error:
+        return error
+    return None
