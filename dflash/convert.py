@@ -1,10 +1,13 @@
-"""Converts a checkpoint between the Hugging Face layout and the native Orbax one.
+"""Converts a checkpoint between the Hugging Face layout, the native Orbax one and a GGUF file.
 
 dflash convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
+dflash convert SOURCE DESTINATION.gguf [--tokenizer=TARGET] [--dtype=float32|bfloat16]
 """
 
 import os
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 from absl import flags
 
@@ -17,7 +20,13 @@ from dflash.storage import paths
 
 def _define_flags(values: flags.FlagValues) -> None:
     where = {"flag_values": values}
-    flags.DEFINE_enum("to", None, ["orbax", "hf"], "Layout to write: orbax or hf.", **where)
+    flags.DEFINE_enum(
+        "to",
+        None,
+        ["orbax", "hf"],
+        "Layout of a directory: orbax or hf. A name that ends in .gguf needs none.",
+        **where,
+    )
     flags.DEFINE_enum(
         "dtype",
         None,
@@ -25,16 +34,25 @@ def _define_flags(values: flags.FlagValues) -> None:
         "Dtype to write, float32 or bfloat16; as stored by default.",
         **where,
     )
+    flags.DEFINE_string(
+        "tokenizer",
+        None,
+        "Checkpoint whose tokenizer a GGUF file gets: the target of a drafter that has none; "
+        "SOURCE by default.",
+        **where,
+    )
 
 
 SUBCOMMAND = cli.Subcommand(
     "convert",
-    "Converts a checkpoint between the Hugging Face layout and the native Orbax one. SOURCE is a "
-    "directory or hf:org/name, of a target or a drafter with weights; config.json says which. "
-    "DESTINATION appears whole or not at all. Tokenizer, generation and license files are copied.",
+    "Converts a checkpoint between the Hugging Face layout, the native Orbax one and a GGUF file "
+    "of llama.cpp. SOURCE is a directory, a GGUF file or hf:org/name, of a target or a drafter "
+    "with weights. DESTINATION is a directory, or a file that ends in .gguf; it appears whole or "
+    "not at all. Tokenizer, generation and license files are copied.",
     examples=(
         "dflash convert hf:Qwen/Qwen3-4B /data/qwen3_4b --to=orbax",
         "dflash convert /data/qwen3_4b /data/qwen3_4b_hf --to=hf --dtype=bfloat16",
+        "dflash convert /data/drafter drafter.gguf --tokenizer=hf:Qwen/Qwen3-4B",
     ),
     arguments=("SOURCE", "DESTINATION"),
     define_flags=_define_flags,
@@ -46,29 +64,32 @@ def run(
     source: str | os.PathLike,
     destination: str | os.PathLike,
     *,
-    to: checkpoint.Layout,
+    to: checkpoint.Layout | None = None,
     dtype: str | None = None,
+    tokenizer: str | os.PathLike | None = None,
 ) -> pathlib.Path:
     """Converts a checkpoint, as `dflash convert` does, and prints a line about it.
 
     Args:
-      source: Directory or hf:org/name.
-      destination: Directory to write, which must be empty or not exist.
-      to: Layout to write, "hf" or "orbax".
+      source: Directory, GGUF file or hf:org/name.
+      destination: Directory to write, which must be empty or not exist, or a new file that ends in
+        .gguf.
+      to: Layout of a directory, "hf" or "orbax"; None for a GGUF file.
       dtype: Dtype to write, "float32" or "bfloat16"; None keeps the stored one.
+      tokenizer: Checkpoint whose tokenizer a GGUF file gets; None for that of `source`.
     Returns:
-      The directory that was written.
+      The directory or file that was written.
     Raises:
       UserError: The command would exit with an error.
     """
-    _convert(cli.parse(SUBCOMMAND, source, destination, to=to, dtype=dtype))
+    options = {"to": to, "dtype": dtype, "tokenizer": tokenizer}
+    _convert(cli.parse(SUBCOMMAND, source, destination, **options))
     return paths.to_path(destination)
 
 
 def _convert(command: cli.Command) -> None:
     source, destination = command.arguments
-    if command.flags["to"] is None:
-        raise errors.ConfigError(f"--to is missing; usage: {SUBCOMMAND.usage}; see --help")
+    options = command.flags | {"to": _layout(destination, command.flags)}
     for place in (source, destination):
         preflight.check_bucket(place)
     files.check_vacant(paths.to_path(destination))
@@ -76,7 +97,23 @@ def _convert(command: cli.Command) -> None:
     # Imports jax, after the arguments have been validated.
     from dflash.loading import conversion
 
-    print(conversion.convert(source, paths.to_path(destination), **command.flags))
+    print(conversion.convert(source, paths.to_path(destination), **options))
+
+
+def _layout(destination: str, stated: Mapping[str, Any]) -> checkpoint.Layout:
+    """Returns the layout to write."""
+    usage = f"usage: {SUBCOMMAND.usage}; see --help"
+    if destination.endswith(".gguf"):
+        if stated["to"] is not None:
+            raise errors.ConfigError(f"--to: {destination} is a GGUF file; {usage}")
+        if paths.in_bucket(paths.to_path(destination)):
+            raise errors.ConfigError(f"{destination}: GGUF files are written to a disk; {usage}")
+        return "gguf"
+    if stated["to"] is None:
+        raise errors.ConfigError(f"--to is missing; {usage}")
+    if stated["tokenizer"] is not None:
+        raise errors.ConfigError(f"--tokenizer is for GGUF files; {usage}")
+    return stated["to"]
 
 
 main = cli.entry_point(SUBCOMMAND, _convert)

@@ -1,4 +1,4 @@
-"""Conversion of the metadata of a GGUF file to the fields of config.json.
+"""Conversion between the metadata of a target's GGUF file and the fields of config.json.
 
 Keys and rules: llama.cpp, gguf-py/gguf/constants.py and the converters under conversion/.
 """
@@ -6,19 +6,20 @@ Keys and rules: llama.cpp, gguf-py/gguf/constants.py and the converters under co
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from dflash import errors
-from dflash.checkpoints import gguf_header
+from dflash.checkpoints import gguf_header, hf_config
 from dflash.checkpoints.gguf_header import GgufHeader
 from dflash.storage.files import view
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
-_ARCHITECTURE = "general.architecture"
+ARCHITECTURE = "general.architecture"
+DRAFTER = "dflash"  # Architecture of block drafters; see gguf_drafter.py.
 _DEFAULT_THETA = 10_000.0
 # Llama 3's scaling of rotary frequencies is stored as divisors of the frequencies only.
 _LLAMA3 = {
@@ -51,6 +52,7 @@ class Family:
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", paired_rope=True),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": Family(
         "Qwen3MoeForCausalLM",
@@ -75,9 +77,20 @@ _EPSILON = "attention.layer_norm_rms_epsilon"
 _ELSEWHERE = {  # Keys that are read one by one below, or describe what other keys state.
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", _EPSILON),
     *("vocab_size", "tensor_data_layout", "rope.dimension_count", "rope.freq_base"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    "rope.scaling.finetuned",
 }
-_SCALING, _UNSCALED = "rope.scaling.", "none"
-_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "rope.scale_linear": 1.0}
+_SCALING, _UNSCALED, _LLAMA3_NAME = "rope.scaling.", "none", "llama3"
+_YARN = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+_YARN_TYPES = {"factor": float, "original_max_position_embeddings": int}
+_PAIRED = {
+    ".attn_q.weight": "num_attention_heads",
+    ".attn_k.weight": "num_key_value_heads",
+}
+_NEUTRAL = {
+    **{"expert_count": 0, "expert_used_count": 0, "rope.scale_linear": 1.0},
+    **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0},
+}
 
 
 def family_of(header: GgufHeader) -> Family:
@@ -86,12 +99,28 @@ def family_of(header: GgufHeader) -> Family:
     Raises:
       CheckpointError: The file states none, or an unsupported one.
     """
-    name = header.require(_ARCHITECTURE, str)
+    name = header.require(ARCHITECTURE, str)
     if name not in FAMILIES:
         raise errors.CheckpointError(
-            f"{header.file}: architecture {name!r} is not supported, only {', '.join(FAMILIES)}"
+            f"{header.file}: architecture {name!r} is not supported, only "
+            f"{', '.join((*FAMILIES, DRAFTER))}"
         )
     return FAMILIES[name]
+
+
+def num_pairs(name: str, config: Mapping[str, Any]) -> int:
+    """Returns the number of heads whose rows a tensor stores as neighbors to be rotated together.
+
+    Args:
+      name: Name of the tensor in ggml.
+      config: Contents of config.json.
+    Returns:
+      The number of heads; 0 if the rows have the order of Hugging Face.
+    """
+    paired = {family.hf_class for family in FAMILIES.values() if family.paired_rope}
+    fields = (field for end, field in _PAIRED.items() if name.endswith(end))
+    field = next(fields, None) if paired & set(config["architectures"]) else None
+    return 0 if field is None else config[field]
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
@@ -102,31 +131,114 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         of another type.
     """
     family = family_of(header)
-    prefix = header.metadata[_ARCHITECTURE] + "."
-    _check_known(header, family, prefix)
-    config: dict[str, Any] = {
+    prefix = header.metadata[ARCHITECTURE] + "."
+    check_known(header, prefix, family.fields)
+    config = decoder_of(header, prefix)
+    _check_size(header, prefix + "rope.dimension_count", config["head_dim"])
+    for key, name in family.fields.items():
+        config[name] = header.require(prefix + key, int)
+    return {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
+        **config,
+        "rope_scaling": _rope_scaling(header, prefix, config),
+        "vocab_size": _num_rows(header),
+        "tie_word_embeddings": HEAD not in header.tensors,
+        **family.implied,
+    }
+
+
+def decoder_of(header: GgufHeader, prefix: str) -> dict[str, Any]:
+    """Returns the fields of config.json that targets and drafters share, but rotary scaling.
+
+    Args:
+      header: Header of the file.
+      prefix: Architecture of the file and a dot.
+    Raises:
+      CheckpointError: A key is missing or of another type.
+    """
+    config: dict[str, Any] = {
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": "float32",
     }
-    for key, name in (_INTEGERS | family.fields).items():
+    for key, name in _INTEGERS.items():
         config[name] = header.require(prefix + key, int)
     config["rms_norm_eps"] = _shortest(header.require(prefix + _EPSILON, float))
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = header.get(prefix + "attention.head_count_kv", int, heads)
     config["head_dim"] = _head_dim(header, prefix, config["hidden_size"], heads)
     config["rope_theta"] = _theta(header, prefix + "rope.freq_base")
-    config["rope_scaling"] = _rope_scaling(header, prefix, config)
-    config["vocab_size"] = _num_rows(header)
-    config["tie_word_embeddings"] = HEAD not in header.tensors
-    return config | dict(family.implied)
+    return config
 
 
-def _check_known(header: GgufHeader, family: Family, prefix: str) -> None:
-    """Raises if the file states an option whose effect on the model is not implemented."""
-    known = {*_INTEGERS, *family.fields, *_ELSEWHERE}
+def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metadata of a target, given its config.json as `config_to_hf` writes it.
+
+    Raises:
+      CheckpointError: The architecture or an option of it is unsupported.
+    """
+    hf_class = config["architectures"][0]
+    known = {family.hf_class: (name, family) for name, family in FAMILIES.items()}
+    if hf_class not in known:
+        raise errors.CheckpointError(
+            f"config.json: architectures: {hf_class} cannot be written as a GGUF file, only "
+            f"{', '.join(known)} and block drafters"
+        )
+    name, family = known[hf_class]
+    for field, implied in family.implied.items():
+        hf_config.check_only(config, field, implied)
+    prefix = name + "."
+    return {
+        ARCHITECTURE: name,
+        **decoder_metadata(config, prefix),
+        **{prefix + key: config[field] for key, field in family.fields.items()},
+        prefix + "rope.dimension_count": config["head_dim"],
+        prefix + "vocab_size": config["vocab_size"],
+    }
+
+
+def decoder_metadata(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns the metadata that targets and drafters share; see `metadata_of`."""
+    values = {prefix + key: config[field] for key, field in _INTEGERS.items()} | {
+        prefix + _EPSILON: float(config["rms_norm_eps"]),
+        prefix + "attention.head_count_kv": config["num_key_value_heads"],
+        prefix + "attention.key_length": config["head_dim"],
+        prefix + "attention.value_length": config["head_dim"],
+        prefix + "rope.freq_base": float(config["rope_theta"]),
+    }
+    scaling = config["rope_scaling"]
+    if scaling is None or scaling["rope_type"] == _LLAMA3_NAME:
+        return values
+    for field in scaling.keys() - {"rope_type", *_YARN.values()}:
+        raise errors.CheckpointError(
+            f"config.json: rope_scaling: {field} cannot be written to a GGUF file"
+        )
+    return values | {
+        f"{prefix}{_SCALING}type": scaling["rope_type"],
+        **{f"{prefix}{_SCALING}{key}": scaling[field] for key, field in _YARN.items()},
+    }
+
+
+def rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
+    """Returns the divisors of rotary frequencies of Llama 3's scaling; None without it."""
+    scaling = config["rope_scaling"]
+    if scaling is None or scaling["rope_type"] != _LLAMA3_NAME:
+        return None
+    return np.array(_divisors(config, scaling), np.float32)
+
+
+def check_known(header: GgufHeader, prefix: str, own: Collection[str]) -> None:
+    """Checks that each option that the file states is implemented.
+
+    Args:
+      header: Header of the file.
+      prefix: Architecture of the file and a dot.
+      own: Keys that this architecture has beside the common ones, without the prefix.
+    Raises:
+      CheckpointError: An option is not implemented.
+    """
+    known = {*_INTEGERS, *own, *_ELSEWHERE}
     stated = {
         key.removeprefix(prefix): value
         for key, value in header.metadata.items()
@@ -135,7 +247,7 @@ def _check_known(header: GgufHeader, family: Family, prefix: str) -> None:
     unknown = [
         f"{prefix}{key}={value!s:.40}"
         for key, value in stated.items()
-        if key not in known and not key.startswith(_SCALING) and value != _NEUTRAL.get(key)
+        if key not in known and value != _NEUTRAL.get(key)
     ]
     if unknown:
         raise errors.CheckpointError(
@@ -159,13 +271,19 @@ def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:
     if heads < 1:
         raise gguf_header.corrupt(header.file, f"{prefix}attention.head_count is {heads}")
     size = header.get(prefix + "attention.key_length", int, width // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        stated = header.get(prefix + key, int, size)
-        if stated != size:
-            raise errors.CheckpointError(
-                f"{header.file}: {prefix}{key}: {stated} is not supported with heads of {size}"
-            )
+    if size < 1:
+        raise gguf_header.corrupt(header.file, f"{prefix}attention.key_length is {size}")
+    _check_size(header, prefix + "attention.value_length", size)
     return size
+
+
+def _check_size(header: GgufHeader, key: str, size: int) -> None:
+    """Raises if a size of heads is not the head dimension."""
+    stated = header.get(key, int, size)
+    if stated != size:
+        raise errors.CheckpointError(
+            f"{header.file}: {key}: {stated} is not supported with heads of {size}"
+        )
 
 
 def _num_rows(header: GgufHeader) -> int:
@@ -180,6 +298,11 @@ def _rope_scaling(
     """Returns `rope_scaling` of config.json."""
     if ROPE_FACTORS in header.tensors:
         return _llama3_scaling(header, config)
+    return yarn_scaling(header, prefix)
+
+
+def yarn_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
+    """Returns `rope_scaling` of config.json that the metadata state; None without scaling."""
     kind = header.get(f"{prefix}{_SCALING}type", str, _UNSCALED)
     if kind == _UNSCALED:
         return None
@@ -187,12 +310,11 @@ def _rope_scaling(
         raise errors.CheckpointError(
             f"{header.file}: {prefix}{_SCALING}type: {kind!r} is not supported, only 'yarn'"
         )
-    length = f"{prefix}{_SCALING}original_context_length"
-    return {
-        "rope_type": kind,
-        "factor": header.require(f"{prefix}{_SCALING}factor", float),
-        "original_max_position_embeddings": header.require(length, int),
+    stated = {
+        field: header.require(f"{prefix}{_SCALING}{key}", _YARN_TYPES[field])
+        for key, field in _YARN.items()
     }
+    return {"rope_type": kind, **stated}
 
 
 def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,17 +323,21 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     if entry.kind != "F32" or entry.shape != (config["head_dim"] // 2,):
         raise gguf_header.corrupt(header.file, f"tensor {ROPE_FACTORS!r} is no list of divisors")
     stored = view(pathlib.Path(header.file), entry.begin, entry.end).view("<f4")
-    scaling = {"rope_type": "llama3", "factor": float(stored.max()), **_LLAMA3}
-    expected = [
-        _divisor(2 * math.pi * config["rope_theta"] ** (2 * i / config["head_dim"]), scaling)
-        for i in range(len(stored))
-    ]
-    if not np.allclose(stored, expected, rtol=_MAX_DEVIATION, atol=0):
+    scaling = {"rope_type": _LLAMA3_NAME, "factor": float(stored.max()), **_LLAMA3}
+    if not np.allclose(stored, _divisors(config, scaling), rtol=_MAX_DEVIATION, atol=0):
         raise errors.CheckpointError(
             f"{header.file}: tensor {ROPE_FACTORS!r}: only the rotary scaling of Llama 3.1 and 3.2 "
             "is supported"
         )
     return scaling
+
+
+def _divisors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> list[float]:
+    """Returns the divisor of each rotary frequency."""
+    return [
+        _divisor(2 * math.pi * config["rope_theta"] ** (2 * i / config["head_dim"]), scaling)
+        for i in range(config["head_dim"] // 2)
+    ]
 
 
 def _divisor(wavelength: float, scaling: Mapping[str, Any]) -> float:

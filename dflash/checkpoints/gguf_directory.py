@@ -15,7 +15,7 @@ import os
 import pathlib
 import secrets
 
-from dflash.checkpoints import gguf_architecture, gguf_header, gguf_tokenizer
+from dflash.checkpoints import gguf_header, gguf_model, gguf_tokenizer
 from dflash.checkpoints.files import CONFIG
 from dflash.checkpoints.gguf_header import GgufHeader
 from dflash.checkpoints.gguf_tensors import WEIGHTS
@@ -54,7 +54,7 @@ def _directory(file: pathlib.Path) -> pathlib.Path:
 def _contents(header: GgufHeader) -> dict[str, bytes]:
     """Returns the content of each file in the directory, config.json last."""
     ends = {"eos_token_id": list(gguf_tokenizer.end_ids(header))}
-    config = gguf_architecture.config_of(header) | ends
+    config = gguf_model.of_file(header).config_of(header) | ends
     return {
         **gguf_tokenizer.files_of(header),
         "generation_config.json": json.dumps(ends).encode(),

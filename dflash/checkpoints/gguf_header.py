@@ -282,7 +282,10 @@ def _block_of(file: pathlib.Path, name: str, number: int) -> tuple[str, int, int
 
 @functools.cache
 def block_sizes(gguf: Any) -> dict[Any, tuple[int, int]]:
-    """Returns (numbers, bytes) per block of each type that the module `gguf` can dequantize."""
+    """Returns (numbers, bytes) per block of each type that is read.
+
+    These are the types that the module `gguf` can dequantize, and the ids of tokens.
+    """
     sizes = {}
     for kind, (block, num_bytes) in gguf.GGML_QUANT_SIZES.items():
         try:
@@ -290,7 +293,7 @@ def block_sizes(gguf: Any) -> dict[Any, tuple[int, int]]:
         except (NotImplementedError, ValueError):
             continue
         sizes[kind] = block, num_bytes
-    return sizes
+    return sizes | {gguf.GGMLQuantizationType.I64: (1, 8)}
 
 
 def package(file: pathlib.Path) -> Any:

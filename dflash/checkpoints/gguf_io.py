@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from dflash.checkpoints import gguf_tensors, safetensors_io
-from dflash.checkpoints.safetensors_header import PLAIN_DTYPES
+from dflash.checkpoints.safetensors_header import BUFFER_DTYPES, PLAIN_DTYPES
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
@@ -26,4 +26,5 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
       CheckpointError: The file is damaged or its model is unsupported.
     """
     tensors = gguf_tensors.read_tensors(directory)
-    return {np.dtype(PLAIN_DTYPES[tensor.code]) for tensor in tensors.values()}
+    codes = {tensor.code for tensor in tensors.values()} - BUFFER_DTYPES.keys()
+    return {np.dtype(PLAIN_DTYPES[code]) for code in codes}

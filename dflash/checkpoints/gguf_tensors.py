@@ -3,38 +3,31 @@
 import dataclasses
 import math
 import pathlib
-import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from dflash import errors
-from dflash.checkpoints import files, gguf_architecture, gguf_header
+from dflash.checkpoints import (
+    files,
+    gguf_architecture,
+    gguf_drafter,
+    gguf_header,
+    gguf_model,
+    gguf_names,
+)
 from dflash.checkpoints.gguf_header import GgufHeader, TensorEntry
-from dflash.checkpoints.safetensors_header import PLAIN_DTYPES, Index, StoredTensor
+from dflash.checkpoints.gguf_names import TensorNames
+from dflash.checkpoints.safetensors_header import (
+    BUFFER_DTYPES,
+    PLAIN_DTYPES,
+    Index,
+    StoredTensor,
+)
 from dflash.storage.files import view
 
 WEIGHTS = "model.gguf"  # Name of the file, or of a link to it, in a checkpoint directory.
 
-# Names without ".weight": ggml's -> Hugging Face's.
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
-_HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 _FLOAT32_BYTES = 4
 
 
@@ -83,7 +76,7 @@ class GgufTensor(StoredTensor):
             return gguf.dequantize(stored, gguf.GGMLQuantizationType[self.kind])
 
 
-def read_tensors(directory: pathlib.Path) -> dict[str, GgufTensor]:
+def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     """Describes every tensor of model.gguf, by its name in Hugging Face's layout.
 
     Raises:
@@ -92,11 +85,12 @@ def read_tensors(directory: pathlib.Path) -> dict[str, GgufTensor]:
     """
     file = (directory / WEIGHTS).resolve()
     header = gguf_header.read_header(file)
-    config = gguf_architecture.config_of(header)
+    kind = gguf_model.of_file(header)
+    config = kind.config_of(header)
     tensors = {}
     unexpected = []
     for name, entry in header.tensors.items():
-        found = list(_named(header, name, entry, config))
+        found = list(_named(header, name, entry, kind.names, config))
         tensors |= {tensor.name: tensor for tensor in found}
         if not found and name != gguf_architecture.ROPE_FACTORS:
             unexpected.append(name)
@@ -109,48 +103,54 @@ def read_tensors(directory: pathlib.Path) -> dict[str, GgufTensor]:
 
 
 def _named(
-    header: GgufHeader, name: str, entry: TensorEntry, config: Mapping
-) -> Iterator[GgufTensor]:
+    header: GgufHeader, name: str, entry: TensorEntry, names: TensorNames, config: Mapping
+) -> Iterator[StoredTensor]:
     """Yields a tensor under its name in Hugging Face's layout, where experts are separate."""
-    code = entry.kind if entry.kind in PLAIN_DTYPES else "F32"
-    whole = GgufTensor(
-        header.file, name, code, entry.shape, entry.begin, entry.end, kind=entry.kind
-    )
-    top, in_layer = _TOP.get(name.removesuffix(".weight")), _IN_LAYER.fullmatch(name)
-    if top is not None and name.endswith(".weight"):
-        yield dataclasses.replace(whole, name=f"{top}.weight")
-    if in_layer is None:
+    known = entry.kind in PLAIN_DTYPES or entry.kind in BUFFER_DTYPES
+    place = (entry.kind if known else "F32", entry.shape, entry.begin, entry.end)
+    hf_name = names.to_hf(name)
+    if name == gguf_drafter.DRAFT_IDS and hf_name is not None:
+        if entry.kind != "I64" or len(entry.shape) != 1:
+            raise gguf_header.corrupt(header.file, f"tensor {name!r} is no list of token ids")
+        yield _DraftIds(header.file, hf_name, *place)
+        yield _Drafted(header.file, "t2d", "BOOL", (config["vocab_size"],), *place[2:])
         return
-    layer, stem = f"model.layers.{in_layer[1]}", in_layer[2]
-    if stem in _LAYER:
-        pairs = 0
-        if gguf_architecture.family_of(header).paired_rope and stem in _HEADS:
-            pairs = _check_pairs(whole, config[_HEADS[stem]])
-        yield dataclasses.replace(whole, name=f"{layer}.{_LAYER[stem]}.weight", pairs=pairs)
-    elif stem in _EXPERTS:
-        yield from _experts(whole, f"{layer}.mlp.experts", _EXPERTS[stem])
+    tensor = GgufTensor(header.file, hf_name or name, *place, kind=entry.kind)
+    if hf_name is not None:
+        yield dataclasses.replace(tensor, pairs=_num_pairs(header, name, entry, config))
+        return
+    experts = names is gguf_names.TARGET and gguf_names.experts(name, entry.shape[0])
+    size = (tensor.end - tensor.begin) // entry.shape[0]
+    for number, expert in enumerate(experts or ()):
+        begin = tensor.begin + number * size
+        yield dataclasses.replace(
+            tensor, name=expert, shape=entry.shape[1:], begin=begin, end=begin + size
+        )
 
 
-def _check_pairs(tensor: GgufTensor, heads: int) -> int:
-    """Returns the number of heads, which divides the rows into pairs."""
-    if heads < 1 or tensor.shape[0] % (2 * heads):
+def _num_pairs(header: GgufHeader, name: str, entry: TensorEntry, config: Mapping) -> int:
+    """Returns `GgufTensor.pairs`."""
+    heads = gguf_architecture.num_pairs(name, config)
+    if heads < 0 or (heads and entry.shape[0] % (2 * heads)):
         raise errors.CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} has {tensor.shape[0]} rows, which do not form "
-            f"{heads} heads"
+            f"{header.file}: tensor {name!r} has {entry.shape[0]} rows, which do not form {heads} "
+            "heads"
         )
     return heads
 
 
-def _experts(stacked: GgufTensor, prefix: str, stem: str) -> Iterator[GgufTensor]:
-    """Yields the tensor of each expert."""
-    count, *shape = stacked.shape
-    size = (stacked.end - stacked.begin) // count
-    for expert in range(count):
-        begin = stacked.begin + expert * size
-        yield dataclasses.replace(
-            stacked,
-            name=f"{prefix}.{expert}.{stem}.weight",
-            shape=tuple(shape),
-            begin=begin,
-            end=begin + size,
-        )
+class _DraftIds(StoredTensor):
+    """Table `d2t` of Hugging Face's layout: the difference between target and draft token."""
+
+    def read(self, index: Index) -> np.ndarray:
+        """Returns the values at `index`."""
+        return super().read(index) - np.arange(index[0].start, index[0].stop)
+
+
+class _Drafted(StoredTensor):
+    """Table `t2d` of Hugging Face's layout: whether a target token can be drafted."""
+
+    def read(self, index: Index) -> np.ndarray:
+        """Returns the values at `index`."""
+        drafted = view(self.file, self.begin, self.end).view(np.int64)
+        return np.isin(np.arange(index[0].start, index[0].stop), drafted)

@@ -7,6 +7,7 @@ Source of the pre-tokenizers: llama.cpp, src/llama-vocab.cpp.
 """
 
 import dataclasses
+import enum
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,15 +19,27 @@ from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
-_PREFIX = "tokenizer.ggml."
-_TEMPLATE = "tokenizer.chat_template"
-_NO_MODEL, _BYTE_LEVEL, _SENTENCEPIECE = "none", "gpt2", "llama"
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # Token types; sentencepiece has the same numbers.
-_TYPES = range(1, 7)
+PREFIX = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
+_NO_MODEL, BYTE_LEVEL, SENTENCEPIECE = "none", "gpt2", "llama"
 _SPACE_SIGN = "\u2581"  # Symbol of sentencepiece for a space.
-_NAMED = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
-_ENDS = "eos", "eot", "eom"
+NAMED = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
+ENDS = "eos", "eot", "eom"
 _NO_TOKEN = -1, 2**32 - 1  # How writers of int32 and of uint32 say that there is no such token.
+
+
+class TokenType(enum.IntEnum):
+    """Type of a token; sentencepiece has the same numbers."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_TYPES = frozenset(TokenType)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,32 +88,56 @@ def files_of(header: GgufHeader) -> dict[str, bytes]:
     Raises:
       CheckpointError: The tokenizer is of an unsupported kind, or its metadata are inconsistent.
     """
-    model = header.get(_PREFIX + "model", str, _NO_MODEL)
+    model = header.get(PREFIX + "model", str, _NO_MODEL)
     if model == _NO_MODEL:
         return {}
-    if model not in (_BYTE_LEVEL, _SENTENCEPIECE):
+    if model not in (BYTE_LEVEL, SENTENCEPIECE):
         raise errors.CheckpointError(
-            f"{header.file}: {_PREFIX}model: {model!r} is not supported, only "
-            f"{_BYTE_LEVEL} and {_SENTENCEPIECE}"
+            f"{header.file}: {PREFIX}model: {model!r} is not supported, only "
+            f"{BYTE_LEVEL} and {SENTENCEPIECE}"
         )
     tokens, types = _vocabulary(header)
-    ids = {name: _id(header, key) for key, name in _NAMED.items()}
+    ids = {name: _id(header, key) for key, name in NAMED.items()}
     named = {name: tokens[token] for name, token in ids.items() if token is not None}
     config: dict[str, Any] = {**named}
-    template = header.get(_TEMPLATE, str)
+    template = header.get(TEMPLATE, str)
     if template is not None:
         config["chat_template"] = template
-    if model == _BYTE_LEVEL:
+    if model == BYTE_LEVEL:
         name, content = TOKENIZER_JSON, _encode(_byte_level(header, tokens, types))
     else:
-        config["add_bos_token"] = header.get(_PREFIX + "add_bos_token", bool, True)
+        config["add_bos_token"] = header.get(PREFIX + "add_bos_token", bool, True)
         name, content = SENTENCEPIECE_MODEL, _sentencepiece(header, tokens, types, named)
     return {name: content, TOKENIZER_CONFIG: _encode(config)}
 
 
+def spelled(piece: str, kind: int) -> str:
+    """Returns a piece of sentencepiece as a GGUF file spells it."""
+    return piece.replace(_SPACE_SIGN, " ") if kind == TokenType.USER_DEFINED else piece
+
+
+def pre_tokenizer_name(content: Mapping[str, Any]) -> str | None:
+    """Returns the name of the pre-tokenizer of a tokenizer.json; None if it is unknown."""
+    stated = content.get("pre_tokenizer") or {}
+    parts = stated.get("pretokenizers", [stated])
+    found = [_essence(part) for part in parts]
+    ignores = bool(content["model"].get("ignore_merges", False))
+    for name, pre in _PRE_TOKENIZERS.items():
+        expected = [_essence(part) for part in _splits(pre)]
+        if found == expected and ignores == pre.ignore_merges:
+            return name
+    return None
+
+
+def _essence(part: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns what decides how a part of a pre-tokenizer splits texts."""
+    names = "individual_digits", "pattern", "behavior", "invert", "add_prefix_space", "use_regex"
+    return part.get("type"), *(str(part.get(name)) for name in names)
+
+
 def end_ids(header: GgufHeader) -> tuple[int, ...]:
     """Returns the ids of the tokens that end an answer."""
-    ids = (_id(header, name) for name in _ENDS)
+    ids = (_id(header, name) for name in ENDS)
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
@@ -110,24 +147,24 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 def _vocabulary(header: GgufHeader) -> tuple[list[str], list[int]]:
     """Returns the spelling and the type of each token."""
-    tokens = header.require(_PREFIX + "tokens", list)
-    types = header.get(_PREFIX + "token_type", list, [1] * len(tokens))
+    tokens = header.require(PREFIX + "tokens", list)
+    types = header.get(PREFIX + "token_type", list, [1] * len(tokens))
     texts = bool(tokens) and all(isinstance(token, str) for token in tokens)
     if not texts or len(types) != len(tokens):
-        raise gguf_header.corrupt(header.file, f"{_PREFIX}tokens and token_type do not fit")
+        raise gguf_header.corrupt(header.file, f"{PREFIX}tokens and token_type do not fit")
     unknown = next((kind for kind in types if type(kind) is not int or kind not in _TYPES), None)
     if unknown is not None:
-        raise gguf_header.corrupt(header.file, f"{_PREFIX}token_type has a token of type {unknown}")
+        raise gguf_header.corrupt(header.file, f"{PREFIX}token_type has a token of type {unknown}")
     return tokens, types
 
 
 def _id(header: GgufHeader, name: str) -> int | None:
     """Returns the id of a special token, such as "bos"; None if the file states none."""
-    key = f"{_PREFIX}{name}_token_id"
+    key = f"{PREFIX}{name}_token_id"
     token = header.get(key, int)
     if token is None or token in _NO_TOKEN:
         return None
-    count = len(header.get(_PREFIX + "tokens", list, []))
+    count = len(header.get(PREFIX + "tokens", list, []))
     if token < 0 or token >= count > 0:  # A file without tokens may still name ids.
         raise gguf_header.corrupt(header.file, f"{key} is {token} of {count} tokens")
     return token
@@ -135,15 +172,19 @@ def _id(header: GgufHeader, name: str) -> int | None:
 
 def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
     """Returns the content of tokenizer.json for byte-level BPE."""
-    kind = header.get(_PREFIX + "pre", str, "gpt-2")
+    kind = header.get(PREFIX + "pre", str, "gpt-2")
     if kind not in _PRE_TOKENIZERS:
         raise errors.CheckpointError(
-            f"{header.file}: {_PREFIX}pre: {kind!r} is not supported, only "
+            f"{header.file}: {PREFIX}pre: {kind!r} is not supported, only "
             f"{', '.join(_PRE_TOKENIZERS)}"
         )
     pre = _PRE_TOKENIZERS[kind]
-    adds_bos = header.get(_PREFIX + "add_bos_token", bool, pre.adds_bos)
-    added = {token for token, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
+    adds_bos = header.get(PREFIX + "add_bos_token", bool, pre.adds_bos)
+    added = {
+        token
+        for token, kind in enumerate(types)
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+    }
     return {
         "version": "1.0",
         "added_tokens": [_added(token, tokens[token], types[token]) for token in sorted(added)],
@@ -166,11 +207,11 @@ def _merges(header: GgufHeader, known: set[str]) -> list[list[str]]:
     """Returns the two parts of each merge."""
     merges = [
         merge.split(" ") if isinstance(merge, str) else []
-        for merge in header.require(_PREFIX + "merges", list)
+        for merge in header.require(PREFIX + "merges", list)
     ]
     for number, parts in enumerate(merges):
         if len(parts) != 2 or not {*parts, "".join(parts)} <= known:
-            raise gguf_header.corrupt(header.file, f"{_PREFIX}merges: merge {number} is no pair")
+            raise gguf_header.corrupt(header.file, f"{PREFIX}merges: merge {number} is no pair")
     return merges
 
 
@@ -211,7 +252,7 @@ def _beginning(header: GgufHeader, tokens: list[str]) -> dict[str, Any] | None:
 
 def _added(token: int, text: str, kind: int) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token, "content": text, **flags, "special": kind == _CONTROL}
+    return {"id": token, "content": text, **flags, "special": kind == TokenType.CONTROL}
 
 
 def _sentencepiece(
@@ -220,22 +261,22 @@ def _sentencepiece(
     """Returns the content of tokenizer.model."""
     from sentencepiece import sentencepiece_model_pb2
 
-    scores = header.require(_PREFIX + "scores", list)
+    scores = header.require(PREFIX + "scores", list)
     if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
-        raise gguf_header.corrupt(header.file, f"{_PREFIX}scores do not fit the tokens")
-    if types.count(_UNKNOWN) != 1:
-        raise gguf_header.corrupt(header.file, f"{_PREFIX}token_type needs one unknown token")
+        raise gguf_header.corrupt(header.file, f"{PREFIX}scores do not fit the tokens")
+    if types.count(TokenType.UNKNOWN) != 1:
+        raise gguf_header.corrupt(header.file, f"{PREFIX}token_type needs one unknown token")
     model = sentencepiece_model_pb2.ModelProto()
     for text, kind, score in zip(tokens, types, scores, strict=True):
-        piece = text.replace(" ", _SPACE_SIGN) if kind == _USER_DEFINED else text
+        piece = text.replace(" ", _SPACE_SIGN) if kind == TokenType.USER_DEFINED else text
         model.pieces.add(piece=piece, score=score, type=kind)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     trainer.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
     trainer.byte_fallback = True
-    trainer.unk_piece = tokens[types.index(_UNKNOWN)]
+    trainer.unk_piece = tokens[types.index(TokenType.UNKNOWN)]
     for field, name in (("bos_piece", "bos_token"), ("eos_piece", "eos_token")):
         setattr(trainer, field, named.get(name, ""))
     normalizer.name = "identity"
-    normalizer.add_dummy_prefix = header.get(_PREFIX + "add_space_prefix", bool, True)
+    normalizer.add_dummy_prefix = header.get(PREFIX + "add_space_prefix", bool, True)
     normalizer.remove_extra_whitespaces = False
     return model.SerializeToString()

@@ -8,7 +8,6 @@ import contextlib
 import fnmatch
 import functools
 import json
-import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,8 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import files, tensor_map
+from dflash.checkpoints import files, outgoing, tensor_map
+from dflash.checkpoints.outgoing import OutgoingTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
     INDEX,
@@ -130,13 +130,7 @@ def save(
     Returns:
       Number of tensors written.
     """
-    leaves = dict(parameters.named_arrays(module))
-    shapes = ((path, leaf.get_value().shape) for path, leaf in leaves.items())
-    outgoing = [
-        _Outgoing(name, [(path, leaves[path], piece) for path, piece in held], dtype)
-        for name, held in tensor_map.by_tensor(module, shapes).items()
-    ]
-    shards = _pack(outgoing, max_shard_bytes)
+    shards = _pack(outgoing.tensors_of(module, dtype), max_shard_bytes)
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS
@@ -305,61 +299,7 @@ def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
     return raw[offset : offset + num_bytes].view(dtype).reshape(shape)
 
 
-class _Outgoing:
-    """Tensor to be written, whose values are fetched from the devices only when needed."""
-
-    def __init__(self, name: str, parts: list[tuple[str, nnx.Variable, TensorPiece]], dtype):
-        _, leaf, piece = parts[0]
-        if isinstance(leaf, parameters.Buffer):
-            dtype = leaf.stored_dtype
-        self._parts = parts
-        self.name = name
-        self.dtype = np.dtype(dtype or leaf.get_value().dtype)
-        self.shape = piece.shape
-        self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
-
-    def fetch(self) -> np.ndarray:
-        """Returns the values on this host, in the dtype and orientation of the file."""
-        if len(self._parts) == 1 and self._parts[0][2].is_whole:
-            return self._fetch(*self._parts[0])
-        values = np.empty(self.shape, self.dtype)
-        for path, leaf, piece in self._parts:
-            values[piece.first : piece.first + piece.count] = self._fetch(path, leaf, piece)
-        return values
-
-    def _fetch(self, path: str, leaf: nnx.Variable, piece: TensorPiece) -> np.ndarray:
-        """Returns the rows of one piece."""
-        value = leaf.get_value()
-        # Convert a fresh array: a jax array keeps the host copy of its NumPy conversion while it
-        # lives. Widen buffers on the host, since jax has no int64 here.
-        weight = jnp.issubdtype(self.dtype, jnp.floating)
-        fresh = _prepare(
-            value,
-            np.array(piece.lead, np.int32),
-            np.int32(piece.at),
-            count=None if piece.is_whole else piece.count,
-            transposed=tensor_map.is_transposed(path),
-            dtype=self.dtype if weight else value.dtype,
-        )
-        if not fresh.is_fully_addressable:
-            from jax.experimental import multihost_utils
-
-            fresh = multihost_utils.process_allgather(fresh, tiled=True)
-        return np.asarray(fresh).astype(self.dtype, copy=False)
-
-
-@functools.partial(jax.jit, static_argnames=("count", "transposed", "dtype"))
-def _prepare(value, lead, at, *, count, transposed, dtype):
-    """Returns rows at … at + count - 1 of value[lead], or all, in the orientation of the files."""
-    for i in range(lead.shape[0]):
-        value = jax.lax.dynamic_index_in_dim(value, lead[i], keepdims=False)
-    value = value.mT if transposed else value
-    if count is not None:
-        value = jax.lax.dynamic_slice_in_dim(value, at, count)
-    return jnp.copy(value).astype(dtype)
-
-
-def _pack(tensors: Iterable[_Outgoing], max_bytes: int) -> list[list[_Outgoing]]:
+def _pack(tensors: Iterable[OutgoingTensor], max_bytes: int) -> list[list[OutgoingTensor]]:
     """Splits tensors, in order, into groups of at most `max_bytes`, or of one larger tensor."""
     shards, filled = [[]], 0
     for tensor in tensors:
@@ -371,7 +311,7 @@ def _pack(tensors: Iterable[_Outgoing], max_bytes: int) -> list[list[_Outgoing]]
     return shards
 
 
-def _write(file: pathlib.Path, tensors: list[_Outgoing]) -> None:
+def _write(file: pathlib.Path, tensors: list[OutgoingTensor]) -> None:
     """Writes a file tensor by tensor, since the library needs all of them in memory.
 
     Source: https://huggingface.co/docs/safetensors, "Format".

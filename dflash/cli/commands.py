@@ -13,7 +13,7 @@ COMMANDS = {
     "benchmark": ("dflash.benchmark", "Measure drafting strategies against plain decoding."),
     "sweep": ("dflash.sweep", "Run a config over a grid of values."),
     "compile": ("dflash.compile", "Compile a run for TPUs, without a TPU."),
-    "convert": ("dflash.convert", "Convert a checkpoint between the two layouts."),
+    "convert": ("dflash.convert", "Convert a checkpoint to another layout."),
     "train_tokenizer": ("dflash.train_tokenizer", "Train a tokenizer."),
     "doctor": ("dflash.doctor", "Report what is installed, missing and cached."),
     "completion": ("dflash.completion", "Print the completion script for bash, zsh or fish."),

@@ -17,7 +17,7 @@ from support.golden import import_transformers, load
 from support.models import make_sharding
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, safetensors_io
+from dflash.checkpoints import checkpoint, outgoing, safetensors_io
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
@@ -432,7 +432,7 @@ def test_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     def fail(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors_io._Outgoing, "fetch", fail)
+    monkeypatch.setattr(outgoing.OutgoingTensor, "fetch", fail)
     with pytest.raises(errors.WorkdirError) as caught:
         checkpoint.save_hf(module, tmp_path / "out", {})
     assert str(caught.value) == f"{tmp_path}/out: cannot be written: No space left on device"

@@ -5,11 +5,10 @@ import sys
 import gguf
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import numpy as np
 import pytest
 from support import gguf_files
-from support.models import family_architecture, make_architecture, make_sharding
+from support.models import make_sharding
 
 from dflash import errors
 from dflash.checkpoints import (
@@ -19,27 +18,16 @@ from dflash.checkpoints import (
     gguf_tensors,
     gguf_tokenizer,
 )
-from dflash.config import registry
 from dflash.models.llama3 import Llama3
 from dflash.parallel import parameters
 
-FAMILIES = ["llama3", "qwen3", "qwen3_moe"]
+FAMILIES = ["llama3", "qwen2", "qwen3", "qwen3_moe"]
 WRITTEN = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 TQ1_0 TQ2_0 MXFP4".split()
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def make_model(directory, family="qwen3", **changes):
-    """A checkpoint with random weights; returns its class and its architecture."""
-    kind = registry.load(registry.TARGETS[family].implementation)
-    arch = family_architecture(family, make_architecture(**changes))
-    module = kind(arch, dtype=np.dtype("float32"), sharding=make_sharding())
-    parameters.initialize(module, jax.random.key(0))
-    checkpoint.save_hf(module, directory, kind.config_to_hf(arch))
-    return kind, arch
 
 
 def load(directory, kind, **mesh):
@@ -62,7 +50,7 @@ def failure(function, *args):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_file_loads_as_the_directory_that_it_was_made_from(tmp_path, family, tied):
-    kind, arch = make_model(tmp_path / "m", family, tie_word_embeddings=tied)
+    kind, arch = gguf_files.make_model(tmp_path / "m", family, tie_word_embeddings=tied)
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
     directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
     assert kind.architecture_from_hf(checkpoint.read_config(directory)) == arch
@@ -73,7 +61,7 @@ def test_a_file_loads_as_the_directory_that_it_was_made_from(tmp_path, family, t
 
 
 def test_shards_are_read_alone(tmp_path):
-    kind, _ = make_model(
+    kind, _ = gguf_files.make_model(
         tmp_path / "m", "llama3", num_key_value_heads=4, hidden_size=64, intermediate_size=64
     )
     gguf_files.write(
@@ -147,7 +135,7 @@ def llama_values(width, heads):
 def test_a_conversion_to_another_layout(tmp_path):
     from dflash.loading import conversion
 
-    kind, _ = make_model(tmp_path / "m", "llama3")
+    kind, _ = gguf_files.make_model(tmp_path / "m", "llama3")
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
     conversion.convert(str(tmp_path / "m.gguf"), tmp_path / "out", to="hf")
     for path, value in load(tmp_path / "m", kind).items():
@@ -168,7 +156,7 @@ def test_a_conversion_to_another_layout(tmp_path):
     ],
 )
 def test_an_unsupported_option_is_named(tmp_path, more, message):
-    make_model(tmp_path / "m", "llama3")
+    gguf_files.make_model(tmp_path / "m", "llama3")
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more)
     assert message in failure(checkpoint.resolve, str(tmp_path / "m.gguf"))
 
@@ -186,17 +174,17 @@ def test_an_unsupported_type_is_named(tmp_path):
 
 def test_unexpected_tensors_are_named(tmp_path):
     writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
-    for name in ("token_embd.weight", "blk.0.attn_q.bias"):
+    for name in ("token_embd.weight", "blk.0.attn_output.bias"):
         gguf_files.add(writer, name, np.zeros((4, 4), np.float32))
     gguf_files.write_values(writer, llama_values(4, 1))
     gguf_files.finish(writer)
-    assert "1 unexpected tensors: 'blk.0.attn_q.bias'" in failure(
+    assert "1 unexpected tensors: 'blk.0.attn_output.bias'" in failure(
         gguf_tensors.read_tensors, tmp_path
     )
 
 
 def test_missing_tensors_are_named(tmp_path):
-    kind, _ = make_model(tmp_path / "m", "qwen3")
+    kind, _ = gguf_files.make_model(tmp_path / "m", "qwen3")
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more={"qwen3.block_count": 4})
     directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
     message = failure(load, directory, kind)
@@ -289,7 +277,7 @@ def test_any_metadata_are_read_or_refused_in_one_line(scaled, data):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    make_model(tmp_path / "m")
+    gguf_files.make_model(tmp_path / "m")
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
     monkeypatch.setitem(sys.modules, "gguf", None)
     message = failure(checkpoint.resolve, str(tmp_path / "m.gguf"))

@@ -4,15 +4,32 @@ import json
 import pathlib
 
 import gguf
+import jax
 import numpy as np
 from safetensors.numpy import load_file
 
+from dflash.checkpoints import checkpoint
+from dflash.config import registry
+from dflash.parallel import parameters
+from support.models import family_architecture, make_architecture, make_sharding
+
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
 }
 FLOAT32 = gguf.GGMLQuantizationType.F32
+
+
+def make_model(directory, family="qwen3", **changes):
+    """A checkpoint with random weights; returns its class and its architecture."""
+    kind = registry.load(registry.TARGETS[family].implementation)
+    arch = family_architecture(family, make_architecture(**changes))
+    module = kind(arch, dtype=np.dtype("float32"), sharding=make_sharding())
+    parameters.initialize(module, jax.random.key(0))
+    checkpoint.save_hf(module, directory, kind.config_to_hf(arch))
+    return kind, arch
 
 
 def write(file: pathlib.Path, directory: pathlib.Path, *, kind=FLOAT32, tokenizer=None, more=None):
@@ -31,7 +48,7 @@ def write(file: pathlib.Path, directory: pathlib.Path, *, kind=FLOAT32, tokenize
     write_values(writer, metadata(config, arch) | (tokenizer or {}) | (more or {}))
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, value in tensors(directory, config).items():
-        stored = names.get_name(name, try_suffixes=(".weight",))
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         add(writer, stored, value, kind if value.ndim > 1 else FLOAT32)
     finish(writer)
 

@@ -1,0 +1,155 @@
+"""Conversion of a checkpoint's tokenizer to the metadata of a GGUF file; see `gguf_tokenizer`."""
+
+import datetime
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash import errors
+from dflash.checkpoints import checkpoint, files, gguf_header, gguf_tokenizer
+from dflash.checkpoints.gguf_tensors import WEIGHTS
+from dflash.checkpoints.gguf_tokenizer import PREFIX, TokenType
+from dflash.text import chat_template
+from dflash.text.chat_template import ChatTemplate
+from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
+
+_UNUSED_SCORE = -1e4
+
+
+def values_of(directory: pathlib.Path, vocab_size: int) -> dict[str, Any]:
+    """Returns the metadata of a tokenizer, by key.
+
+    Args:
+      directory: Directory of the checkpoint that has the tokenizer.
+      vocab_size: Number of tokens of the model; ids beyond the tokenizer's become unused tokens.
+    Raises:
+      CheckpointError: There is no tokenizer, its kind is unsupported, or it has more tokens.
+    """
+    if (directory / WEIGHTS).exists():
+        values = _copied(directory)
+    elif (directory / TOKENIZER_JSON).exists():
+        values = _byte_level(directory)
+    elif (directory / SENTENCEPIECE_MODEL).exists():
+        values = _sentencepiece(directory)
+    else:
+        values = {}
+    if not values:
+        raise errors.CheckpointError(
+            f"{directory}: has no {TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}, which llama.cpp "
+            "needs, also of a drafter; give the target's checkpoint with --tokenizer"
+        )
+    return _padded(values, vocab_size, directory)
+
+
+def _copied(directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the metadata of the GGUF file behind a directory."""
+    metadata = gguf_header.read_header((directory / WEIGHTS).resolve()).metadata
+    values = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    return values if PREFIX + "tokens" in values else {}
+
+
+def _padded(values: dict[str, Any], vocab_size: int, directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the metadata with unused tokens at the end."""
+    tokens = values[PREFIX + "tokens"]
+    if len(tokens) > vocab_size:
+        raise errors.CheckpointError(
+            f"{directory}: its tokenizer has {len(tokens)} tokens, but the model only {vocab_size}"
+        )
+    missing = range(len(tokens), vocab_size)
+    padding: dict[str, list[Any]] = {
+        "tokens": [f"[PAD{token}]" for token in missing],
+        "token_type": [int(TokenType.UNUSED)] * len(missing),
+        "scores": [_UNUSED_SCORE] * len(missing),
+    }
+    extended = {
+        PREFIX + name: [*values[PREFIX + name], *added]
+        for name, added in padding.items()
+        if PREFIX + name in values
+    }
+    return values | extended
+
+
+def _byte_level(directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the metadata of a tokenizer.json with byte-level BPE."""
+    file = directory / TOKENIZER_JSON
+    content = files.read_json(file)
+    try:
+        model, added = content["model"], content.get("added_tokens") or []
+        kind = model["type"]
+        ids = {token: text for text, token in model["vocab"].items()}
+        ids |= {token["id"]: token["content"] for token in added}
+        special = {token["id"]: token["special"] for token in added}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+        splits = gguf_tokenizer.pre_tokenizer_name(content)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise errors.CheckpointError(f"{file}: not a byte-level BPE tokenizer") from error
+    if kind != "BPE" or splits is None:
+        raise errors.CheckpointError(
+            f"{file}: only byte-level BPE with a known pre-tokenizer can be written to a GGUF "
+            "file; give a GGUF file of the target with --tokenizer"
+        )
+    tokens, types = [], []
+    for token in range(max(ids) + 1):
+        tokens.append(ids.get(token, f"[PAD{token}]"))
+        types.append(_type_of(token, ids, special))
+    bos = chat_template.special_tokens(directory).get("bos_token")
+    values = {
+        "model": gguf_tokenizer.BYTE_LEVEL,
+        "pre": splits,
+        "tokens": tokens,
+        "token_type": types,
+        "merges": merges,
+        "add_bos_token": bos is not None and repr(bos) in str(content.get("post_processor")),
+    }
+    return _with_names(directory, values)
+
+
+def _type_of(token: int, ids: Mapping[int, str], special: Mapping[int, bool]) -> int:
+    """Returns the type of a token of tokenizer.json."""
+    if token not in ids:
+        return int(TokenType.UNUSED)
+    if token not in special:
+        return int(TokenType.NORMAL)
+    return int(TokenType.CONTROL if special[token] else TokenType.USER_DEFINED)
+
+
+def _sentencepiece(directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the metadata of a tokenizer.model with BPE."""
+    from google.protobuf import message
+    from sentencepiece import sentencepiece_model_pb2
+
+    file = directory / SENTENCEPIECE_MODEL
+    try:
+        model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
+    except (OSError, message.DecodeError) as error:
+        raise errors.CheckpointError(f"{file}: not a sentencepiece model, or damaged") from error
+    if model.trainer_spec.model_type != sentencepiece_model_pb2.TrainerSpec.BPE:
+        raise errors.CheckpointError(
+            f"{file}: only sentencepiece models with BPE can be written to a GGUF file"
+        )
+    values = {
+        "model": gguf_tokenizer.SENTENCEPIECE,
+        "tokens": [gguf_tokenizer.spelled(piece.piece, piece.type) for piece in model.pieces],
+        "token_type": [piece.type for piece in model.pieces],
+        "scores": [piece.score for piece in model.pieces],
+        "add_space_prefix": model.normalizer_spec.add_dummy_prefix,
+        "add_bos_token": bool(chat_template.tokenizer_config(directory).get("add_bos_token")),
+    }
+    return _with_names(directory, values)
+
+
+def _with_names(directory: pathlib.Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metadata under their keys, with special tokens and chat template."""
+    found = {PREFIX + name: value for name, value in values.items()}
+    tokens: Sequence[str] = values["tokens"]
+    spellings = chat_template.special_tokens(directory)
+    ids = {
+        name: tokens.index(spellings[field])
+        for name, field in gguf_tokenizer.NAMED.items()
+        if spellings.get(field) in tokens
+    }
+    ids |= dict(zip(gguf_tokenizer.ENDS, checkpoint.eos_token_ids(directory), strict=False))
+    template = ChatTemplate(directory, {}, datetime.date.today()).source
+    if template:
+        found[gguf_tokenizer.TEMPLATE] = template
+    return found | {f"{PREFIX}{name}_token_id": token for name, token in ids.items()}

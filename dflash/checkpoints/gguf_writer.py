@@ -1,0 +1,169 @@
+"""Writes the weights of a target or a block drafter as a GGUF file of llama.cpp."""
+
+import os
+import pathlib
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from dflash import errors
+from dflash.checkpoints import (
+    gguf_architecture,
+    gguf_drafter,
+    gguf_header,
+    gguf_model,
+    gguf_names,
+    outgoing,
+)
+from dflash.checkpoints.gguf_names import TensorNames
+from dflash.checkpoints.outgoing import OutgoingTensor
+from dflash.storage import files
+
+_DERIVED = "t2d"  # Follows from the ids of the drafted tokens.
+
+
+class _Tensor(NamedTuple):
+    """Tensor of the file.
+
+    Attributes:
+      name: Name in ggml.
+      parts: The tensor itself, or those that it stacks.
+      pairs: Number of heads whose rows the file stores as neighbors; 0 to keep their order.
+      is_stack: Whether the parts are stacked, even if there is only one.
+    """
+
+    name: str
+    parts: list[OutgoingTensor]
+    pairs: int = 0
+    is_stack: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the file."""
+        shape = self.parts[0].shape
+        return (len(self.parts), *shape) if self.is_stack else shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype in the file: float32 for weights other than matrices, as llama.cpp expects."""
+        part = self.parts[0]
+        keeps = len(part.shape) == 2 or part.dtype.kind == "i"
+        return part.dtype if keeps else np.dtype(np.float32)
+
+    def fetch(self) -> np.ndarray:
+        """Returns the values in the order of the file."""
+        parts = [part.fetch() for part in self.parts]
+        values = (np.stack(parts) if self.is_stack else parts[0]).astype(self.dtype, copy=False)
+        if self.name == gguf_drafter.DRAFT_IDS:
+            return values + np.arange(len(values))
+        if not self.pairs:
+            return np.ascontiguousarray(values)
+        halves = values.reshape(self.pairs, 2, -1, *values.shape[1:])
+        return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def save(
+    module: nnx.Module,
+    file: pathlib.Path,
+    config: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+) -> int:
+    """Writes a GGUF file, which appears whole or not at all.
+
+    Args:
+      module: Module whose parameters hold arrays.
+      file: File to write.
+      config: Contents of its config.json, as `config_to_hf` writes it.
+      metadata: Metadata of the model and its tokenizer.
+    Returns:
+      Number of tensors written.
+    Raises:
+      CheckpointError: The model cannot be written in this format, or `gguf` is not installed.
+      WorkdirError: The file cannot be written.
+    """
+    names = gguf_model.of_config(config).names
+    tensors = list(_tensors(outgoing.tensors_of(module), names, config))
+    factors = gguf_architecture.rope_factors(config)
+    with files.explained(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        staged = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            _write(staged, metadata, tensors, factors)
+            files.sync(staged)
+            os.replace(staged, file)
+        finally:
+            staged.unlink(missing_ok=True)
+        files.sync(file.parent)
+    return len(tensors)
+
+
+def _tensors(
+    tensors: Iterable[OutgoingTensor], names: TensorNames, config: Mapping[str, Any]
+) -> Iterator[_Tensor]:
+    """Yields the tensors of the file."""
+    stacks: dict[str, list[OutgoingTensor]] = {}
+    for tensor in tensors:
+        name = names.to_ggml(tensor.name)
+        if name is not None:
+            yield _Tensor(name, [tensor], gguf_architecture.num_pairs(name, config))
+            continue
+        stack = gguf_names.stack_of(tensor.name)
+        if stack is not None:
+            stacks.setdefault(stack, []).append(tensor)
+        elif tensor.name != _DERIVED:
+            raise errors.CheckpointError(
+                f"tensor {tensor.name!r} cannot be written to a GGUF file: llama.cpp has no such "
+                "tensor"
+            )
+    for name, experts in stacks.items():
+        yield _Tensor(name, experts, is_stack=True)
+
+
+def _write(
+    file: pathlib.Path,
+    metadata: Mapping[str, Any],
+    tensors: list[_Tensor],
+    factors: np.ndarray | None,
+) -> None:
+    gguf = gguf_header.package(file)
+    writer = gguf.GGUFWriter(file, metadata[gguf_architecture.ARCHITECTURE])
+    for key in sorted(metadata.keys() - {gguf_architecture.ARCHITECTURE}):
+        _add(writer, key, metadata[key])
+    if factors is not None:
+        writer.add_tensor_info(
+            gguf_architecture.ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes
+        )
+    for tensor in tensors:
+        is_bfloat16 = tensor.dtype.name == "bfloat16"
+        writer.add_tensor_info(
+            tensor.name,
+            tensor.shape,
+            tensor.dtype,
+            int(np.prod(tensor.shape)) * tensor.dtype.itemsize,
+            gguf.GGMLQuantizationType.BF16 if is_bfloat16 else None,
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    for tensor in tensors:
+        writer.write_tensor_data(tensor.fetch())
+    writer.close()
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Adds a value of metadata; integers are unsigned, as llama.cpp expects them."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
