@@ -53,6 +53,10 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+_WINDOWS = {
+    "sliding_window": 7,
+    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+}
 # What the shape of a family has beside that of a dense decoder, or instead.
 OWN_FIELDS = {
     "qwen3_moe": {
@@ -63,6 +67,8 @@ OWN_FIELDS = {
     },
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
+    "gemma3": _WINDOWS,
+    "gemma4": _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1},
 }
 
 
