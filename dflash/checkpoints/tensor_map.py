@@ -7,7 +7,7 @@ parameter. Reading and writing both use this mapping, one tensor at a time.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from flax import nnx
 
@@ -105,14 +105,16 @@ def source_of(module: nnx.Module, path: str) -> Source:
     else:
         return kernel
 
-    def beside(name: str) -> str:
-        return name.removesuffix("weight") + suffix
+    return renamed(kernel, lambda name: name.removesuffix("weight") + suffix)
 
-    if isinstance(kernel, Stack):
-        return Stack(tuple(beside(part) for part in kernel.parts))
-    if isinstance(kernel, TensorRows):
-        return dataclasses.replace(kernel, name=beside(kernel.name))
-    return beside(kernel)
+
+def renamed(source: Source, rename: Callable[[str], str]) -> Source:
+    """Returns a source with all of its tensors renamed."""
+    if isinstance(source, Stack):
+        return Stack(tuple(renamed(part, rename) for part in source.parts))
+    if isinstance(source, TensorRows):
+        return dataclasses.replace(source, name=rename(source.name))
+    return rename(source)
 
 
 def by_tensor(

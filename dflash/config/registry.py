@@ -133,12 +133,20 @@ TARGETS: Mapping[str, Entry] = Entries(
             "dflash.models.kimi_k25:KimiK25", "dflash.models.deepseek_v3_config:DeepseekV3Config"
         ),
         "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
+        "qwen3_next": Entry(
+            "dflash.models.qwen3_next:Qwen3Next", "dflash.models.qwen3_next_config:Qwen3NextConfig"
+        ),
+        "qwen3_5": Entry(
+            "dflash.models.qwen3_5:Qwen35", "dflash.models.qwen3_next_config:Qwen3NextConfig"
+        ),
+        "qwen3_5_text": Entry(
+            "dflash.models.qwen3_5:Qwen35Text", "dflash.models.qwen3_next_config:Qwen3NextConfig"
+        ),
         "qwen2": Entry("dflash.models.qwen2:Qwen2", "dflash.config.schema:TargetConfig"),
         "mistral": Entry(
             "dflash.models.mistral:Mistral", "dflash.models.mistral_config:MistralConfig"
         ),
         "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.gemma3_config:Gemma3Config"),
-        "gemma4": Entry("dflash.models.gemma4:Gemma4", "dflash.models.gemma4_config:Gemma4Config"),
         "smollm3": Entry(
             "dflash.models.smollm3:SmolLM3", "dflash.models.smollm3_config:SmolLM3Config"
         ),

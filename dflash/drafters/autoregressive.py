@@ -86,7 +86,14 @@ class Autoregressive(Drafter):
                 f"drafter.checkpoint: the vocabulary of {arch.vocab_size} tokens differs from the "
                 f"target's of {target.vocab_size}; use a model of the target's family"
             )
-        return cls(family(arch, dtype=dtype, sharding=sharding), block_size=config.block_size)
+        model = family(arch, dtype=dtype, sharding=sharding)
+        if model.has_recurrent_state:
+            raise errors.ConfigError(
+                f"drafter.checkpoint: {family.hf_architectures[0]} keeps recurrent state, which "
+                "does not return to an earlier token after rejected drafts; use a draft model "
+                "with full attention in all layers"
+            )
+        return cls(model, block_size=config.block_size)
 
     @property
     def checkpointed(self) -> nnx.Module:

@@ -37,9 +37,7 @@ def admit(
         raise ValueError(f"prompt of {length} tokens, expected 1 to {layout.max_length - 1}")
     for start in range(0, length, layout.longest_chunk):
         end = min(start + layout.longest_chunk, length)
-        chunk = PrefillChunk.of(
-            token_ids, start, end, slot.pages, request.sampling, fresh=not start
-        )
+        chunk = PrefillChunk.of(token_ids, start, end, slot, request.sampling, fresh=not start)
         state, prefill_state, anchors, _ = engine.prefill(
             state, prefill_state, {prefill_slot: chunk}
         )

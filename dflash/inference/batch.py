@@ -70,7 +70,7 @@ class Batch:
                 request.token_ids,
                 start,
                 end,
-                request.pages,
+                Slot(request.slot, request.pages),
                 request.request.sampling,
                 fresh=not request.touched,
                 constraints=None if request.output_ids else request.constraints,

@@ -68,7 +68,8 @@ class Engine:
           prefix_cache: Overrides `decode.prefix_cache` unless None.
         """
         enabled = config.prefix_cache if prefix_cache is None else prefix_cache
-        self.prefix_cache = enabled and drafter.prefix_cache_mode != "never"
+        restorable = drafter.prefix_cache_mode != "never" and not target.has_recurrent_state
+        self.prefix_cache = enabled and restorable
         sizes = block_choice.block_sizes(drafter.block_size) if adaptive_blocks else ()
         self.target, self.drafter, self.config = target, drafter, config
         self.sharding = target.sharding

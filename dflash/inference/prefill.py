@@ -18,7 +18,7 @@ from dflash.inference import first_token
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
-from dflash.inference.pages import Layout
+from dflash.inference.pages import Layout, Slot
 from dflash.inference.request import Sampling
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
@@ -35,6 +35,7 @@ class PrefillChunk:
       tokens: Tokens of the chunk.
       start: Position of the first token.
       following: Token after the chunk; negative if the target samples it.
+      slot: Slot of the sequence.
       pages: Pages of the sequence, at least up to the end of the chunk.
       sampling: Sampling parameters of the sequence.
       fresh: Whether this is the first chunk of the sequence that the drafter observes.
@@ -44,6 +45,7 @@ class PrefillChunk:
     tokens: Sequence[int]
     start: int
     following: int
+    slot: int
     pages: Sequence[int]
     sampling: Sampling
     fresh: bool
@@ -55,7 +57,7 @@ class PrefillChunk:
         token_ids: Sequence[int],
         start: int,
         end: int,
-        pages: Sequence[int],
+        slot: Slot,
         sampling: Sampling,
         *,
         fresh: bool,
@@ -64,11 +66,20 @@ class PrefillChunk:
         """Returns the chunk of tokens start … end - 1 of a sequence."""
         following = token_ids[end] if end < len(token_ids) else UNKNOWN
         constraints = None if end < len(token_ids) else constraints
-        return cls(token_ids[start:end], start, following, pages, sampling, fresh, constraints)
+        return cls(
+            token_ids[start:end],
+            start,
+            following,
+            slot.index,
+            slot.pages,
+            sampling,
+            fresh,
+            constraints,
+        )
 
 
 # Chunk of an empty prefill slot: its rows go to the scratch page.
-IDLE = PrefillChunk((), 0, UNKNOWN, (), GREEDY, fresh=False)
+IDLE = PrefillChunk((), 0, UNKNOWN, 0, (), GREEDY, fresh=False)
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +93,7 @@ class ChunkInputs:
       count: int32 [n]; number of valid tokens, 0 for an empty prefill slot.
       following: int32 [n]; token after the chunk, or -1 if the target samples it.
       fresh: bool [n]; whether the drafter's state belongs to another prompt and must be cleared.
+      slot: int32 [n]; slot of each sequence within its replica.
       table: int32 [n, M]; pages of each sequence.
     """
 
@@ -90,6 +102,7 @@ class ChunkInputs:
     count: jax.Array
     following: jax.Array
     fresh: jax.Array
+    slot: jax.Array
     table: jax.Array
 
 
@@ -117,6 +130,7 @@ def pack(chunks: Mapping[int, PrefillChunk], num_slots: int, layout: Layout) -> 
         count=np.array([len(chunk.tokens) for chunk in all_chunks], np.int32),
         following=np.array([chunk.following for chunk in all_chunks], np.int32),
         fresh=np.array([chunk.fresh for chunk in all_chunks]),
+        slot=np.array([chunk.slot % layout.slots_per_replica for chunk in all_chunks], np.int32),
         table=np.stack([padded(chunk.pages, layout.prefill_pages) for chunk in all_chunks]),
     )
 
@@ -152,12 +166,14 @@ def prefill_chunk(
       its logits are not finite; and log-probabilities [n] of the sampled tokens.
     """
     rows = jnp.arange(chunk.tokens.shape[1])
+    begins = (chunk.start == 0) & (chunk.count > 0)
     with jax.named_scope("target"):
         output = target(
             chunk.tokens,
             chunk.start[:, None] + rows,
-            dataclasses.replace(cache, page_table=chunk.table),
+            cache.at_slots(chunk.slot, begins, chunk.table, target.sharding),
             feature_layers=drafter.feature_layers,
+            count=chunk.count,
         )
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
     logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
@@ -165,7 +181,7 @@ def prefill_chunk(
     drawn, logprobs = first_token.draw(logits, end, sampling, constraints)
     following = jnp.where(chunk.following >= 0, chunk.following, drawn)
     prefill_state = observe_chunk(drafter, prefill_state, chunk, following, output.features, target)
-    cache = dataclasses.replace(output.cache, page_table=cache.page_table)
+    cache = cache.with_slots(output.cache, chunk.slot, target.sharding)
     return cache, prefill_state, following, logprobs
 
 

@@ -90,9 +90,10 @@ class PrefixCache:
             return engine.program("restore")(prefill_state, self._context, *where)
         if program_table.replays(engine.shapes):
             end, step = len(pages) * engine.layout.page_size, engine.layout.longest_chunk
+            slot = Slot(prefill_slot * engine.layout.slots_per_replica, tuple(pages))
             for start in range(0, end, step):
                 last = min(start + step, end)
-                chunk = PrefillChunk.of(token_ids, start, last, pages, GREEDY, fresh=not start)
+                chunk = PrefillChunk.of(token_ids, start, last, slot, GREEDY, fresh=not start)
                 inputs = pack({prefill_slot: chunk}, engine.num_prefill_slots, engine.layout)
                 run = engine.program("replay", inputs.tokens.shape[1])
                 weights = engine.target_params, engine.drafter_params

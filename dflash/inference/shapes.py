@@ -189,6 +189,7 @@ class Shapes:
             count=per_prompt,
             following=per_prompt,
             fresh=self.whole((count,), jnp.bool_),
+            slot=per_prompt,
             table=self.whole((count, self.layout.prefill_pages)),
         )
 

@@ -1,7 +1,8 @@
-"""Key/value caches: pages for the target, static arrays for drafters with bidirectional attention.
+"""Caches: pages and recurrent state of targets, static arrays of bidirectional drafters.
 
-Neither cache stores its length: the decode state counts the committed tokens of each sequence.
-Rows past that count are stale and are overwritten later, so nothing is ever cropped.
+No cache stores its length: the decode state counts the committed tokens of each sequence. Rows past
+that count are stale and are overwritten later, so nothing is ever cropped. Recurrent state has no
+rows; it advances by committed rows only.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from dflash.kernels import paged_attention as paged
 from dflash.kernels.quantized import Quantized, Rows
+from dflash.layers.recurrent_state import PendingState, RecurrentSpec, RecurrentState
 from dflash.parallel.sharding import Sharding
 
 # Largest number of rows in a tile; accelerators copy whole tiles.
@@ -37,14 +39,16 @@ class CacheArray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
-    """Paged cache of all layers, with the page table of each sequence.
+    """Cache of all layers: pages, with the page table of each sequence, and recurrent state.
 
     Page indices count within a device's own shard of the pool, so an index never refers to another
     device. Page 0 of each shard is scratch: rows of sequences without pages are written there.
 
     Attributes:
       layers: One pytree per layer: its attention's `cache_spec`, with each `CacheArray` replaced by
-        a pool of pages [heads, P, S, width], a plain array or `Quantized`.
+        a pool of pages [heads, P, S, width], a plain array or `Quantized`; or the layer's
+        `RecurrentState` of the B sequences. After a verification, the latter is a `PendingState`
+        until `commit`.
       page_table: int32 [B, M].
       axes: Logical axis of the heads of each pool, in the order of `pools`.
     """
@@ -56,12 +60,55 @@ class PagedCache:
     @property
     def pools(self) -> list[Rows]:
         """Page pools of all layers."""
-        return jax.tree.leaves(self.layers, is_leaf=_is_pool)
+        leaves = jax.tree.leaves(self.layers, is_leaf=_is_leaf)
+        return [leaf for leaf in leaves if not _is_state(leaf)]
 
     @property
     def page_size(self) -> int:
         """Rows per page."""
         return self.pools[0].shape[2]
+
+    @property
+    def states(self) -> list[RecurrentState | PendingState]:
+        """Recurrent state of the layers that have one."""
+        return list(filter(_is_state, jax.tree.leaves(self.layers, is_leaf=_is_leaf)))
+
+    def commit(
+        self, start: jax.Array, count: jax.Array, path: jax.Array | None, sharding: Sharding
+    ) -> "PagedCache":
+        """Returns the cache after the accepted rows of a verified block.
+
+        Args:
+          start: int32 [B]; position of row 0 of the block.
+          count: int32 [B]; number of accepted rows.
+          path: int32 [B, R]; row of the block at each depth of the accepted path. None is a chain,
+            whose rows of pages are in place already.
+        """
+        cache = self if path is None else self.compact(start, path, sharding)
+        batch, _ = batch_axes(count.shape[0], sharding)
+        states = [state.commit(count, path, batch, sharding) for state in self.states]
+        return cache._replace_states(states, self.page_table)
+
+    def at_slots(
+        self, slots: jax.Array, fresh: jax.Array, table: jax.Array, sharding: Sharding
+    ) -> "PagedCache":
+        """Returns the cache of the sequences in some slots.
+
+        Args:
+          slots: int32 [n]; each counts within its device's shard of the slots.
+          fresh: bool [n]; sequences that begin, whose recurrent state is zero.
+          table: int32 [n, M]; their page table.
+        """
+        batch, _ = batch_axes(slots.shape[0], sharding)
+        states = [state.take(slots, fresh, batch, sharding) for state in self.states]
+        return self._replace_states(states, table)
+
+    def with_slots(self, other: "PagedCache", slots: jax.Array, sharding: Sharding) -> "PagedCache":
+        """Returns `other`, the cache of some slots, as part of this one; see `at_slots`."""
+        batch, _ = batch_axes(slots.shape[0], sharding)
+        pairs = zip(self.states, other.states, strict=True)
+        states = [mine.put(new, slots, batch, sharding) for mine, new in pairs]
+        return other._replace_states(states, self.page_table)
 
     def compact(self, start: jax.Array, path: jax.Array, sharding: Sharding) -> "PagedCache":
         """Moves the rows of an accepted path to contiguous positions.
@@ -89,8 +136,15 @@ class PagedCache:
         return [(axis, pages, None, None) for axis in self.axes]
 
     def _replace_pools(self, pools: Sequence[Rows], page_table: jax.Array) -> "PagedCache":
-        form = jax.tree.structure(self.layers, is_leaf=_is_pool)
-        layers = jax.tree.unflatten(form, pools)
+        return self._replace(iter(pools), iter(self.states), page_table)
+
+    def _replace_states(self, states, page_table: jax.Array) -> "PagedCache":
+        return self._replace(iter(self.pools), iter(states), page_table)
+
+    def _replace(self, pools, states, page_table: jax.Array) -> "PagedCache":
+        layers = jax.tree.map(
+            lambda leaf: next(states if _is_state(leaf) else pools), self.layers, is_leaf=_is_leaf
+        )
         return dataclasses.replace(self, layers=layers, page_table=page_table)
 
 
@@ -119,12 +173,15 @@ def paged_cache(
     Filled with zeros, it is an empty cache: every page table entry refers to the scratch page.
 
     Args:
-      specs: The `cache_spec` of each layer's attention, a pytree of `CacheArray`s.
+      specs: The `cache_spec` of each layer's attention, a pytree of `CacheArray`s or a
+        `RecurrentSpec`.
       quantized: Store a scale for each row of `dtype`; scales are sharded like their rows.
     """
     batch_name, pages_name = batch_axes(batch, sharding)
 
-    def pool(spec: CacheArray) -> Rows:
+    def build(spec: CacheArray | RecurrentSpec) -> Rows | RecurrentState:
+        if isinstance(spec, RecurrentSpec):
+            return spec.abstract(batch, batch_name, sharding)
         names = (spec.axis, pages_name, None, None)
         rows = sharding.abstract((spec.heads, num_pages, page_size, spec.width), names, dtype)
         if not quantized:
@@ -133,13 +190,19 @@ def paged_cache(
         return Quantized(rows, sharding.abstract(scales, names, jnp.float32))
 
     table = sharding.abstract((batch, pages_per_sequence), (batch_name, None), jnp.int32)
-    axes = tuple(spec.axis for spec in jax.tree.leaves(tuple(specs)))
-    return PagedCache(jax.tree.map(pool, tuple(specs)), table, axes)
+    leaves = jax.tree.leaves(tuple(specs))
+    axes = tuple(spec.axis for spec in leaves if isinstance(spec, CacheArray))
+    return PagedCache(jax.tree.map(build, tuple(specs)), table, axes)
 
 
-def _is_pool(node: Any) -> bool:
-    """Returns whether a node of `PagedCache.layers` is a quantized pool, itself a pytree."""
-    return isinstance(node, Quantized)
+def _is_state(node: Any) -> bool:
+    """Returns whether a node of `PagedCache.layers` is recurrent state, itself a pytree."""
+    return isinstance(node, RecurrentState | PendingState)
+
+
+def _is_leaf(node: Any) -> bool:
+    """Returns whether a node of `PagedCache.layers` is recurrent state or a quantized pool."""
+    return _is_state(node) or isinstance(node, Quantized)
 
 
 @jax.tree_util.register_dataclass

@@ -20,11 +20,15 @@ from dflash.parallel.sharding import Sharding
 class TargetAttention(Protocol):
     """Interface of the attention of a target's layers, which `Attention` implements.
 
-    The outputs of `project` and the layout of the cache are up to the implementation.
+    The outputs of `project` and the layout of the cache are up to the implementation. A layer with
+    recurrent state, such as `GatedDeltaNet`, has `attend_state` instead of `attend_pages`.
     """
 
     def cache_spec(self) -> Any:
-        """Returns the arrays that the layer caches, a pytree of `CacheArray`s."""
+        """Returns the arrays that the layer caches, a pytree of `CacheArray`s.
+
+        A layer with recurrent state returns its `RecurrentSpec`.
+        """
 
     @property
     def flops_per_pair(self) -> int:
@@ -35,6 +39,9 @@ class TargetAttention(Protocol):
 
     def attend_pages(self, pages, page_table, start, tree_mask) -> Attend:
         """Returns attention to cached rows and new ones; its auxiliary result is the new pages."""
+
+    def attend_state(self, state, tree_mask, count) -> Attend:
+        """Returns attention to recurrent state and new rows; see `GatedDeltaNet.attend_state`."""
 
     def attend_packed(self, segment_ids) -> Attend:
         """Returns attention within documents, without a cache; its auxiliary result is None."""
@@ -107,17 +114,14 @@ class TransformerLayer(nnx.Module):
         return self.mlp(normed)
 
 
-def grouped_attention(
-    arch: TargetArchitecture, kind: type[Attention] = Attention, **options
-) -> Attention:
+def grouped_attention(arch: TargetArchitecture, **options) -> Attention:
     """Returns grouped-query attention with the sizes of `arch`.
 
     Args:
       arch: Architecture of the decoder.
-      kind: Class of the attention.
       **options: Arguments of `Attention`; they take precedence over sizes of `arch`.
     """
-    return kind(arch.hidden_size, **attention_sizes(arch) | options)
+    return Attention(arch.hidden_size, **attention_sizes(arch) | options)
 
 
 def attention_sizes(arch: TargetArchitecture) -> dict[str, Any]:

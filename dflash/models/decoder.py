@@ -19,6 +19,7 @@ from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.mlp import Mlp
+from dflash.layers.recurrent_state import RecurrentSpec, RecurrentState
 from dflash.layers.train_batch import TrainBatch
 from dflash.layers.transformer import (
     TargetAttention,
@@ -119,8 +120,12 @@ class Decoder(nnx.Module):
         *,
         feature_layers: tuple[int, ...] = (),
         tree_mask: jax.Array | None = None,
+        count: jax.Array | None = None,
     ) -> TargetOutput:
         """Runs T new rows per sequence on top of its cached context.
+
+        Recurrent state advances by the first `count` rows. If the number of accepted rows is not
+        known yet, `PagedCache.commit` advances it afterwards; pages are written at once.
 
         Args:
           tokens: int32 [B, T].
@@ -129,12 +134,15 @@ class Decoder(nnx.Module):
           cache: Cache that holds every position below positions[:, 0].
           feature_layers: Layers whose outputs become features, in the order of concatenation.
           tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
+          count: int32 [B]; number of rows to commit at once, the first ones of a chain. None if
+            they are verified first.
         """
-        seen = [(pages, cache.page_table, positions[:, 0], tree_mask) for pages in cache.layers]
-        hidden, features, pages = self._run_layers(
-            tokens, positions, _attend_pages, seen, feature_layers
+        start = positions[:, 0]
+        seen = [(kept, cache.page_table, start, tree_mask, count) for kept in cache.layers]
+        hidden, features, layers = self._run_layers(
+            tokens, positions, _attend_cached, seen, feature_layers
         )
-        return TargetOutput(hidden, features, dataclasses.replace(cache, layers=tuple(pages)))
+        return TargetOutput(hidden, features, dataclasses.replace(cache, layers=tuple(layers)))
 
     def forward(
         self,
@@ -259,6 +267,12 @@ class Decoder(nnx.Module):
         )
 
     @property
+    def has_recurrent_state(self) -> bool:
+        """Returns whether layers keep state that only exists at the end of a sequence."""
+        specs = (layer.self_attn.cache_spec() for layer in self.layers)
+        return any(isinstance(spec, RecurrentSpec) for spec in specs)
+
+    @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
         """Returns names of tensors beside the parameters, such as the copy of a tied head."""
         return tuple(self.checkpoint_copies)
@@ -295,8 +309,10 @@ class Decoder(nnx.Module):
         }
 
 
-def _attend_pages(layer, pages, page_table, start, tree_mask):
-    return layer.self_attn.attend_pages(pages, page_table, start, tree_mask)
+def _attend_cached(layer, kept, page_table, start, tree_mask, count):
+    if isinstance(kept, RecurrentState):
+        return layer.self_attn.attend_state(kept, tree_mask, count)
+    return layer.self_attn.attend_pages(kept, page_table, start, tree_mask)
 
 
 def _attend_packed(layer, segment_ids):

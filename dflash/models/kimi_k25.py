@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
+from dflash.checkpoints.tensor_map import Source, renamed
 from dflash.models.deepseek_v3 import DeepseekV3
 from dflash.models.deepseek_v3_config import DeepseekV3Architecture
 
@@ -32,14 +32,7 @@ class KimiK25(DeepseekV3):
 
     def checkpoint_name(self, path: str) -> Source:
         """Returns the source of a parameter: Kimi K2's with the language model's prefix."""
-        source = super().checkpoint_name(path)
-        if isinstance(source, Stack):
-            return Stack(tuple(_PREFIX + name for name in source.parts))
-        if isinstance(source, TensorRows):
-            return TensorRows(
-                _PREFIX + source.name, source.begin, source.end, source.of, source.groups
-            )
-        return _PREFIX + source
+        return renamed(super().checkpoint_name(path), lambda name: _PREFIX + name)
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Architecture:

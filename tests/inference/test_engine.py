@@ -70,7 +70,7 @@ def test_a_prompt_must_fit(compiled, length):
 @pytest.mark.parametrize("length", [0, 17])
 def test_a_piece_is_at_most_a_chunk(compiled, length):
     run, _ = compiled
-    piece = PrefillChunk.of((1,) * 40, 0, length, (1, 2, 3), GREEDY, fresh=True)
+    piece = PrefillChunk.of((1,) * 40, 0, length, Slot(0, (1, 2, 3)), GREEDY, fresh=True)
     with pytest.raises(
         ValueError, match=f"chunks of {length} to {length} tokens, expected 1 to 16"
     ):

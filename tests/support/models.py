@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash.config import registry, schema
 from dflash.drafters.base import Drafter
+from dflash.layers.recurrent_state import RecurrentState
 from dflash.models.decoder import Decoder
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters, sharding
@@ -53,10 +54,6 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
-_WINDOWS = {
-    "sliding_window": 7,
-    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
-}
 # What the shape of a family has beside that of a dense decoder, or instead.
 OWN_FIELDS = {
     "qwen3_moe": {
@@ -67,8 +64,6 @@ OWN_FIELDS = {
     },
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
-    "gemma3": _WINDOWS,
-    "gemma4": _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1},
 }
 
 
@@ -193,7 +188,7 @@ def _drafter_config(config_class, block_size, tree, short_pass):
 
 
 def make_cache(target, batch: int, max_length: int, *, page_size: int = 8):
-    """A paged cache in which every sequence owns scattered pages full of stale rows."""
+    """A cache of empty sequences, each of which owns scattered pages full of stale rows."""
     per_sequence, shares = -(-max_length // page_size), target.sharding.size("pages")
     owned = batch // shares * per_sequence  # pages of one share, but for its scratch page
     abstract = target.new_cache(
@@ -202,9 +197,12 @@ def make_cache(target, batch: int, max_length: int, *, page_size: int = 8):
         num_pages=shares * (owned + 1),
         page_size=page_size,
     )
-    stale = jax.tree.map(
-        lambda x: jnp.full(x.shape, 100, x.dtype, device=x.sharding), abstract.layers
-    )
+
+    def fill(leaf):
+        number = 0 if isinstance(leaf, RecurrentState) else 100
+        return jax.tree.map(lambda x: jnp.full(x.shape, number, x.dtype, device=x.sharding), leaf)
+
+    stale = jax.tree.map(fill, abstract.layers, is_leaf=lambda x: isinstance(x, RecurrentState))
     rng = np.random.default_rng(0)
     table = np.stack([rng.permutation(owned) + 1 for _ in range(shares)])
     table = table.reshape(batch, per_sequence).astype(np.int32)

@@ -28,26 +28,28 @@ def make_pair(family: str, config: dict, directory: pathlib.Path, seed: int = 0)
         for name, parameter in theirs.named_parameters():
             mean, std = (1.0, 0.3) if "norm" in name else (0.0, 0.2)
             parameter.normal_(mean, std)
-        for name, buffer in theirs.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.uniform_(0.5, 2.0)
     kept = {name: array for name, array in theirs.state_dict().items() if array.numel()}
     theirs.save_pretrained(directory, state_dict=kept)
     return theirs, load_target(directory)
 
 
-def step(target, tokens, start, cache, *, feature_layers=()):
-    """One jitted call; returns hidden states, features, logits and the cache."""
+def step(target, tokens, start, cache, *, feature_layers=(), count=None):
+    """One jitted call; returns hidden states, features, logits and the cache.
+
+    Args:
+      count: rows of each sequence that are no padding; all unless given.
+    """
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.asarray(start)[:, None] + jnp.arange(tokens.shape[1])
-    return compiled(target, feature_layers)(tokens, positions, cache)
+    count = jnp.full(len(tokens), tokens.shape[1]) if count is None else jnp.asarray(count)
+    return compiled(target, feature_layers)(tokens, positions, cache, count)
 
 
 @functools.cache
 def compiled(target, feature_layers):
     @jax.jit
-    def call(tokens, positions, cache):
-        output = target(tokens, positions, cache, feature_layers=feature_layers)
+    def call(tokens, positions, cache, count):
+        output = target(tokens, positions, cache, feature_layers=feature_layers, count=count)
         return output.hidden, output.features, target.unembed(output.hidden), output.cache
 
     return call

@@ -116,10 +116,10 @@ def conclude(
     result, finite = _judge(state, proposal, tree, logits, positions + 1, rules, allowed)
     drafter_state, result = _review(drafter, state.drafter, proposal, result, rules)
     committed = _following_tokens(rows, result)
-    cache, features = _keep_path(target, output, state.length - 1, result.path)
     num_committed, active, nonfinite_at = _commit(
         state, committed, _along(result.path, finite), result.num_accepted + 1
     )
+    cache, features = _keep_path(target, output, state.length - 1, num_committed, result.path)
     with_logprobs = state.controls.logprobs & state.active
     outcome = Outcome(
         committed,
@@ -171,13 +171,12 @@ def _review(
     return drafter_state, result
 
 
-def _keep_path(target, output, position, path):
+def _keep_path(target, output, position, num_committed, path):
     """Returns the cache and the features of the accepted path; a chain keeps all of its rows."""
-    if path is None:
-        return output.cache, output.features
     with jax.named_scope("target"), jax.named_scope("attention"):
-        cache = output.cache.compact(position, path, target.sharding)
-    return cache, jnp.take_along_axis(output.features, path[..., None], axis=1)
+        cache = output.cache.commit(position, num_committed, path, target.sharding)
+    features = output.features
+    return cache, features if path is None else _along(path[..., None], features)
 
 
 def _observe(target, drafter, state, following, num_committed, features, rules):

@@ -46,7 +46,9 @@ def examine_chunk(
     """
     positions = start + jnp.arange(tokens.shape[1])[None]
     depth = target.arch.num_hidden_layers
-    output = target(tokens, positions, cache, feature_layers=tuple(range(depth)))
+    output = target(
+        tokens, positions, cache, feature_layers=tuple(range(depth)), count=jnp.reshape(count, 1)
+    )
     layers = output.features.reshape(*tokens.shape, depth, -1)
     last = jnp.reshape(count - 1, (1, 1, 1))
     logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))

@@ -1,0 +1,307 @@
+"""Gated DeltaNet: linear attention with a recurrent state instead of a cache of keys and values.
+
+Source: Yang et al. 2024, arXiv 2412.06464, in the form of Qwen3-Next and Qwen3.5.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.kernels import gated_delta
+from dflash.kernels.causal_conv import causal_conv, last_rows
+from dflash.kernels.split_heads import rms_norm
+from dflash.layers import joining, linear
+from dflash.layers.attention import Attend
+from dflash.layers.cache import batch_axes
+from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.recurrent_state import (
+    PendingState,
+    RecurrentSpec,
+    RecurrentState,
+    block_names,
+)
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
+
+_UNIT_EPS = 1e-6  # Of the norms of queries and keys.
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaShape:
+    """Sizes of a gated DeltaNet layer; fields are named as in config.json.
+
+    Attributes:
+      linear_num_key_heads: Number of query and key heads, K.
+      linear_num_value_heads: Number of value heads, V, a multiple of K.
+      linear_key_head_dim: Elements of a query or key, dk.
+      linear_value_head_dim: Elements of a value, dv.
+      linear_conv_kernel_dim: Rows that the convolution reads, the new one included.
+    """
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all keys of a row."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all values of a row."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+
+class GatedDeltaNet(nnx.Module):
+    """Layer whose context is a state per head, which every row decays, corrects and reads.
+
+    Each device computes its own heads from the projections on, so only the output projection
+    communicates.
+    """
+
+    # The size of the context does not matter to a row.
+    flops_per_pair = 0
+
+    def __init__(
+        self, width: int, shape: DeltaShape, *, eps: float, dtype: jnp.dtype, sharding: Sharding
+    ):
+        """Builds abstract projections.
+
+        Args:
+          width: Size of an input row and of an output row.
+          shape: Sizes of heads and of the convolution.
+          eps: Epsilon of the output norm.
+        """
+        build = {"dtype": dtype, "sharding": sharding}
+        heads, columns = shape.linear_num_value_heads, ("embed", "heads")
+        self.q_proj = Linear(width, shape.key_size, columns, **build)
+        self.k_proj = Linear(width, shape.key_size, columns, **build)
+        self.v_proj = Linear(width, shape.value_size, columns, **build)
+        self.z_proj = Linear(width, shape.value_size, columns, **build)
+        # Too small and too sensitive to be quantized, so their names do not end in "_proj".
+        self.b = Linear(width, heads, columns, **build)
+        self.a = Linear(width, heads, columns, **build)
+        self.q_conv = self._declare_conv(shape, shape.key_size, build)
+        self.k_conv = self._declare_conv(shape, shape.key_size, build)
+        self.v_conv = self._declare_conv(shape, shape.value_size, build)
+        wide = {"dtype": jnp.float32, "sharding": sharding}
+        self.A_log = parameters.declare((heads,), ("heads",), stddev=1.0, offset=-1.0, **wide)
+        self.dt_bias = parameters.declare((heads,), ("heads",), stddev=1.0, **wide)
+        self.norm = RMSNorm(shape.linear_value_head_dim, eps, **build)
+        self.out_proj = Linear(shape.value_size, width, ("heads", "embed"), **build)
+        self.products = ("q_proj", "k_proj", "v_proj", "z_proj")
+        self.shape, self.dtype, self.sharding = shape, jnp.dtype(dtype), sharding
+
+    @staticmethod
+    def _declare_conv(shape: DeltaShape, channels: int, build) -> nnx.Param:
+        sizes = channels, 1, shape.linear_conv_kernel_dim
+        return parameters.declare(sizes, ("heads", None, None), stddev=sizes[-1] ** -0.5, **build)
+
+    def cache_spec(self) -> RecurrentSpec:
+        """Returns the state that the layer keeps for each sequence."""
+        shape = self.shape
+        return RecurrentSpec(
+            heads=shape.linear_num_value_heads,
+            key_width=shape.linear_key_head_dim,
+            value_width=shape.linear_value_head_dim,
+            num_rows=shape.linear_conv_kernel_dim - 1,
+            channels=2 * shape.key_size + shape.value_size,
+            dtype=self.dtype,
+        )
+
+    def project(self, x: jax.Array, angles) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+        """Projects rows [B, T, D].
+
+        Returns:
+          Queries, keys, values and output gates, in one array [B, T, ·] or in four; rates and
+          decays [B, T, V], before their activations.
+        """
+        del angles  # Positions matter only through the decay.
+        products = tuple(
+            linear.finish(getattr(self, name)(x), self.sharding) for name in self.products
+        )
+        return products, self.b(x), self.a(x)
+
+    def attend_state(
+        self, state: RecurrentState, tree_mask: jax.Array | None, count: jax.Array | None
+    ) -> Attend:
+        """Returns linear attention of new rows to the state and to one another.
+
+        Args:
+          state: State of the sequences.
+          tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
+          count: int32 [B]; new rows of a chain to commit at once. None if the rows are verified
+            first.
+        Returns:
+          Attention whose auxiliary result is the new `RecurrentState`, or a `PendingState`.
+        """
+        batch, _ = batch_axes(state.rows.shape[0], self.sharding)
+        heads = batch, None, "heads"
+        memory = batch, "heads", None, None
+
+        if count is not None:
+
+            def attend(*projected):
+                names, results = [memory, heads, (batch,)], [heads, memory, heads]
+                run = self._map(batch, _prefill, names, results)
+                attended, *new = run(*projected, state.memory, state.rows, count)
+                return attended, RecurrentState(*new)
+
+            return attend
+        masks = [] if tree_mask is None else [tree_mask]
+
+        def attend(*projected):
+            names = [memory, heads, *[(batch, None, None)] * len(masks)]
+            run = self._map(batch, _verify, names, [heads, *block_names(batch)])
+            attended, *block, rows = run(*projected, state.memory, state.rows, *masks)
+            return attended, PendingState(state, gated_delta.Block(*block), rows)
+
+        return attend
+
+    def attend_packed(self, segment_ids: jax.Array) -> Attend:
+        """Returns linear attention within documents, from empty states.
+
+        Args:
+          segment_ids: int32 [B, T]; each row sees earlier rows with the same id. 0 is padding.
+        Returns:
+          Attention whose auxiliary result is None.
+        """
+        batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
+        run = self._map(batch, _run_packed, [(batch, None)], [(batch, None, "heads")])
+
+        def attend(*projected):
+            return (*run(*projected, segment_ids), None)
+
+        return attend
+
+    def output(self, attended: jax.Array) -> jax.Array:
+        """Projects gated outputs [B, T, V · dv] to rows [B, T, D]."""
+        return self.out_proj(attended)
+
+    def join(self) -> None:
+        """Joins the projections to queries, keys, values and gates; see `joining.join`."""
+        maps = [getattr(self, name) for name in self.products]
+        if len(maps) > 1 and joining.can_join(maps):
+            self.qkvz_proj = joining.join(maps)
+            for name in self.products:
+                delattr(self, name)
+            self.products = ("qkvz_proj",)
+
+    def _map(self, batch, function, names, results):
+        """Returns a function of projected rows and further arrays, on each device's heads.
+
+        Args:
+          batch: Logical axis of the sequences.
+          function: Function (_Heads, *arrays) of a device's heads.
+          names: Logical axes of the further arrays.
+          results: Logical axes of the results.
+        """
+        convs = [self.q_conv[...], self.k_conv[...], self.v_conv[...]]
+        weights = convs, self.A_log[...], self.dt_bias[...], self.norm.factor
+        of_weights = [("heads", None, None), ("heads",), ("heads",), (None,)]
+        heads = batch, None, "heads"
+        split = functools.partial(_split, shape=self.shape, eps=self.norm.eps)
+
+        def local(products, b, a, convs, a_log, dt_bias, scale, *arrays):
+            return function(split(products, b, a, convs, a_log, dt_bias, scale), *arrays)
+
+        mapped = self.sharding.map(local, [heads, heads, heads, *of_weights, *names], results)
+        return lambda products, b, a, *arrays: mapped(products, b, a, *weights, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Heads:
+    """Projected rows of a device's heads.
+
+    Attributes:
+      rows: [B, T, C]; queries, keys and values before the convolution.
+      gate: [B, T, V, dv]; output gates before their activation.
+      log_decay: float32 [B, T, V].
+      beta: float32 [B, T, V].
+      conv: [C, W]; weights of the convolution.
+      scale: [dv]; scale of the output norm.
+      shape: Sizes of a head.
+      eps: Epsilon of the output norm.
+    """
+
+    rows: jax.Array
+    gate: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+    conv: jax.Array
+    scale: jax.Array
+    shape: DeltaShape
+    eps: float
+
+    def convolve(self, before: jax.Array, **masks) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values of all heads, float32 [B, T, heads, width]."""
+        mixed = jax.nn.silu(causal_conv(self.rows, before, self.conv, **masks))
+        values = self.gate.shape[2] * self.gate.shape[3]
+        keys = (mixed.shape[-1] - values) // 2
+        parts = jnp.split(mixed, [keys, 2 * keys], axis=-1)
+        widths = *[self.shape.linear_key_head_dim] * 2, self.shape.linear_value_head_dim
+        queries, keys, values = (
+            part.reshape(*part.shape[:2], -1, width)
+            for part, width in zip(parts, widths, strict=True)
+        )
+        return _unit(queries) * self.shape.linear_key_head_dim**-0.5, _unit(keys), values
+
+    def finish(self, outputs: jax.Array) -> jax.Array:
+        """Normalizes and gates outputs float32 [B, T, V, dv]; returns [B, T, V · dv]."""
+        normed = rms_norm(outputs, self.scale.astype(jnp.float32), self.eps)
+        gated = normed * jax.nn.silu(self.gate.astype(jnp.float32))
+        return gated.reshape(*gated.shape[:2], -1).astype(self.gate.dtype)
+
+
+def _split(products, b, a, convs, a_log, dt_bias, scale, *, shape, eps) -> _Heads:
+    """Splits a device's columns of the projections into its heads."""
+    conv = jnp.concatenate(convs)[:, 0]
+    rows, gate = jnp.split(jnp.concatenate(products, axis=-1), [len(conv)], axis=-1)
+    gate = gate.reshape(*gate.shape[:2], -1, shape.linear_value_head_dim)
+    log_decay = -jnp.exp(a_log) * jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
+    beta = jax.nn.sigmoid(b.astype(jnp.float32))
+    return _Heads(rows, gate, log_decay, beta, conv, scale, shape, eps)
+
+
+def _verify(heads: _Heads, memory, before, ancestry=None):
+    """Returns gated outputs of rows that are not committed yet, their block, and their rows."""
+    projected = heads.convolve(before, ancestry=ancestry)
+    outputs, block = gated_delta.solve_block(
+        *projected, heads.log_decay, heads.beta, memory, ancestry
+    )
+    return heads.finish(outputs), *block, heads.rows
+
+
+def _prefill(heads: _Heads, memory, before, count):
+    """Returns gated outputs of rows of which `count` are committed, and the new state."""
+    committed = (jnp.arange(heads.rows.shape[1]) < count[:, None])[..., None]
+    outputs, memory = gated_delta.scan_blocks(
+        *heads.convolve(before),
+        jnp.where(committed, heads.log_decay, 0),
+        jnp.where(committed, heads.beta, 0),
+        memory,
+    )
+    return heads.finish(outputs), memory, last_rows(before, heads.rows, count)
+
+
+def _run_packed(heads: _Heads, segment_ids):
+    """Returns gated outputs of packed documents."""
+    batch, _, channels = heads.rows.shape
+    before = jnp.zeros((batch, heads.conv.shape[1] - 1, channels), heads.rows.dtype)
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    queries, keys, values = heads.convolve(before, segment_ids=segment_ids)
+    state = jnp.zeros((batch, values.shape[2], keys.shape[3], values.shape[3]), jnp.float32)
+    log_decay = jnp.where(begins[..., None], gated_delta.FORGET, heads.log_decay)
+    outputs, _ = gated_delta.scan_blocks(queries, keys, values, log_decay, heads.beta, state)
+    return (heads.finish(outputs),)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Scales vectors x [..., width] to a length of 1."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _UNIT_EPS)

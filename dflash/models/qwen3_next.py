@@ -1,0 +1,149 @@
+"""Qwen3-Next: gated DeltaNet in most layers, gated full attention in the others, and experts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors
+from dflash.checkpoints import hf_config
+from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
+from dflash.config.schema import subset
+from dflash.layers import moe, rotary
+from dflash.layers.gated_attention import GatedAttention
+from dflash.layers.gated_delta_net import DeltaShape, GatedDeltaNet
+from dflash.layers.linear import ZeroCenteredRMSNorm
+from dflash.layers.transformer import TargetAttention, attention_sizes
+from dflash.models.decoder import Decoder
+from dflash.models.qwen3_next_config import Qwen3NextArchitecture
+from dflash.parallel.sharding import Sharding
+
+# Fields of config.json that a file may leave out, with the values of transformers.
+_DEFAULTS = {"head_dim": 256, "intermediate_size": 5632}
+
+
+class Qwen3Next(Decoder):
+    """Target family `Qwen3NextForCausalLM`, such as Qwen3-Coder-Next.
+
+    Source: Qwen3-Next, transformers 5.24.
+    """
+
+    hf_architectures = ("Qwen3NextForCausalLM",)
+    hf_model_type = "qwen3_next"
+    qk_norm = True
+    norm_class = ZeroCenteredRMSNorm
+    architecture_class = Qwen3NextArchitecture
+    arch: Qwen3NextArchitecture
+
+    def __init__(self, arch: Qwen3NextArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
+        problems = [f"target.architecture.{field}: {text}" for field, text in arch.problems()]
+        if problems:
+            raise errors.ConfigError(*problems)
+        super().__init__(arch, dtype=dtype, sharding=sharding)
+
+    def make_attention(self, i: int, **build) -> TargetAttention:
+        """Returns the attention of layer `i`, linear or full."""
+        arch = self.arch
+        if arch.is_full(i):
+            norms = {"qk_norm": True, "norm_class": self.norm_class}
+            return GatedAttention(arch.hidden_size, **attention_sizes(arch), **norms, **build)
+        shape = DeltaShape(**subset(arch, DeltaShape))
+        return GatedDeltaNet(arch.hidden_size, shape, eps=arch.rms_norm_eps, **build)
+
+    def make_mlp(self, i: int, **build) -> nnx.Module:
+        """Returns the MLP of layer `i`, dense or with experts."""
+        arch = self.arch
+        if not arch.has_experts(i):
+            return super().make_mlp(i, **build)
+        routing = moe.Routing(
+            arch.num_experts, arch.num_experts_per_tok, normalize=arch.norm_topk_prob
+        )
+        shared = {"shared_hidden": arch.shared_expert_intermediate_size, "gates_shared": True}
+        return moe.SparseMlp(
+            routing, arch.hidden_size, arch.moe_intermediate_size, **shared, **build
+        )
+
+    def rotary_angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns cos and sin for the rotated dimensions of the heads."""
+        rotated = dataclasses.replace(self.arch, head_dim=self.arch.rotary_dim)
+        return rotary.angles(positions, rotated)
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        """Returns names of the multi-token prediction layers, and those that `Decoder` ignores."""
+        return (*super().ignored_checkpoint_names, "mtp.*")
+
+    def checkpoint_name(self, path: str) -> Source:
+        """Returns the source of a parameter; see `Decoder.checkpoint_name`."""
+        names = moe.stacked_names(path, self.arch.num_experts)
+        if names is not None:
+            return Stack(tuple(f"model.{name}" for name in names))
+        layer, _, own = path.partition(".self_attn.")
+        if not own:
+            return super().checkpoint_name(path.replace(".shared_experts.", ".shared_expert."))
+        if not self.arch.is_full(int(layer.rpartition(".")[2])):
+            return self._delta_source(f"model.{layer}.linear_attn", own)
+        parts = {"q_proj.kernel": (0, 1), "gate_proj.kernel": (1, 2)}
+        if own not in parts:
+            return super().checkpoint_name(path)
+        # The file has a gate after the query of each head.
+        width, heads = self.arch.head_dim, self.arch.num_attention_heads
+        begin, end = (width * part for part in parts[own])
+        return TensorRows(f"model.{layer}.self_attn.q_proj.weight", begin, end, 2 * width, heads)
+
+    def _delta_source(self, prefix: str, own: str) -> Source:
+        """Returns the source of a parameter of a gated DeltaNet layer."""
+        if own in ("A_log", "dt_bias"):
+            return f"{prefix}.{own}"
+        shape = DeltaShape(**subset(self.arch, DeltaShape))
+        keys, total = shape.key_size, 2 * shape.key_size + shape.value_size
+        convolved = {
+            "q_conv": (0, keys),
+            "k_conv": (keys, 2 * keys),
+            "v_conv": (2 * keys, total),
+        }
+        if own in convolved:
+            return TensorRows(f"{prefix}.conv1d.weight", *convolved[own], of=total)
+        name = own.rpartition(".")[0]
+        return self._projection_source(prefix, name, shape) or f"{prefix}.{name}.weight"
+
+    def _projection_source(self, prefix: str, name: str, shape: DeltaShape) -> Source | None:
+        """Returns the source of a projection of gated DeltaNet; None for those of their own.
+
+        Files of Qwen3-Next have two tensors, each with all rows of one key head after the other.
+        """
+        heads, width = shape.linear_num_key_heads, shape.linear_key_head_dim
+        group = shape.linear_num_value_heads // heads
+        values = group * shape.linear_value_head_dim
+        small = {"b": (0, group), "a": (group, 2 * group)}
+        if name in small:
+            return TensorRows(f"{prefix}.in_proj_ba.weight", *small[name], 2 * group, heads)
+        ends = {
+            "q_proj": (0, width),
+            "k_proj": (width, 2 * width),
+            "v_proj": (2 * width, 2 * width + values),
+            "z_proj": (2 * width + values, 2 * (width + values)),
+        }
+        if name not in ends:
+            return None
+        return TensorRows(f"{prefix}.in_proj_qkvz.weight", *ends[name], 2 * (width + values), heads)
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Qwen3NextArchitecture:
+        """Reads config.json, where `rope_parameters` may hold the rotated fraction."""
+        rope = hf_config.read_group(config, "rope_parameters")
+        fraction = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
+        arch = super().architecture_from_hf({**_DEFAULTS, **config, **fraction})
+        problems = [f"{hf_config.FILE}: {field}: {text}" for field, text in arch.problems()]
+        if problems:
+            raise errors.CheckpointError("\n".join(problems))
+        return arch
+
+    @classmethod
+    def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:
+        """Returns the config.json of a checkpoint with this architecture."""
+        config = super().config_to_hf(arch)
+        return config | {"layer_types": config["layer_types"] or None}
