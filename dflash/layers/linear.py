@@ -270,10 +270,12 @@ def _project(
       dtype: Dtype of the result; None for the promoted dtype of x and weights.
     """
     weights = widen_late(x, weights, sharding)
+    dtype = dtype or jnp.result_type(x, weights)
+    widened = sharding.platform == "cpu"
     if not _is_single_row(x, sharding):
-        return _product(x, weights, transposed, dtype)
+        return _product(x, weights, transposed, dtype, widened)
     pair = jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, 1), (0, 0)))
-    return _product(pair, weights, transposed, dtype)[..., :1, :]
+    return _product(pair, weights, transposed, dtype, widened)[..., :1, :]
 
 
 def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:
@@ -287,30 +289,46 @@ def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:
     return math.prod(x.shape[:-1]) <= sharding.size("batch")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(x, weights, transposed, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _product(x, weights, transposed, dtype, widened):
     """Computes x @ weights, with a custom gradient that differs only in the order of factors.
 
     In the gradient of the weights, x comes first. In the opposite order, a CPU transposes a copy of
     the outputs' gradient, the larger factor, which takes a fifth of a training step.
+
+    Args:
+      x: Rows [..., D].
+      weights: [D, F], or [F, D] if `transposed`.
+      transposed: Contract with the last dimension of `weights`.
+      dtype: Dtype of the result.
+      widened: Compute products in float32 and round them: XLA on a CPU uses the matrix units for
+        bfloat16 factors only if the product is in float32.
     """
     equation = "...d,fd->...f" if transposed else "...d,df->...f"
-    return jnp.einsum(equation, x, weights, preferred_element_type=dtype)
+    return _multiply(equation, x, weights, dtype, widened)
 
 
-def _product_forward(x, weights, transposed, dtype):
-    return _product(x, weights, transposed, dtype), (x, weights)
+def _product_forward(x, weights, transposed, dtype, widened):
+    return _product(x, weights, transposed, dtype, widened), (x, weights)
 
 
-def _product_backward(transposed, dtype, residuals, cotangents):
+def _product_backward(transposed, dtype, widened, residuals, cotangents):
     x, weights = residuals
     # Cast the gradient of float32 logits to the factors' dtype, so that no factor is widened.
     cotangents = cotangents.astype(jnp.result_type(x, weights))
-    by_x = jnp.einsum("...f,fd->...d" if transposed else "...f,df->...d", cotangents, weights)
+    to_x = "...f,fd->...d" if transposed else "...f,df->...d"
+    by_x = _multiply(to_x, cotangents, weights, x.dtype, widened)
     rows, cotangents = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))
-    by_weights = jnp.einsum("rd,rf->df", rows, cotangents)
-    by_weights = by_weights.T if transposed else by_weights
-    return by_x.astype(x.dtype), by_weights.astype(weights.dtype)
+    by_weights = _multiply("rd,rf->df", rows, cotangents, weights.dtype, widened)
+    return by_x, by_weights.T if transposed else by_weights
+
+
+def _multiply(equation: str, a, b, dtype: jnp.dtype, widened: bool) -> jax.Array:
+    """Returns the product of two arrays in `dtype`; see `_product`."""
+    product = jnp.promote_types(dtype, jnp.result_type(a, b))
+    if widened and product == jnp.bfloat16:
+        product = jnp.float32
+    return jnp.einsum(equation, a, b, preferred_element_type=product).astype(dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)
