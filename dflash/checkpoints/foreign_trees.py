@@ -117,11 +117,10 @@ class HfNames:
 
     def origin(self, path: str, shape: tuple[int, ...]) -> Origin:
         """Returns the tensors that hold a parameter."""
-        source = tensor_map.source_of(self.module, path)
-        pieces = tensor_map.pieces(source, tensor_map.stored_shape(path, shape))
+        pieces = tensor_map.pieces(tensor_map.source_of(self.module, path), path, shape)
         rows = tuple((piece.lead, piece.first, piece.count) for piece in pieces)
         whole = len(pieces) == 1 and pieces[0].is_whole
-        form = _Pieces(None if whole else rows, tensor_map.is_transposed(path))
+        form = _Pieces(None if whole else rows, pieces[0].transposed)
         return Origin(
             tuple(piece.name for piece in pieces), tuple(piece.shape for piece in pieces), form
         )

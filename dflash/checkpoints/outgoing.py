@@ -29,13 +29,13 @@ class OutgoingTensor:
     def fetch(self) -> np.ndarray:
         """Returns the values on this host, in the dtype and orientation of the file."""
         if len(self._parts) == 1 and self._parts[0][2].is_whole:
-            return self._fetch(*self._parts[0])
+            return self._fetch(*self._parts[0][1:])
         values = np.empty(self.shape, self.dtype)
-        for path, leaf, piece in self._parts:
-            values[piece.first : piece.first + piece.count] = self._fetch(path, leaf, piece)
+        for _, leaf, piece in self._parts:
+            values[piece.first : piece.first + piece.count] = self._fetch(leaf, piece)
         return values
 
-    def _fetch(self, path: str, leaf: nnx.Variable, piece: TensorPiece) -> np.ndarray:
+    def _fetch(self, leaf: nnx.Variable, piece: TensorPiece) -> np.ndarray:
         """Returns the rows of one piece."""
         value = leaf.get_value()
         # Convert a fresh array: a jax array keeps the host copy of its NumPy conversion while it
@@ -46,7 +46,7 @@ class OutgoingTensor:
             np.array(piece.lead, np.int32),
             np.int32(piece.at),
             count=None if piece.is_whole else piece.count,
-            transposed=tensor_map.is_transposed(path),
+            transposed=piece.transposed,
             dtype=self.dtype if weight else value.dtype,
         )
         if not fresh.is_fully_addressable:

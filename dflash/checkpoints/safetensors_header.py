@@ -15,7 +15,7 @@ import safetensors
 
 from dflash import errors
 from dflash.checkpoints import files
-from dflash.checkpoints.weight_formats import PACKED
+from dflash.checkpoints.packing import PACKINGS, Index, Packing
 from dflash.storage import files as run_files
 from dflash.storage import paths
 
@@ -23,12 +23,9 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PLAIN_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
-PER_WORD = 8  # 4-bit values per int32. Source: compressed-tensors, pack-quantized.
 
 _QUANTIZED_DTYPES = {"I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
-_DTYPES = PLAIN_DTYPES | BUFFER_DTYPES | _QUANTIZED_DTYPES
-
-Index = tuple[slice, ...]  # One slice per dimension; () for a tensor without dimensions.
+_DTYPES = PLAIN_DTYPES | BUFFER_DTYPES | _QUANTIZED_DTYPES | {"U8": np.uint8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +40,12 @@ class StoredTensor:
     end: int  # Offset after the last byte.
 
     @property
-    def is_packed(self) -> bool:
-        """Returns whether the tensor holds eight 4-bit values per int32."""
-        return self.name.endswith("." + PACKED) and self.code == "I32"
+    def packing(self) -> Packing | None:
+        """Returns the packing of the values, by the tensor's name and dtype; None for none."""
+        for packing in PACKINGS:
+            if self.name.endswith(packing.suffix) and self.code == packing.code:
+                return packing
+        return None
 
     @property
     def row_bytes(self) -> int:
@@ -54,15 +54,8 @@ class StoredTensor:
 
     def read(self, index: Index) -> np.ndarray:
         """Returns the values at `index`, unpacked; it reads whole rows, however few columns."""
-        if not self.is_packed:
-            return self._stored(index)
-        rows, columns = index
-        words = slice(columns.start // PER_WORD, -(-columns.stop // PER_WORD))
-        packed = np.ascontiguousarray(self._stored((rows, words))).view(np.uint32)
-        values = (packed[..., None] >> (4 * np.arange(PER_WORD, dtype=np.uint32))) & 0xF
-        values = values.astype(np.int8).reshape(len(packed), -1) - 8
-        begin = columns.start - words.start * PER_WORD
-        return values[:, begin : begin + columns.stop - columns.start]
+        packing = self.packing
+        return self._stored(index) if packing is None else packing.read(self._stored, index)
 
     def _stored(self, index: Index) -> np.ndarray:
         """Returns the stored values at `index`.

@@ -23,7 +23,6 @@ from dflash.checkpoints.outgoing import OutgoingTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
     INDEX,
-    PER_WORD,
     PLAIN_DTYPES,
     WEIGHTS,
     StoredTensor,
@@ -80,8 +79,7 @@ def load_tensors(
     _check(tensors, expected, module, listing)
     parts = {}
     for path, abstract in expected.items():
-        source, shape = tensor_map.source_of(module, path), abstract.shape
-        pieces = tensor_map.pieces(source, tensor_map.stored_shape(path, shape))
+        pieces = tensor_map.pieces(tensor_map.source_of(module, path), path, abstract.shape)
         parts[path] = [(tensors[piece.name], piece) for piece in pieces]
     in_file_order = sorted(
         expected, key=lambda path: (parts[path][0][0].file.name, parts[path][0][0].begin)
@@ -90,11 +88,8 @@ def load_tensors(
     total = sum(size for _, size in sized)
     values = {}
     for path in files.track(sized, total, f"reading {listing.parent.name}"):
-        transposed = tensor_map.is_transposed(path)
         # Do not bind the tensor to a name, so that it can be freed before the next one is read.
-        values |= parameters.convert(
-            leaves[path], path, _read(parts[path], expected[path], transposed=transposed)
-        )
+        values |= parameters.convert(leaves[path], path, _read(parts[path], expected[path]))
     parameters.assign(module, values)
 
 
@@ -169,14 +164,14 @@ def _check(tensors, expected, module, listing) -> None:
     for name, held in names.items():
         (path, piece), *_ = held
         tensor, shape = tensors[name], piece.shape
-        if tensor.is_packed:
-            shape = (shape[0], -(-shape[1] // PER_WORD))
+        if tensor.packing is not None:
+            shape = tensor.packing.stored_shape(shape)
         if tensor.shape != shape:
             raise errors.CheckpointError(
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(shape)}; {misfit}"
             )
-        if not tensor.is_packed:
+        if tensor.packing is None:
             _check_code(tensor, _codes_for(expected[path].dtype))
     for copy, original in getattr(module, "checkpoint_copies", {}).items():
         if copy in tensors and not _are_equal(tensors[copy], tensors[original]):
@@ -224,10 +219,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _read(
-    parts: Sequence[tuple[StoredTensor, TensorPiece]],
-    abstract: jax.ShapeDtypeStruct,
-    *,
-    transposed: bool,
+    parts: Sequence[tuple[StoredTensor, TensorPiece]], abstract: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Reads a parameter onto the devices of this process."""
     buffers = {}
@@ -237,7 +229,7 @@ def _read(
             part.indices(length)[:2] for part, length in zip(index, abstract.shape, strict=True)
         )
         if bounds not in buffers:  # Read once for all devices that hold copies of a shard.
-            buffers[bounds] = _read_box(parts, bounds, abstract.dtype, transposed)
+            buffers[bounds] = _read_box(parts, bounds, abstract.dtype)
         return buffers[bounds]
 
     array = jax.make_array_from_callback(
@@ -247,11 +239,11 @@ def _read(
     return array.block_until_ready()
 
 
-def _read_box(parts, bounds, dtype, transposed: bool) -> np.ndarray:
+def _read_box(parts, bounds, dtype) -> np.ndarray:
     """Reads the part of a parameter within `bounds` of its axes, cast and transposed."""
     out = _aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
     as_stored, box = out, list(bounds)
-    if transposed:
+    if parts[0][1].transposed:
         as_stored, box = out.swapaxes(-1, -2), [*box[:-2], box[-1], box[-2]]
     run_files.call_all(parts[0][0].file, _readings(parts, as_stored, box))
     return out

@@ -1,8 +1,9 @@
 """Mapping between parameters and stored tensors, which need not be one to one.
 
 A module's `checkpoint_name(path)` returns the name of the stored tensor of a parameter, or the
-`TensorRows` of a tensor that holds several parameters, or a `Stack` of tensors that form one
-parameter. Reading and writing both use this mapping, one tensor at a time.
+`TensorRows` of a tensor that holds several parameters, a `Stack` of tensors that form one
+parameter, or an `Untransposed` kernel. Reading and writing both use this mapping, one tensor at a
+time.
 """
 
 import dataclasses
@@ -10,8 +11,6 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from flax import nnx
-
-from dflash.checkpoints.weight_formats import PACKED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,17 @@ class Stack:
     parts: tuple[str | TensorRows, ...]
 
 
-Source = str | TensorRows | Stack
+@dataclasses.dataclass(frozen=True)
+class Untransposed:
+    """Tensor that stores a kernel as [..., in, out], as the parameter does.
+
+    If the checkpoint quantizes the kernel, its values and scales are transposed.
+    """
+
+    name: str
+
+
+Source = str | TensorRows | Stack | Untransposed
 
 _SCALES = ".kernel_scale"
 
@@ -52,6 +61,7 @@ class TensorPiece:
       count: Number of rows; None for a tensor without dimensions.
       lead: Leading index into the parameter; () for the whole parameter.
       at: First row of the piece within `parameter[lead]`, in the orientation of the tensor.
+      transposed: Whether the tensor swaps the last two dimensions of the parameter.
     """
 
     name: str
@@ -60,6 +70,7 @@ class TensorPiece:
     count: int | None
     lead: tuple[int, ...]
     at: int
+    transposed: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -67,44 +78,42 @@ class TensorPiece:
         return not self.lead and self.shape[:1] == (() if self.count is None else (self.count,))
 
 
-def pieces(source: Source, shape: tuple[int, ...]) -> list[TensorPiece]:
+def pieces(source: Source, path: str, shape: tuple[int, ...]) -> list[TensorPiece]:
     """Returns the pieces of stored tensors that form a parameter.
 
     Args:
       source: Result of `checkpoint_name` for the parameter.
-      shape: Shape of the parameter in the orientation of the tensors; see `stored_shape`.
+      path: Dotted path of the parameter; files transpose kernels and their scales.
+      shape: Shape of the parameter.
     Raises:
       ValueError: The source does not fill this shape exactly.
     """
-    return list(_pieces(source, tuple(shape), ()))
-
-
-def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that a parameter has in files, where kernels are transposed."""
-    return (*shape[:-2], shape[-1], shape[-2]) if is_transposed(path) else tuple(shape)
-
-
-def is_transposed(path: str) -> bool:
-    """Returns whether files swap the last two dimensions of the parameter at a dotted path."""
-    return path.endswith((".kernel", _SCALES))
+    transposed = path.endswith((".kernel", _SCALES))
+    if isinstance(source, Untransposed):
+        source, transposed = source.name, False
+    stored = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
+    found = _pieces(source, stored, ())
+    return [dataclasses.replace(piece, transposed=transposed) for piece in found]
 
 
 def source_of(module: nnx.Module, path: str) -> Source:
     """Returns the source of the parameter at a dotted path.
 
     Args:
-      module: Module with `checkpoint_name(path)`. Quantized kernels need `scale_suffix`, and
+      module: Module with `checkpoint_name(path)`. Quantized kernels need `stored_format`, and
         `packed`: the paths of kernels whose tensors are packed.
     """
     kernel_path = path.removesuffix("_scale") if path.endswith(_SCALES) else path
     kernel = module.checkpoint_name(kernel_path)
     if kernel_path != path:
-        suffix = module.scale_suffix
+        suffix = module.stored_format.scale_suffix
     elif path in getattr(module, "packed", ()):
-        suffix = PACKED
+        suffix = module.stored_format.packed_suffix
     else:
         return kernel
 
+    if isinstance(kernel, Untransposed):
+        kernel = kernel.name
     return renamed(kernel, lambda name: name.removesuffix("weight") + suffix)
 
 
@@ -112,7 +121,7 @@ def renamed(source: Source, rename: Callable[[str], str]) -> Source:
     """Returns a source with all of its tensors renamed."""
     if isinstance(source, Stack):
         return Stack(tuple(renamed(part, rename) for part in source.parts))
-    if isinstance(source, TensorRows):
+    if isinstance(source, TensorRows | Untransposed):
         return dataclasses.replace(source, name=rename(source.name))
     return rename(source)
 
@@ -130,7 +139,7 @@ def by_tensor(
     """
     tensors: dict[str, list[tuple[str, TensorPiece]]] = {}
     for path, shape in shapes:
-        for piece in pieces(source_of(module, path), stored_shape(path, shape)):
+        for piece in pieces(source_of(module, path), path, shape):
             tensors.setdefault(piece.name, []).append((path, piece))
     for name, held in tensors.items():
         parts = sorted((piece for _, piece in held), key=lambda piece: piece.first)

@@ -5,13 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.checkpoints import files, foreign, hf_config
-
-PACKED = "weight_packed"  # Replaces "weight" in names of packed tensors; see `StoredFormat`.
+from dflash.checkpoints import files, foreign, hf_config, packing
 
 _GROUP = "quantization_config"
 _BLOCK = "weight_block_size"
-_FP8, _COMPRESSED = "fp8", "compressed-tensors"
+_FP8, _COMPRESSED, _MXFP4 = "fp8", "compressed-tensors", "mxfp4"
 _PACKED = "pack-quantized"
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
 _NUM_BITS, _PACKED_BITS = 8, 4
@@ -24,13 +22,15 @@ class StoredFormat:
     Attributes:
       block: Outputs and inputs that share a scale, in the orientation of the files; None for one
         scale per output.
-      scale_suffix: Replacement of "weight" in the names of tensors that hold scales.
-      is_packed: Eight four-bit values share an int32, in tensors named "weight_packed".
+      scale_suffix: Replacement of "weight" in the names of tensors that hold scales, or what is
+        appended to names without it.
+      packed_suffix: Counterpart of `scale_suffix` for tensors that hold packed values; see
+        `packing`. None if values are not packed.
     """
 
     block: tuple[int, int] | None
     scale_suffix: str
-    is_packed: bool = False
+    packed_suffix: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +66,14 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
         hf_config.check_only(group, "fmt", "e4m3")
         block = hf_config.read_fields(group, _Blocks, group=_GROUP).weight_block_size
         return StoredFormat(_pair(block, _BLOCK), "weight_scale_inv")
+    if key == _GROUP and method == _MXFP4:
+        return StoredFormat((1, packing.PER_SCALE), packing.SCALES, packing.BLOCKS)
     if key == _GROUP and method == _COMPRESSED and group.get("format") in _FORMATS:
         return _compressed(group)
     kind = method if method != _COMPRESSED else f"{method}, {str(group.get('format'))[:40]}"
     raise errors.CheckpointError(
         f"{files.CONFIG}: {key}: quantized weights ({kind or 'of an unknown kind'}) are not "
-        "supported, only fp8 and compressed-tensors of 8 bits or packed 4; take the model's "
+        "supported, only fp8, mxfp4 and compressed-tensors of 8 bits or packed 4; take the model's "
         "unquantized checkpoint"
     )
 
@@ -95,7 +97,7 @@ def _compressed(group: Mapping[str, Any]) -> StoredFormat:
         )
     if bits == _PACKED_BITS:
         size = stated.group_size if stated.strategy == "group" else None
-        return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", True)
+        return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", packing.PACKED)
     if stated.strategy == "channel":
         return StoredFormat(None, "weight_scale")
     if stated.strategy == "block":

@@ -142,6 +142,9 @@ TARGETS: Mapping[str, Entry] = Entries(
         "qwen3_5_text": Entry(
             "dflash.models.qwen3_5:Qwen35Text", "dflash.models.qwen3_next_config:Qwen3NextConfig"
         ),
+        "gpt_oss": Entry(
+            "dflash.models.gpt_oss:GptOss", "dflash.models.gpt_oss_config:GptOssConfig"
+        ),
         "qwen2": Entry("dflash.models.qwen2:Qwen2", "dflash.config.schema:TargetConfig"),
         "mistral": Entry(
             "dflash.models.mistral:Mistral", "dflash.models.mistral_config:MistralConfig"

@@ -241,6 +241,15 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.factor, self.eps)
 
 
+class Float32RMSNorm(RMSNorm):
+    """Root-mean-square norm that multiplies by its scale in float32, before rounding."""
+
+    @property
+    def factor(self) -> jax.Array:
+        """Factor float32 [D] of a normalized row."""
+        return self.scale[...].astype(jnp.float32)
+
+
 class ZeroCenteredRMSNorm(RMSNorm):
     """Root-mean-square norm that multiplies by 1 + scale, in float32, as Gemma's and Qwen3.5's."""
 

@@ -1,5 +1,6 @@
 """Gated feed-forward layer."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -67,6 +68,26 @@ class Mlp(nnx.Module):
             self.gate_up_proj = joining.join([self.gate_proj, self.up_proj])
             del self.gate_proj, self.up_proj
             self.is_joined = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """Gate with (up + 1) · gate · sigmoid(slope · gate), after clamping both.
+
+    Source: gpt-oss model card, arXiv 2508.10925.
+
+    Attributes:
+      limit: Largest gate, and largest magnitude of up.
+      slope: Factor in the sigmoid.
+    """
+
+    limit: float
+    slope: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Returns hidden rows, of the shape of `gate` and `up`."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.slope * gate)
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:

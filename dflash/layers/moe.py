@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -35,6 +36,7 @@ class Routing:
       groups_per_token: Best groups per row, from which its experts are chosen.
       has_correction: A learned bias is added to the scores for choosing experts, but not for their
         weights.
+      has_bias: A learned bias is added to the logits.
     """
 
     num_experts: int
@@ -45,6 +47,7 @@ class Routing:
     num_groups: int = 1
     groups_per_token: int = 1
     has_correction: bool = False
+    has_bias: bool = False
 
 
 def route(
@@ -96,6 +99,11 @@ class Router(nnx.Module):
             if routing.has_correction
             else None
         )
+        self.bias = (
+            parameters.declare((routing.num_experts,), (None,), stddev=0.0, **build)
+            if routing.has_bias
+            else None
+        )
         self.routing = routing
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -104,11 +112,13 @@ class Router(nnx.Module):
         logits = jnp.einsum(
             "...d,de->...e", x, self.kernel[...], preferred_element_type=jnp.float32
         )
+        if self.bias is not None:
+            logits += self.bias[...]
         return route(logits, self.routing, None if correction is None else correction[...])
 
 
 class ExpertLinear(Kernel):
-    """Linear maps without bias, one per expert; kernel [E, in, out]."""
+    """Linear maps, one per expert; kernel [E, in, out], and bias [E, out] if they have one."""
 
     def __init__(
         self,
@@ -117,11 +127,14 @@ class ExpertLinear(Kernel):
         out_features: int,
         axes: tuple[str | None, str | None],
         *,
+        bias: bool = False,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
-        shape = (num_experts, in_features, out_features)
-        super().__init__(shape, ("expert", *axes), dtype=dtype, sharding=sharding)
+        build = {"dtype": dtype, "sharding": sharding}
+        super().__init__((num_experts, in_features, out_features), ("expert", *axes), **build)
+        shape, names = (num_experts, out_features), ("expert", axes[1])
+        self.bias = parameters.declare(shape, names, stddev=0.0, **build) if bias else None
 
     def quantize(self, form: WeightFormat, *, stored: bool = False) -> None:
         """Redeclares the kernel in eight bits; see `Kernel.quantize`.
@@ -136,6 +149,63 @@ class ExpertLinear(Kernel):
                 f"blocks of {form.block[0]} × {form.block[1]}, which do not divide over "
                 f"{self.sharding.size('mlp')} devices; split experts over mesh.expert instead"
             )
+
+    def arrays(self) -> list[tuple[jax.Array, tuple[str | None, ...]]]:
+        """Returns the arrays of the maps with their logical axes: kernel, any scales, any bias."""
+        arrays = [(self.kernel[...], self.axes)]
+        if self.format is not None:
+            arrays.append((self.kernel_scale[...], self.scale_axes))
+        if self.bias is not None:
+            arrays.append((self.bias[...], ("expert", self.axes[-1])))
+        return arrays
+
+    def multiply(
+        self, rows: jax.Array, expert: jax.Array, sizes: jax.Array, arrays, read: float
+    ) -> jax.Array:
+        """Multiplies sorted rows on one device.
+
+        Args:
+          rows: Rows [R, in], sorted by expert.
+          expert: int32 [R]; expert of each row, or the number of experts for none.
+          sizes: int32 [E]; rows of each expert.
+          arrays: This device's shards of `arrays`.
+          read: Fraction of the experts that is expected to be read.
+        Returns:
+          Products [R, out], to be summed over devices if these share the inputs.
+        """
+        kernel, *others = arrays
+        scales = others.pop(0) if self.format is not None else None
+        product = grouped_matmul(
+            rows,
+            kernel,
+            sizes,
+            scales,
+            block=self.format and self.format.block,
+            read=read,
+            implementation=for_platform(self.sharding.platform),
+        )
+        if self.bias is None:
+            return product
+        (bias,) = others
+        if "mlp" in self.axes[:-1]:  # Only one of the devices that share the inputs adds it.
+            bias = jnp.where(self.sharding.index("mlp") == 0, bias, 0)
+        return product + jnp.pad(bias, ((0, 1), (0, 0)))[expert]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertForm:
+    """Form of the experts of a family.
+
+    Attributes:
+      gate: Function of (gate, up) that returns hidden rows.
+      interleaved: The columns of the gate and up projections alternate in one projection, as in
+        gpt-oss.
+      bias: All projections have biases.
+    """
+
+    gate: Callable[[jax.Array, jax.Array], jax.Array] = gated
+    interleaved: bool = False
+    bias: bool = False
 
 
 class Experts(nnx.Module):
@@ -157,14 +227,24 @@ class Experts(nnx.Module):
     """
 
     def __init__(
-        self, routing: Routing, width: int, hidden: int, *, dtype: jnp.dtype, sharding: Sharding
+        self,
+        routing: Routing,
+        width: int,
+        hidden: int,
+        form: ExpertForm = ExpertForm(),
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
     ):
-        build = {"dtype": dtype, "sharding": sharding}
-        count = routing.num_experts
-        self.gate_proj = ExpertLinear(count, width, hidden, ("embed", "mlp"), **build)
-        self.up_proj = ExpertLinear(count, width, hidden, ("embed", "mlp"), **build)
+        build = {"bias": form.bias, "dtype": dtype, "sharding": sharding}
+        count, axes = routing.num_experts, ("embed", "mlp")
+        if form.interleaved:
+            self.interleaved_proj = ExpertLinear(count, width, 2 * hidden, axes, **build)
+        else:
+            self.gate_proj = ExpertLinear(count, width, hidden, axes, **build)
+            self.up_proj = ExpertLinear(count, width, hidden, axes, **build)
         self.down_proj = ExpertLinear(count, hidden, width, ("mlp", "embed"), **build)
-        self.routing, self.sharding = routing, sharding
+        self.routing, self.form, self.sharding = routing, form, sharding
 
     def share_read(self, rows: int) -> float:
         """Returns the expected fraction of experts that are read for `rows` rows.
@@ -191,12 +271,8 @@ class Experts(nnx.Module):
         """
         batch, _ = batch_axes(x.shape[0], self.sharding)
         rows = (batch, None, None)
-        projections = (self.gate_proj, self.up_proj, self.down_proj)
-        arrays = [projection.kernel[...] for projection in projections]
-        names = [_whole_width(projection.axes) for projection in projections]
-        if self.gate_proj.format is not None:
-            arrays += [projection.kernel_scale[...] for projection in projections]
-            names += [_whole_width(projection.scale_axes) for projection in projections]
+        arrays = [array for linear in self._linears for array, _ in linear.arrays()]
+        names = [_whole_width(axes) for linear in self._linears for _, axes in linear.arrays()]
         split = self.sharding.axes("batch") if batch else ()
         exchanged = tuple(axis for axis in split if axis in self.sharding.axes("expert"))
         run = functools.partial(self._run_local, exchanged)
@@ -204,41 +280,47 @@ class Experts(nnx.Module):
         (out,) = run(x, experts, weights, *arrays)
         return out
 
-    def _run_local(self, exchanged, x, experts, weights, *kernels):
+    @property
+    def _linears(self) -> tuple[ExpertLinear, ...]:
+        """Maps from rows to hidden rows, then the map back."""
+        if self.form.interleaved:
+            return self.interleaved_proj, self.down_proj
+        return self.gate_proj, self.up_proj, self.down_proj
+
+    def _run_local(self, exchanged, x, experts, weights, *arrays):
         """Computes the experts that this device holds, and sums the results over all devices."""
         if exchanged:
             x, experts, weights = (
                 jax.lax.all_gather(rows, exchanged, tiled=True) for rows in (x, experts, weights)
             )
-        out = self._sum_local(x, experts, weights, *kernels)
+        out = self._sum_local(x, experts, weights, *arrays)
         if exchanged:
             out = jax.lax.psum_scatter(out, exchanged, tiled=True)
         axes = self.sharding.axes("expert") + self.sharding.axes("mlp")
         others = tuple(axis for axis in axes if axis not in exchanged)
         return ((jax.lax.psum(out, others) if others else out).astype(x.dtype),)
 
-    def _sum_local(self, x, experts, weights, gate, up, down, *scales):
+    def _sum_local(self, x, experts, weights, *arrays):
         """Returns the weighted sum of the outputs of this device's experts, float32 [B, T, D]."""
-        count, per_row = gate.shape[0], experts.shape[-1]
+        count, per_row = arrays[0].shape[0], experts.shape[-1]
         local = experts.reshape(-1) - self.sharding.index("expert") * count
         # Experts of other devices get the index `count`, so that their rows sort last.
         local = jnp.where((local >= 0) & (local < count), local, count)
         order = jnp.argsort(local, stable=True)
         sizes = jnp.bincount(local, length=count + 1)[:count].astype(jnp.int32)
-        gate_scales, up_scales, down_scales = scales or (None, None, None)
-        block = self.gate_proj.format and self.gate_proj.format.block
-        product = functools.partial(
-            grouped_matmul,
-            block=block,
-            read=self.share_read(math.prod(experts.shape[:-1])),
-            implementation=for_platform(self.sharding.platform),
-        )
+        read = self.share_read(math.prod(experts.shape[:-1]))
+        remaining = iter(arrays)
+
+        def multiply(linear, rows):
+            own = list(itertools.islice(remaining, len(linear.arrays())))
+            return linear.multiply(rows, local[order], sizes, own, read)
+
         sorted_rows = x.reshape(-1, x.shape[-1])[order // per_row]
-        inner = gated(
-            product(sorted_rows, gate, sizes, gate_scales),
-            product(sorted_rows, up, sizes, up_scales),
-        )
-        products = product(inner, down, sizes, down_scales)
+        *inner, down_proj = self._linears
+        parts = [multiply(linear, sorted_rows) for linear in inner]
+        if self.form.interleaved:
+            parts = [parts[0][:, ::2], parts[0][:, 1::2]]
+        products = multiply(down_proj, self.form.gate(*parts))
         by_row = products[jnp.argsort(order)].reshape(*weights.shape, -1)
         return jnp.einsum("btk,btkd->btd", weights, by_row.astype(jnp.float32))
 
@@ -259,6 +341,7 @@ class SparseMlp(nnx.Module):
         *,
         shared_hidden: int = 0,
         gates_shared: bool = False,
+        form: ExpertForm = ExpertForm(),
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
@@ -271,10 +354,11 @@ class SparseMlp(nnx.Module):
           shared_hidden: Total hidden size of the shared experts; 0 for none.
           gates_shared: Multiply the output of the shared experts by the sigmoid of a learned gate,
             one number per row.
+          form: Form of the routed experts.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.gate = Router(width, routing, **build)
-        self.experts = Experts(routing, width, hidden, **build)
+        self.experts = Experts(routing, width, hidden, form, **build)
         self.shared_experts = Mlp(width, shared_hidden, **build) if shared_hidden else None
         self.shared_expert_gate = (
             Linear(width, 1, ("embed", None), **build) if gates_shared else None

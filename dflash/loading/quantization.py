@@ -13,7 +13,7 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import StoredTensor, read_headers
-from dflash.checkpoints.weight_formats import PACKED, StoredFormat
+from dflash.checkpoints.weight_formats import StoredFormat
 from dflash.layers.weight_format import FLOAT8, INT8, WeightFormat
 
 W8A8 = "w8a8"
@@ -44,7 +44,7 @@ def follow(model: nnx.Module, directory: pathlib.Path, stored: StoredFormat) -> 
     Raises:
       CheckpointError: A tensor has no scales, or only some tensors of a kernel are quantized.
     """
-    model.scale_suffix = stored.scale_suffix
+    model.stored_format = stored
     tensors, packed = read_headers(directory), set()
     # Files store kernels as [out, in].
     block = stored.block and (stored.block[1], stored.block[0])
@@ -52,7 +52,7 @@ def follow(model: nnx.Module, directory: pathlib.Path, stored: StoredFormat) -> 
         dtype = _dtype_of(model, f"{path}.kernel", kernel, tensors, stored)
         if dtype is not None:
             kernel.quantize(WeightFormat(dtype, block), stored=True)
-            packed |= {f"{path}.kernel"} if stored.is_packed else set()
+            packed |= {f"{path}.kernel"} if stored.packed_suffix else set()
     model.packed = frozenset(packed)
 
 
@@ -71,11 +71,15 @@ def _dtype_of(
     stored: StoredFormat,
 ) -> str | None:
     """Returns the dtype of a kernel's stored values; None if not quantized, or missing."""
-    shape = tensor_map.stored_shape(path, kernel.kernel.get_value().shape)
-    names = {piece.name for piece in tensor_map.pieces(tensor_map.source_of(model, path), shape)}
-    if stored.is_packed:
-        found = any(name.removesuffix("weight") + PACKED in tensors for name in names)
-        return INT8 if found else None
+    shape = kernel.kernel.get_value().shape
+    parts = tensor_map.pieces(tensor_map.source_of(model, path), path, shape)
+    names = {piece.name for piece in parts}
+    if stored.packed_suffix:
+        beside = {name.removesuffix("weight") + stored.packed_suffix for name in names}
+        packed = [tensors[name] for name in sorted(beside) if name in tensors]
+        for tensor in packed:
+            _check_scales(tensor, stored.packed_suffix, stored, tensors)
+        return INT8 if packed else None
     present = [tensors[name] for name in sorted(names) if name in tensors]
     codes = {tensor.code for tensor in present if tensor.code in _BY_CODE}
     if not codes:
@@ -85,9 +89,17 @@ def _dtype_of(
             f"{present[0].file}: {files.quote_some(names)}: some are in eight bits and some are not"
         )
     for tensor in present:
-        scales = tensor.name.removesuffix("weight") + stored.scale_suffix
-        if scales not in tensors:
-            raise errors.CheckpointError(
-                f"{tensor.file}: tensor {tensor.name!r} is {tensor.code}, but {scales!r} is missing"
-            )
+        _check_scales(tensor, "weight", stored, tensors)
     return _BY_CODE[codes.pop()]
+
+
+def _check_scales(
+    tensor: StoredTensor, suffix: str, stored: StoredFormat, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Raises if the scales of quantized values, in a tensor named with `suffix`, are missing."""
+    scales = tensor.name.removesuffix(suffix) + stored.scale_suffix
+    if scales not in tensors:
+        raise errors.CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r} is {tensor.code}, but {scales!r} is missing; "
+            "copy or download the checkpoint again"
+        )

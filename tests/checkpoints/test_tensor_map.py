@@ -163,7 +163,7 @@ def test_a_tensor_of_another_shape_is_named(stored):
 )
 def test_a_source_that_does_not_fill_its_parameter(source, shape, message):
     with pytest.raises(ValueError, match=message):
-        tensor_map.pieces(source, shape)
+        tensor_map.pieces(source, "a", shape)
 
 
 class Named:

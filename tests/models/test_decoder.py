@@ -123,6 +123,16 @@ CHECKPOINTS = {
     "qwen2": ("Qwen2", {"head_dim": 16}),
     "mistral with a window": ("Mistral", {"sliding_window": 6}),
     "gemma3": ("Gemma3", GEMMA3),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "head_dim": 8}),
 }
 EIGHT = make_sharding(data=2, fsdp=2, tensor=2)

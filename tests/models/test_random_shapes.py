@@ -9,7 +9,17 @@ import pytest
 from support.models import make_cache
 from support.parity import check_rows, make_pair, pad, reference, step
 
-FAMILIES = ("Qwen3", "Llama", "Qwen3Moe", "DeepseekV3", "Qwen2", "Mistral", "SmolLM3", "Gemma3")
+FAMILIES = (
+    "Qwen3",
+    "Llama",
+    "Qwen3Moe",
+    "DeepseekV3",
+    "Qwen2",
+    "Mistral",
+    "SmolLM3",
+    "Gemma3",
+    "GptOss",
+)
 VOCAB = 40
 
 
@@ -97,6 +107,20 @@ def draw_windows(rng, layers):
     }
 
 
+def draw_gpt_oss(rng):
+    """Draws experts, a window, and a scaling whose bounds are not rounded."""
+    experts = int(rng.integers(2, 12))
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    return {
+        "num_local_experts": experts,
+        "num_experts_per_tok": int(rng.integers(1, min(experts, 4) + 1)),
+        "sliding_window": int(rng.integers(1, 20)),
+        "intermediate_size": 4 * int(rng.integers(2, 8)),  # transformers wants fours
+        "swiglu_limit": float(rng.choice([0.1, 7.0])),
+        "rope_parameters": scaled | {"rope_theta": 150000.0, "truncate": False},
+    }
+
+
 def draw(family, seed):
     rng = np.random.default_rng([FAMILIES.index(family), seed])
     config = draw_dense(rng)
@@ -111,6 +135,8 @@ def draw(family, seed):
         config |= draw_windows(rng, config["num_hidden_layers"])
         config["hidden_size"] = 8 * config["num_attention_heads"]  # transformers wants a multiple
         config["query_pre_attn_scalar"] = int(rng.integers(4, 40))
+    if family == "GptOss":
+        config |= draw_gpt_oss(rng)
     if family == "SmolLM3":
         config |= draw_unrotated(rng, config["num_hidden_layers"])
     return config

@@ -155,10 +155,9 @@ def test_only_the_rows_that_are_wanted_are_fetched(target, bucket):
             lambda self, *given: fetched.append(given) or read(self, *given),
         )
         out = safetensors_io._read_box(
-            [(tensor, tensor_map.pieces(tensor.name, tensor.shape)[0])],
+            [(tensor, tensor_map.pieces(tensor.name, tensor.name, tensor.shape)[0])],
             [(3, 7), (8, 24)],
             np.float32,
-            transposed=False,
         )
     np.testing.assert_array_equal(out, stored[3:7, 8:24])
     row = stored[0].nbytes

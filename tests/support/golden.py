@@ -27,7 +27,7 @@ GOLDEN_CASES = (
     "deepseek_v14",
 )
 # Cases without arrays of single cycles.
-FAMILY_CASES = ("qwen2_v9", "gemma3_v9", "qwen3_5_v9", "qwen3_next_v9")
+FAMILY_CASES = ("qwen2_v9", "gpt_oss_v9", "gemma3_v9", "qwen3_5_v9", "qwen3_next_v9")
 
 
 @functools.cache

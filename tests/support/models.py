@@ -62,6 +62,7 @@ OWN_FIELDS = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5},
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
 }
