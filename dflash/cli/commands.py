@@ -11,6 +11,7 @@ COMMANDS = {
     "train": ("dflash.train", "Train a drafter, or a target."),
     "distill": ("dflash.distill", "Make a drafter for a target: answers, training, measurement."),
     "benchmark": ("dflash.benchmark", "Measure drafting strategies against plain decoding."),
+    "check": ("dflash.check", "Diagnose a pair of target and drafter."),
     "sweep": ("dflash.sweep", "Run a config over a grid of values."),
     "compile": ("dflash.compile", "Compile a run for TPUs, without a TPU."),
     "convert": ("dflash.convert", "Convert a checkpoint to another layout."),

@@ -1,0 +1,52 @@
+"""Diagnoses a pair of target and drafter: dflash check CONFIG [key=value ...]."""
+
+from dflash.cli import subcommand as cli
+from dflash.config import schema
+
+SUBCOMMAND = cli.Subcommand(
+    "check",
+    "Diagnoses a pair of target and drafter. It prints the fields that must fit, decodes up to 16 "
+    "prompts, shows the acceptance by draft position, and then tries other readings of single "
+    "fields with the same weights: taps, causality, windows, rotary base, mask token, chat "
+    "template. A field whose other reading accepts clearly more is suspicious.",
+    examples=(
+        "dflash check configs/tiny_dflash.yml",
+        "dflash check configs/qwen3_4b_dflash.yml prompts.dataset=gsm8k",
+        "dflash check configs/qwen3_8b_dflash.yml drafter.checkpoint=path/to/drafter",
+    ),
+    schema=schema.DecodeRun,
+    shared=("print_config", "compilation_cache"),
+    statuses="1 also if a field is suspicious",
+)
+
+
+def _check(command: cli.Command) -> int:
+    # jax is imported here, after the config has been validated.
+    from dflash.loading import job as jobs
+    from dflash.measure.pair import alternatives, diagnosis, report
+
+    job = diagnosis.prepare(jobs.prepare_models(command.config))
+    job.load_weights()
+    print("\n".join(report.facts(job)), flush=True)
+    found = diagnosis.measure(job)
+    print("", *report.acceptance_lines(job, found), "", sep="\n", flush=True)
+    others = [
+        *alternatives.of_drafter(
+            getattr(job.drafter, "shape", None), job.target.arch, job.tokenizer
+        ),
+        *alternatives.of_prompts(job.config.prompts, job.tokenizer),
+    ]
+    if others:
+        print("other readings of one field", flush=True)
+    readings = diagnosis.read_all(
+        job, others, lambda reading: print(report.reading_line(reading), flush=True)
+    )
+    suspect = diagnosis.suspicious(found, readings)
+    print("", *report.verdict(job, found, suspect), sep="\n")
+    return 0 if suspect is None else 1
+
+
+main = cli.entry_point(SUBCOMMAND, _check)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Diagnosis of a pair of target and drafter."""

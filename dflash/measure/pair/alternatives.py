@@ -1,0 +1,135 @@
+"""Alternative readings of a drafter's config.json, each of which changes one field.
+
+A drafter that is run with a wrong field decodes losslessly but accepts little. Which field it is
+shows when the same weights accept more under another reading.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from dflash.config.schema import TargetArchitecture
+from dflash.text.tokenizer import Tokenizer
+
+_MASK_WORDS = ("mask", "pad")
+_MAX_MASKS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """Another value of one field.
+
+    Attributes:
+      field: Field of config.json, or key of the run's config.
+      change: The other value, in words.
+      shape: Shape of the drafter under this reading; None if it stays.
+      prompts: Changed fields of the config group `prompts`.
+    """
+
+    field: str
+    change: str
+    shape: Any = None
+    prompts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def of_drafter(
+    shape: Any, target: TargetArchitecture, tokenizer: Tokenizer
+) -> Iterator[Alternative]:
+    """Yields the alternative readings of a drafter's shape that its weights fit.
+
+    Args:
+      shape: Shape of the drafter; a strategy without one of the fields has no such readings.
+      target: Architecture of the target.
+      tokenizer: Tokenizer of the target, whose special tokens may be the mask.
+    """
+    if hasattr(shape, "views"):
+        yield from _views(shape)
+    if getattr(shape, "target_layer_ids", None):
+        yield from _taps(shape, target.num_hidden_layers)
+    if hasattr(shape, "decoder"):
+        yield from _rotary(shape, target)
+    if hasattr(shape, "mask_token_id"):
+        yield from _masks(shape, tokenizer)
+
+
+def of_prompts(prompts: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
+    """Yields the alternative readings of the config group `prompts`.
+
+    Args:
+      prompts: Config group of the run.
+      tokenizer: Tokenizer of the target; without a chat template there is no alternative.
+    """
+    if not tokenizer.has_chat_template:
+        return
+    if prompts.text and not prompts.chat:
+        yield Alternative("prompts.chat", "true", prompts={"chat": True})
+    asked = [{"role": "user", "content": "Hi"}]
+    on, off = (tokenizer.render_chat(asked, enable_thinking=value) for value in (True, False))
+    if on != off:
+        other = not prompts.thinking
+        yield Alternative("prompts.thinking", str(other).lower(), prompts={"thinking": other})
+
+
+def _views(shape: Any) -> Iterator[Alternative]:
+    """Yields other windows and causalities of the draft layers."""
+
+    def seen(field: str, change: str, *views) -> Iterator[Alternative]:
+        if views != shape.views:
+            yield Alternative(field, change, dataclasses.replace(shape, views=views))
+
+    def with_causality(causal: bool, sliding_only: bool = False):
+        return tuple(
+            dataclasses.replace(view, causal=causal)
+            if view.window is not None or not sliding_only
+            else view
+            for view in shape.views
+        )
+
+    yield from seen("is_causal", "true (every layer)", *with_causality(True))
+    yield from seen("is_causal", "false (every layer)", *with_causality(False))
+    sliding = {view.causal for view in shape.views if view.window is not None}
+    if sliding and len(sliding) < len({(view.window, view.causal) for view in shape.views}):
+        other = not sliding.pop()
+        views = with_causality(other, sliding_only=True)
+        yield from seen("sliding_window_non_causal", str(not other).lower(), *views)
+    full = tuple(dataclasses.replace(view, window=None) for view in shape.views)
+    yield from seen("layer_types", "full_attention (every layer)", *full)
+
+
+def _taps(shape: Any, depth: int) -> Iterator[Alternative]:
+    """Yields the tapped layers counted from the layer before or after."""
+    for shift in (-1, 1):
+        taps = tuple(layer + shift for layer in shape.target_layer_ids)
+        if min(taps) >= 0 and max(taps) < depth:
+            other = dataclasses.replace(shape, target_layer_ids=taps)
+            yield Alternative("target_layer_ids", f"{list(taps)}", other)
+
+
+def _rotary(shape: Any, target: TargetArchitecture) -> Iterator[Alternative]:
+    """Yields the target's rotary base and scaling."""
+    decoder = shape.decoder
+    for field in ("rope_theta", "rope_scaling"):
+        theirs = getattr(target, field)
+        if theirs != getattr(decoder, field):
+            other = dataclasses.replace(decoder, **{field: theirs})
+            what = "the target's" if theirs is not None else "none, like the target's"
+            value = f"{theirs:g} ({what})" if field == "rope_theta" else what
+            yield Alternative(field, value, dataclasses.replace(shape, decoder=other))
+
+
+def _masks(shape: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
+    """Yields other tokens that may be the mask: special tokens with a fitting name."""
+    for token, spelling in mask_candidates(tokenizer, shape.decoder.vocab_size).items():
+        if token != shape.mask_token_id:
+            other = dataclasses.replace(shape, mask_token_id=token)
+            yield Alternative("mask_token_id", f"{token} ({spelling})", other)
+
+
+def mask_candidates(tokenizer: Tokenizer, vocab_size: int) -> dict[int, str]:
+    """Returns up to three special tokens that are named like a mask, with their spellings."""
+    named = [
+        (token, spelling)
+        for token, spelling in sorted(tokenizer.special_spellings.items())
+        if any(word in spelling.lower() for word in _MASK_WORDS) and token < vocab_size
+    ]
+    return dict(named[:_MAX_MASKS])

@@ -1,0 +1,164 @@
+"""Measurement of a pair of target and drafter, and of other readings of the drafter's fields."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+
+from dflash.config.schema import DrafterConfig
+from dflash.inference.request import Completion
+from dflash.loading import job as jobs
+from dflash.loading.job import Job
+from dflash.measure.pair.alternatives import Alternative
+from dflash.offline.decoding import decode
+from dflash.text import tokenizer_loading
+
+# Prompts of a config that names at most one: short questions of many kinds.
+PROMPTS = (
+    "What is 17 times 24? Show each step.",
+    "A train travels 180 km in 2.5 hours. What is its average speed?",
+    "Solve for x: 3x + 7 = 2x - 5.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Write a Python function that checks whether a string is a palindrome.",
+    "Explain what a hash table is and when you would use one.",
+    "Summarize the causes of the French Revolution in three sentences.",
+    "Describe how rain forms, for a child of ten.",
+    "List five countries in South America with their capitals.",
+    "Translate into French: The library opens at nine in the morning.",
+    "Write a short, polite email that asks to move a meeting to Friday.",
+    "What is the difference between a virus and a bacterium?",
+    "Give me a recipe for pancakes.",
+    "Write a haiku about the sea.",
+    "Convert this list to JSON: apples 3, pears 5, plums 2.",
+    "Why is the sky blue?",
+)
+MAX_PROMPTS = len(PROMPTS)
+MAX_TOKENS = 64  # Per prompt.
+# An alternative is suspicious if it accepts this many times the drafts, and so many tokens more.
+_CLEARLY, _AT_LEAST = 1.25, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """Tokens that cycles committed.
+
+    Attributes:
+      cycles: Number of cycles by tokens committed, the bonus token included.
+    """
+
+    cycles: Counter[int]
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length (τ); 1 if there was no cycle."""
+        total = self.cycles.total()
+        return sum(n * count for n, count in self.cycles.items()) / total if total else 1.0
+
+    def survival(self, positions: int) -> list[float]:
+        """Returns the share of cycles that accepted the draft at positions 1, 2, …."""
+        total = max(1, self.cycles.total())
+        return [
+            sum(count for n, count in self.cycles.items() if n > position) / total
+            for position in range(1, positions + 1)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Acceptance under one alternative."""
+
+    alternative: Alternative
+    acceptance: Acceptance
+
+
+def prepare(job: Job) -> Job:
+    """Returns the job as it is examined: greedy chains, and at most 16 prompts of 64 tokens.
+
+    Args:
+      job: Job without prompts, whose config names some or none.
+    Raises:
+      UserError: The drafter is a strategy without drafts, or the prompts cannot be read.
+    """
+    config = job.config
+    decoding = dataclasses.replace(
+        config.decode, temperature=0.0, max_new_tokens=min(MAX_TOKENS, config.decode.max_new_tokens)
+    )
+    prompts = config.prompts
+    if len(prompts.text) <= 1 and prompts.file is None and prompts.dataset is None:
+        prompts = dataclasses.replace(prompts, text=PROMPTS, chat=None)
+    drafter = _as_chain(config.drafter)
+    config = dataclasses.replace(config, decode=decoding, prompts=prompts, drafter=drafter)
+    return _with_prompts(job.with_drafter(config))
+
+
+def measure(job: Job) -> Acceptance:
+    """Decodes a job's prompts, and returns what was accepted.
+
+    Args:
+      job: Job with prompts and loaded weights.
+    """
+    engine = job.engine(job.prompts)
+    engine.compile([len(prompt.ids) for prompt in job.prompts])
+    cycles: Counter[int] = Counter()
+    for event in decode(engine, job.requests(job.prompts)):
+        if isinstance(event, Completion):
+            cycles.update(event.acceptance_lengths)
+    return Acceptance(cycles)
+
+
+def under(job: Job, alternative: Alternative) -> Job:
+    """Returns the job under another reading, with the same weights."""
+    if alternative.shape is not None:
+        drafter = nnx.merge(*nnx.split(job.drafter))
+        drafter.shape = alternative.shape
+        if hasattr(alternative.shape, "target_layer_ids"):
+            drafter.feature_layers = alternative.shape.target_layer_ids
+        job = dataclasses.replace(job, drafter=drafter)
+    if not alternative.prompts:
+        return job
+    prompts = dataclasses.replace(job.config.prompts, **alternative.prompts)
+    words = tokenizer_loading.for_target(
+        job.target_source.directory, thinking=prompts.thinking, date=job.date
+    )
+    config = dataclasses.replace(job.config, prompts=prompts)
+    return _with_prompts(dataclasses.replace(job, config=config, tokenizer=words))
+
+
+def read_all(
+    job: Job,
+    alternatives: Sequence[Alternative],
+    tell: Callable[[Reading], None] = lambda reading: None,
+) -> list[Reading]:
+    """Measures a job under each alternative, and calls `tell` with each reading."""
+    readings = []
+    for alternative in alternatives:
+        readings.append(Reading(alternative, measure(under(job, alternative))))
+        tell(readings[-1])
+    return readings
+
+
+def suspicious(found: Acceptance, readings: Sequence[Reading]) -> Reading | None:
+    """Returns the reading that accepts most, if it accepts clearly more than the file's own."""
+    best = max(readings, key=lambda reading: reading.acceptance.tau, default=None)
+    if best is None:
+        return None
+    gain, drafts = best.acceptance.tau - found.tau, best.acceptance.tau - 1
+    clear = gain >= _AT_LEAST and drafts >= _CLEARLY * (found.tau - 1)
+    return best if clear else None
+
+
+def _as_chain(drafter: DrafterConfig) -> DrafterConfig:
+    """Returns the config of a drafter of chains with a fixed block size."""
+    changes: dict[str, Any] = {}
+    if getattr(drafter, "tree", None) is not None:
+        changes["tree"] = None
+    if drafter.adaptive:
+        changes["block_size"] = None
+    return dataclasses.replace(drafter, **changes)
+
+
+def _with_prompts(job: Job) -> Job:
+    found = jobs.read_prompts(job, job.config.prompts, stdin=None)
+    return jobs.with_prompts(job, found[:MAX_PROMPTS])

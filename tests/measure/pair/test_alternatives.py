@@ -1,0 +1,93 @@
+"""Tests of the other readings of a drafter's fields."""
+
+import dataclasses
+
+import pytest
+from support.dflash_cases import CAUSAL, FULL, make_shape
+from support.models import make_architecture
+
+from dflash.config.schema import PromptsConfig
+from dflash.drafters.dflash_config import LayerView
+from dflash.measure.pair import alternatives
+from dflash.text.tokenizer import ByteTokenizer
+
+
+class Named(ByteTokenizer):
+    """Bytes with two special tokens, and a template that may ask for reasoning."""
+
+    has_chat_template = True
+
+    @property
+    def special_spellings(self):
+        return {3: "<|pad|>", 7: "<|mask|>", 9: "<|end|>", 60: "<|mask_2|>"}
+
+    def __init__(self, thinks: bool):
+        self.thinks = thinks
+
+    def render_chat(self, messages, *, add_generation_prompt=True, **variables):
+        return "<think>" if self.thinks and variables["enable_thinking"] else ""
+
+
+def readings(shape, target=None, tokenizer=None):
+    found = alternatives.of_drafter(
+        shape, target or make_architecture(), tokenizer or ByteTokenizer()
+    )
+    return {(one.field, one.change): one.shape for one in found}
+
+
+def test_each_reading_changes_one_field():
+    shape = make_shape(FULL, LayerView(4, causal=True), target_layer_ids=(0, 1))
+    target = make_architecture(num_hidden_layers=3, rope_theta=5e5)
+    found = readings(shape, target, Named(thinks=False))
+    views = {change: found["is_causal", change].views for field, change in found
+             if field == "is_causal"}  # fmt: skip
+    assert views == {
+        "true (every layer)": (CAUSAL, LayerView(4, causal=True)),
+        "false (every layer)": (FULL, LayerView(4)),
+    }
+    assert found["sliding_window_non_causal", "true"].views == (FULL, LayerView(4))
+    assert found["layer_types", "full_attention (every layer)"].views == (FULL, CAUSAL)
+    assert found["target_layer_ids", "[1, 2]"].target_layer_ids == (1, 2)
+    assert found["rope_theta", "500000 (the target's)"].decoder.rope_theta == 5e5
+    masks = [one.mask_token_id for (field, _), one in found.items() if field == "mask_token_id"]
+    assert masks == [3, 7]
+    for one in found.values():
+        changed = [
+            field.name
+            for field in dataclasses.fields(shape)
+            if getattr(shape, field.name) != getattr(one, field.name)
+        ]
+        assert len(changed) == 1
+
+
+def test_a_reading_that_is_the_files_own_is_left_out():
+    found = readings(make_shape(CAUSAL, target_layer_ids=(1,)))
+    assert {field for field, _ in found} == {"is_causal", "target_layer_ids"}
+    assert [change for field, change in found if field == "is_causal"] == ["false (every layer)"]
+
+
+def test_strategies_without_fields_have_no_readings():
+    assert readings(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "thinks", "expected"),
+    [
+        ({"text": ("a",)}, False, ["prompts.chat"]),
+        ({"text": ("a",), "chat": True}, True, ["prompts.thinking"]),
+        ({"dataset": "math", "thinking": True}, True, ["prompts.thinking"]),
+        ({"dataset": "math"}, False, []),
+    ],
+)
+def test_readings_of_prompts(prompts, thinks, expected):
+    config = PromptsConfig(**prompts)
+    found = list(alternatives.of_prompts(config, Named(thinks)))
+    assert [one.field for one in found] == expected
+    for one in found:
+        (name,) = one.prompts
+        assert getattr(config, name) != one.prompts[name]
+
+
+def test_without_a_chat_template_prompts_have_one_reading():
+    config = PromptsConfig(text=("a",))
+    assert list(alternatives.of_prompts(config, ByteTokenizer())) == []
