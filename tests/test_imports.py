@@ -44,7 +44,7 @@ LEVELS = (
     # entry points
     {
         *("__main__", "benchmark", "chat", "compile", "completion", "convert", "decode", "distill"),
-        *("doctor", "serve", "sweep", "train", "train_tokenizer"),
+        *("check", "doctor", "serve", "sweep", "train", "train_tokenizer"),
     },
 )
 # Comparisons with words that only look like a strategy's or target's name: (module, word).
