@@ -216,10 +216,12 @@ def test_target_then_drafter_then_tau(config, data, tmp_path, capsys):
     assert "τ/jsonl" in capsys.readouterr().err
 
 
-def test_a_checkpoint_is_where_training_may_start(config, tmp_path):
-    assert run(config, *TARGET, "train.steps=40", "--workdir", tmp_path / "first") == 0
-    start = f"target.checkpoint={tmp_path / 'first' / 'hf'}"
-    assert run(config, *TARGET, start, "--workdir", tmp_path / "second") == 0
+@pytest.mark.parametrize(("task", "learner"), [(TARGET, "target"), (DRAFTER, "drafter")])
+def test_a_checkpoint_is_where_training_may_start(task, learner, config, tmp_path):
+    """Also where a training goes on whose work directory is gone."""
+    assert run(config, *task, "train.steps=40", "--workdir", tmp_path / "first") == 0
+    start = f"{learner}.checkpoint={tmp_path / 'first' / 'hf'}"
+    assert run(config, *task, start, "--workdir", tmp_path / "second") == 0
     assert losses(tmp_path / "second")[0] < 0.9 * losses(tmp_path / "first")[0]
 
 
