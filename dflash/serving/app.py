@@ -212,7 +212,8 @@ class Endpoints:
 
         def build() -> responses.Json:
             choices = [choice(*pair) for pair in zip(outputs, deltas, strict=True)]
-            return {**head, "choices": choices, "usage": responses.usage(request, outputs)}
+            answer = {**head, "choices": choices, "usage": responses.usage(request, outputs)}
+            return answer | responses.metrics(request, outputs, model)
 
         return await self._respond(outputs, build)
 

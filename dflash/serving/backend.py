@@ -105,7 +105,7 @@ class Backend:
             eos_ids=tuple(job.target.arch.eos_token_id),
             vocab_size=job.target.arch.vocab_size,
             max_length=engine.layout.max_length,
-            drafts=engine.block_sizes[-1] > 1,
+            drafts=engine.block_sizes[-1] - 1,
             special_tokens=config.prompts.special_tokens,
             compares=config.serve.compare,
             shares_prefixes=config.serve.share_prefixes,

@@ -211,6 +211,7 @@ class OpenAIBody(SamplingBody):
     stream_options: StreamOptions = StreamOptions()
     include_stop_str_in_output: bool = False
     show_drafts: bool = False
+    include_metrics: bool = False
     response_format: ResponseFormat = ResponseFormat()
     guided_json: _constraint("json_schema", "guided_json") = None
     guided_regex: _constraint("regex", "guided_regex") = None

@@ -35,6 +35,7 @@ class ResponseOptions:
       stop: Include the stop string that ended the output in the text.
       drafts: Report which tokens were drafted.
       reasoning: Report the reasoning of chats.
+      metrics: Report how many drafts each cycle accepted.
     """
 
     stream: bool = False
@@ -46,6 +47,7 @@ class ResponseOptions:
     stop: bool = False
     drafts: bool = False
     reasoning: bool = True
+    metrics: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

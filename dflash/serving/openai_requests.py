@@ -113,6 +113,8 @@ def _request(
     stream = fields.stream_options
     if not fields.stream and (stream.include_usage or stream.continuous_usage_stats):
         raise RequestError("stream_options: needs stream: true", param="stream_options")
+    if fields.include_metrics and (fields.n > 1 or len(prompts) > 1):
+        raise RequestError("include_metrics: supports only one output", param="include_metrics")
     options = ResponseOptions(
         stream=fields.stream,
         usage=stream.include_usage,
@@ -122,6 +124,7 @@ def _request(
         special_tokens=not fields.skip_special_tokens,
         stop=fields.include_stop_str_in_output,
         drafts=fields.show_drafts,
+        metrics=fields.include_metrics,
         reasoning=getattr(fields, "include_reasoning", True),
     )
     return requests.complete(fields, model, prompts, options, fields.cache_salt)

@@ -1,5 +1,6 @@
 """Output of one request: text, finish reason, log-probabilities, and statistics."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,8 @@ class OutputStatistics:
       accepted: Output tokens that are accepted drafts.
       committed: Output tokens of all cycles.
       cached_tokens: Prompt tokens found in the prefix cache.
+      accepted_drafts: Number of cycles that accepted each number of drafts, without cycles that
+        drafted nothing.
       decode_ms: Engine's time from the first token to the last, in milliseconds; None until then.
     """
 
@@ -90,6 +93,9 @@ class OutputStatistics:
     accepted: int = 0
     committed: int = 0
     cached_tokens: int = 0
+    accepted_drafts: collections.Counter[int] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     decode_ms: float | None = None
 
     @property
@@ -228,6 +234,8 @@ class Output:
         self.statistics.drafted += sum(sizes) - len(sizes)
         self.statistics.accepted += sum(event.accepted)
         self.statistics.committed += sum(lengths)
+        drafting = zip(event.accepted, sizes, strict=True)
+        self.statistics.accepted_drafts.update(count for count, size in drafting if size > 1)
 
 
 class _Pieces:

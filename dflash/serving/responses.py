@@ -100,6 +100,25 @@ def usage(request: CompletionRequest, outputs: Sequence[Output]) -> Json:
     }
 
 
+def metrics(request: CompletionRequest, outputs: Sequence[Output], model: ServedModel) -> Json:
+    """Returns the field that reports accepted drafts in vLLM's form, if a request asks for it."""
+    if not request.options.metrics:
+        return {}
+    histogram = outputs[0].statistics.accepted_drafts
+    steps, accepted = histogram.total(), outputs[0].statistics.accepted
+    drafted = outputs[0].statistics.drafted
+    counts = {
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [histogram[count] for count in range(model.drafts + 1)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": model.drafts,
+    }
+    return {"metrics": {"speculative_decoding": counts}}
+
+
 def envelope(kind: str, id: str, model: ServedModel) -> Json:
     """Returns the fields that a response, or each chunk of a stream, begins with."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model.name}
@@ -240,8 +259,9 @@ async def chunks(
                 output = outputs[place]
                 if request.chat_format is None or not part.is_empty or output.ended:
                     yield chunk([choice(output, part)])
-    if request.options.usage:
-        yield {**head, "choices": [], "usage": usage(request, outputs)}
+    if request.options.usage or request.options.metrics:
+        last = {**head, "choices": [], "usage": usage(request, outputs)}
+        yield last | metrics(request, outputs, model)
 
 
 def _ending(output: Output, delta: OutputDelta) -> Json:

@@ -25,7 +25,7 @@ class ServedModel:
       eos_ids: Stop tokens of the checkpoint.
       vocab_size: Vocabulary size of the target.
       max_length: Maximum number of tokens of a prompt and its output together.
-      drafts: Whether the strategy drafts any tokens.
+      drafts: Most tokens that the strategy drafts in a cycle; 0 if it drafts none.
       special_tokens: Whether text prompts may contain special tokens.
       compares: Whether requests can also be decoded without drafting.
       shares_prefixes: Whether requests without a cache salt share cached pages.
@@ -42,7 +42,7 @@ class ServedModel:
     eos_ids: tuple[int, ...]
     vocab_size: int
     max_length: int
-    drafts: bool
+    drafts: int
     special_tokens: bool = False
     compares: bool = False
     shares_prefixes: bool = True

@@ -51,6 +51,21 @@ def test_a_completion(server):
     assert usage["total_tokens"] == len(PROMPT) + 9
 
 
+def test_acceptance_of_a_request(server):
+    body = {"prompt": PROMPT, "max_tokens": 24, "include_metrics": True}
+    _, answer = server.post(TEXT, body)
+    counts = answer["metrics"]["speculative_decoding"]
+    histogram, steps = counts["acceptance_histogram"], counts["num_spec_steps"]
+    assert (sum(histogram), len(histogram)) == (steps, counts["num_spec_tokens"] + 1)
+    accepted = sum(count * number for count, number in enumerate(histogram))
+    assert accepted == counts["num_accepted_draft_tokens"]
+    assert counts["mean_acceptance_length"] == 1 + accepted / steps
+    assert counts["draft_acceptance_rate"] == accepted / counts["num_draft_tokens"]
+    assert server.events(TEXT, body)[-1]["metrics"]["speculative_decoding"] == counts
+    assert "metrics" not in server.post(TEXT, {"prompt": PROMPT, "max_tokens": 2})[1]
+    assert server.post(TEXT, body | {"n": 2})[1]["error"]["param"] == "include_metrics"
+
+
 def test_a_chat(server):
     messages = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
     _, answer = server.post(CHAT, {"messages": messages, "max_completion_tokens": 5})
