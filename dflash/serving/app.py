@@ -23,6 +23,7 @@ from dflash.serving import (
     http,
     openai_requests,
     page,
+    response_items,
     responses,
     sglang_requests,
     validation,
@@ -34,6 +35,7 @@ from dflash.serving.http import EventStream, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.output import Output, OutputDelta
 from dflash.serving.request_error import RequestError
+from dflash.serving.response_items import ResponseBuilder
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
 from dflash.serving.service import Service, ServiceState
@@ -67,6 +69,7 @@ def application(service: Service, *, names: ServedNames, key: str | None = None)
         ("/v1/models/{name:path}", "GET", endpoints.one_model),
         ("/v1/completions", "POST", endpoints.completions),
         ("/v1/chat/completions", "POST", endpoints.chat_completions),
+        ("/v1/responses", "POST", endpoints.responses),
         ("/tokenize", "POST", endpoints.tokenize),
         ("/detokenize", "POST", endpoints.detokenize),
         ("/generate", "POST", endpoints.generate),
@@ -215,6 +218,19 @@ class Endpoints:
             answer = {**head, "choices": choices, "usage": responses.usage(request, outputs)}
             return answer | responses.metrics(request, outputs, model)
 
+        return await self._respond(outputs, build)
+
+    async def responses(self, http_request: Request) -> Response:
+        """Serves OpenAI's /v1/responses, which keeps nothing between requests."""
+        request, fields = await self._read(http_request, openai_requests.read_response)
+        model = self._service.served()
+        group = await self._admit(http_request, request)
+        builder = ResponseBuilder(_id(http_request), fields, request, model)
+        if request.options.stream:
+            return EventStream(response_items.events(builder, request, group, model), group)
+        outputs = responses.outputs_of(request, group, model)
+        (delta,) = await self._wait(http_request, group, outputs)
+        build = functools.partial(response_items.whole, builder, outputs[0], delta)
         return await self._respond(outputs, build)
 
     async def generate(self, http_request: Request) -> Response:

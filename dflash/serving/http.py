@@ -232,7 +232,8 @@ class EventStream(Response):
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    name = b"event: " + value["type"].encode() + b"\n" if "type" in value else b""
+    return name + b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _body(content: bytes, *, more: bool = True) -> Message:

@@ -11,6 +11,7 @@ from dflash.serving.bodies import CompletionBody, OpenAIBody, TokenizeTextBody
 from dflash.serving.chat_bodies import ChatBody, Conversation, TokenizeChatBody
 from dflash.serving.completion_request import CompletionRequest, ResponseOptions
 from dflash.serving.request_error import RequestError, unsupported
+from dflash.serving.response_bodies import ResponsesBody, chat_of, renamed
 from dflash.serving.served_model import ServedModel
 
 
@@ -44,6 +45,24 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
     prompt = render_chat(fields, model)
     request = _request(fields, model, (encode_chat(prompt, model),), logprobs)
     return with_answer(request, fields, model, prompt)
+
+
+def read_response(
+    body: Mapping[str, Any], model: ServedModel
+) -> tuple[CompletionRequest, ResponsesBody]:
+    """Reads the body of /v1/responses.
+
+    Returns:
+      The request, and the validated body, which the response repeats.
+    Raises:
+      RequestError: A field is invalid or not supported; the error names it.
+    """
+    requests.check_model(body, model)
+    fields = validation.parse(ResponsesBody, body)
+    try:
+        return read_chat(chat_of(fields, body), model), fields
+    except RequestError as error:
+        raise renamed(error) from error
 
 
 def read_tokenize(body: Mapping[str, Any], model: ServedModel) -> tuple[tuple[int, ...], bool]:

@@ -189,7 +189,7 @@ def _message(request: CompletionRequest, delta: OutputDelta) -> Json:
     texts, calls = {"content": "", "reasoning": ""}, []
     for part in delta.parts:
         if part.kind == "call":
-            calls.append(_call(part) | {"function": {"name": part.text, "arguments": ""}})
+            calls.append(call_of(part) | {"function": {"name": part.text, "arguments": ""}})
         elif part.kind == "arguments":
             calls[-1]["function"]["arguments"] += part.text
         else:
@@ -209,13 +209,14 @@ def _message_delta(request: CompletionRequest, part: Part, index: int) -> Json:
             return {"reasoning_content": part.text} if request.options.reasoning else {}
         case "call":
             function = {"name": part.text, "arguments": ""}
-            return {"tool_calls": [{"index": index, **_call(part), "function": function}]}
+            return {"tool_calls": [{"index": index, **call_of(part), "function": function}]}
         case "arguments":
             function = {"arguments": part.text}
             return {"tool_calls": [{"index": index, "function": function}]}
 
 
-def _call(part: Part) -> Json:
+def call_of(part: Part) -> Json:
+    """Returns the id and the type of a tool call."""
     return {"id": part.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
 
 

@@ -32,9 +32,13 @@ _EXPECTED = {
 }
 
 
-def parse(kind: type[Body], body: Mapping[str, Any]) -> Body:
+def parse(kind: type[Body], body: Mapping[str, Any], place: str = "") -> Body:
     """Validates a JSON object.
 
+    Args:
+      kind: Model of the object.
+      body: Object to validate.
+      place: Name of the field that holds the object; "" for the body of a request.
     Raises:
       RequestError: A field is unknown or missing, or its value is not supported; names the first
         such field.
@@ -43,7 +47,8 @@ def parse(kind: type[Body], body: Mapping[str, Any]) -> Body:
         return kind.model_validate(body)
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
-    param, message = jsonl.place_of(problem["loc"]), problem["msg"]
+    path = (place, *problem["loc"]) if place else problem["loc"]
+    param, message = jsonl.place_of(path), problem["msg"]
     match problem["type"]:
         case "extra_forbidden":
             raise unsupported(param, f"not supported{_suggestion(kind, problem['loc'])}")

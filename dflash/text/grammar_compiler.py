@@ -42,6 +42,11 @@ _JSON_OPTIONS = {
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$comment", "strict"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("enum", "const", "required"))
+# Keywords beside which the properties of an object may not be all that it has.
+_OPEN = frozenset(
+    "additionalProperties patternProperties minProperties $ref if allOf anyOf oneOf not "
+    "dependentSchemas dependentRequired".split()
+)
 
 _PROGRAM = "dflash.text.grammar_check"
 _problems: dict[tuple[Kind, str], str] = {}  # results of finished checks, oldest first
@@ -141,32 +146,38 @@ def serialize(kind: Kind, source: str) -> str:
         raise unusable(kind, str(error)) from error
 
 
-def inline_schema(schema: Any, *, lenient: bool = False) -> str:
+def inline_schema(schema: Any, *, lenient: bool = False, closed: bool = False) -> str:
     """Returns the Lark expression of a JSON schema, without texts that describe it.
 
     Args:
       schema: JSON schema.
       lenient: Whether keywords that the library does not support have no effect; otherwise they are
         errors when the grammar is compiled.
+      closed: Whether objects have no other properties than those that the schema names, unless it
+        says what others there may be.
     """
     options = _JSON_OPTIONS | {"lenient": lenient}
     if not isinstance(schema, Mapping):
         schema = {} if schema is True else {"not": {}}
-    return f"%json {json.dumps(_plain_schema(schema) | {'x-guidance': options})}"
+    return f"%json {json.dumps(_plain_schema(schema, closed) | {'x-guidance': options})}"
 
 
-def _plain_schema(schema: Any) -> Any:
+def _plain_schema(schema: Any, closed: bool) -> Any:
     """Returns a JSON schema without annotations, which may be longer than all the rest."""
     if isinstance(schema, list):
-        return [_plain_schema(one) for one in schema]
+        return [_plain_schema(one, closed) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     plain = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, Mapping):
-            plain[name] = {key: _plain_schema(one) for key, one in value.items()}
+            plain[name] = {key: _plain_schema(one, closed) for key, one in value.items()}
         elif name not in _ANNOTATIONS:
-            plain[name] = value if name in _VALUES else _plain_schema(value)
+            # The parts of an object that several schemas describe must not exclude each other.
+            inner = closed and name != "allOf"
+            plain[name] = value if name in _VALUES else _plain_schema(value, inner)
+    if closed and "properties" in plain and not _OPEN & plain.keys():
+        plain["additionalProperties"] = False
     return plain
 
 

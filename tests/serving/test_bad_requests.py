@@ -14,6 +14,7 @@ from dflash.serving.bodies import CompletionBody
 from dflash.serving.chat_bodies import ChatBody
 from dflash.serving.request_error import RequestError
 
+RESPONSES = "/v1/responses"
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -115,6 +116,16 @@ WRONG = [
     (CHAT, {"messages": [USER], "logprobs": 2}, "logprobs"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": 1}, "chat_template_kwargs"),
     (CHAT, {"messages": [USER], "audio": {}}, "audio"),
+    (RESPONSES, {}, "input"),
+    (RESPONSES, {"input": "a", "previous_response_id": "x"}, "previous_response_id"),
+    (RESPONSES, {"input": "a", "store": True}, "store"),
+    (RESPONSES, {"input": []}, "input"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    (RESPONSES, {"input": [{"role": "user", "content": [5]}]}, "input[0].content[0]"),
+    (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (RESPONSES, {"input": "a", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+    (RESPONSES, {"input": "a", "max_output_tokens": 500}, "max_output_tokens"),
+    (RESPONSES, {"input": "a" * 200}, "input"),
     (GENERATE, {}, "text"),
     (GENERATE, {"text": "a", "input_ids": [1]}, "text"),
     (GENERATE, {"text": 1}, "text"),

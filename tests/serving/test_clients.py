@@ -145,6 +145,27 @@ def test_openai_tool_loop(client):
     assert client.chat.completions.create(**options).choices[0].message.content
 
 
+def test_openai_responses(client):
+    """A text, a call and its result, streamed as well as whole."""
+    response = client.responses.create(model="tiny", input="abcabc", max_output_tokens=8)
+    assert (response.status, response.usage.output_tokens) == ("incomplete", 8)
+    with client.responses.stream(model="tiny", input="abcabc", max_output_tokens=8) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == response.output_text
+    tool = {"type": "function", **TOOL["function"]}
+    options = {"model": "tiny", "tools": [tool], "parallel_tool_calls": False}
+    options |= {"max_output_tokens": 100, "tool_choice": {"type": "function", "name": "f"}}
+    options["extra_body"] = {"stop_token_ids": [0], "logit_bias": OPTIONS["logit_bias"]}
+    (call,) = client.responses.create(input="a", **options).output
+    assert json.loads(call.arguments)["x"] in (1, 2)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+    with client.responses.stream(input=[call.model_dump(), result], **options) as stream:
+        (call,) = stream.get_final_response().output
+    assert call.parsed_arguments["x"] in (1, 2)
+
+
 def test_openai_exceptions_name_the_field(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=MESSAGES, reasoning_effort="low")

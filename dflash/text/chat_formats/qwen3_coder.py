@@ -16,7 +16,6 @@ from typing import Any
 from dflash import errors
 from dflash.text.chat_formats.reader import END, Part, Reader, Steps
 from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool, ToolFormat
-from dflash.text.grammar_compiler import inline_schema
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _VALUE_END = "\n</parameter>"
@@ -60,7 +59,7 @@ def _value(rule: str, schema: Any, tool: Tool, tokens: Tokens) -> str:
         name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters
     }
     schema = {**schema, **definitions} if isinstance(schema, Mapping) else schema
-    return f"{rule}: {inline_schema(schema, lenient=not tool.strict)} {tokens.expression(end)}"
+    return f"{rule}: {tool.expression(schema)} {tokens.expression(end)}"
 
 
 def _properties(tool: Tool) -> dict[str, Any]:

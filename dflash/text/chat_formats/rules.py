@@ -35,7 +35,11 @@ class Tool:
     @property
     def arguments(self) -> str:
         """Lark expression of the arguments."""
-        return inline_schema(self.parameters, lenient=not self.strict)
+        return self.expression(self.parameters)
+
+    def expression(self, schema: Any) -> str:
+        """Returns the Lark expression of a part of the arguments."""
+        return inline_schema(schema, lenient=not self.strict, closed=True)
 
 
 @dataclasses.dataclass(frozen=True)
