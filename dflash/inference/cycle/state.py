@@ -64,7 +64,7 @@ class Report:
       num_committed: int32 [C, B]; number of valid tokens; 0 for an inactive slot.
       num_accepted: int32 [C, B]; number of accepted drafts among the valid tokens.
       active: bool [B]; slots that are still active after the dispatch.
-      block_sizes: int32 [C]; rows that each cycle verified per sequence.
+      block_sizes: int32 [C, B]; rows that each cycle verified of each sequence.
       nonfinite_at: int32 [B]; same as in `DecodeState`.
       logprobs: Log-probabilities of the tokens; None if they were dropped before the transfer.
       rejected: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they
