@@ -201,6 +201,9 @@ class DecodeConfig(SamplingConfig):
     max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
     min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # Minimum before a stop token.
     verify: Literal["coupled", "rejection", "block"] = "coupled"
+    # Copy what followed an earlier occurrence of the last tokens, in place of the drafter's block,
+    # while copies are accepted more often.
+    lookup: bool = False
     stop_ids: tuple[int, ...] = option((), minimum=0)  # In addition to the checkpoint's.
     ignore_eos: bool = False
     baseline: bool = False  # Also decode every prompt without drafting, and compare.

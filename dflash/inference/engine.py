@@ -212,7 +212,7 @@ class Engine:
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         where = (np.int32(prefill_slot), np.int32(slot.index))
         stated = self._unconstrained(1).controls
-        if not controls.is_default(request):
+        if self.rules.lookup or not controls.is_default(request):
             stated = controls.of_request(request, output_ids, self.layout.max_length)
             stated = jax.tree.map(lambda x: x[None], stated)
         length = len(request.prompt) + max(1, len(output_ids))

@@ -13,7 +13,7 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import first_token
-from dflash.inference.cycle import adaptive, dispatch
+from dflash.inference.cycle import adaptive, dispatch, lookup
 from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import controls
@@ -141,6 +141,9 @@ class Shapes:
                 len(layout.bucket_sizes),
                 self.rules.division,
             ),
+            lookup=lookup.abstract(batch, drafter.num_draft_tokens, self.sharding)
+            if self.rules.lookup
+            else None,
             nonfinite_at=ints,
             concluded=self.scalar(),
         )

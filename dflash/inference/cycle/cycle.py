@@ -69,7 +69,11 @@ def propose(
     sampler = rules.sampler(state)
     with jax.named_scope("drafter"):
         proposal, drafter_state = _draft(drafter, block_size - 1, state, sampler, target)
-    return dataclasses.replace(state, drafter=drafter_state), proposal
+        lookup = state.lookup
+        if lookup is not None and block_size > 1:
+            token_ids, position = state.controls.token_ids, state.length - 1
+            lookup, proposal = lookup.beside(proposal, token_ids, position)
+    return dataclasses.replace(state, drafter=drafter_state, lookup=lookup), proposal
 
 
 def conclude(
@@ -96,7 +100,7 @@ def conclude(
     """
     tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
     tree, num_drafts = _tree(proposal, drafter), proposal.tokens.shape[1]
-    rows = None if mean_rows is None else judge.divide(state, num_drafts, mean_rows, rules)
+    rows = None if mean_rows is None else judge.divide(state, proposal, mean_rows, rules)
     packing = None if rows is None else rows.packing
     output, positions = _forward(target, drafter, state, tokens, tree, packing)
     logits = target.unembed(output.hidden)
@@ -134,6 +138,7 @@ def conclude(
         cache=cache,
         drafter=drafter_state,
         adaptive=adaptive,
+        lookup=state.lookup and state.lookup.learn(committed, num_committed, num_drafts),
         nonfinite_at=nonfinite_at,
     )
     return state, outcome

@@ -32,21 +32,23 @@ class Rows(NamedTuple):
         return jnp.where(jnp.arange(1, drafts.shape[1] + 1) < self.counts[:, None], drafts, -1)
 
 
-def divide(state: DecodeState, num_drafts: int, mean_rows: int, rules: Rules) -> Rows:
+def divide(state: DecodeState, proposal: Proposal, mean_rows: int, rules: Rules) -> Rows:
     """Divides the rows of a cycle among its sequences; see `block_choice.divide`.
 
     Args:
       state: State before verification, with statistics of acceptance.
-      num_drafts: Number of drafts of every sequence.
+      proposal: Chains, with the drafter's confidence or without, as the statistics then tell.
       mean_rows: Mean number of rows per slot.
       rules: Static settings of the loop.
     """
-    rates = block_choice.rates(state.adaptive.choice)
+    rates = proposal.confidence
+    if rates is None:
+        rates = block_choice.rates(state.adaptive.choice)
     survival = block_choice.survival(rates, state.active, state.limit - state.length)
     replicas = rules.division.num_replicas
     counts = block_choice.divide(survival, state.active, mean_rows, replicas)
     total = state.active.shape[0] // replicas * mean_rows
-    return Rows(counts, Packing.of(counts, num_drafts + 1, total, replicas))
+    return Rows(counts, Packing.of(counts, rates.shape[1] + 1, total, replicas))
 
 
 def judge(

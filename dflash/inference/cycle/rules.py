@@ -25,6 +25,7 @@ class Rules:
       block_sizes: Numbers of rows that a cycle may verify per sequence, ascending; the last one is
         the drafter's block size.
       division: Cycles that divide their rows among sequences.
+      lookup: Whether copies of the context may replace a drafter's drafts; see `lookup`.
       verify: Rule that accepts drafts; see `verify`.
       revise: Function applied to every `VerifyResult`, for measurements only: the output becomes
         meaningless, but the work stays the same.
@@ -32,6 +33,7 @@ class Rules:
 
     block_sizes: tuple[int, ...]
     division: Division = WHOLE
+    lookup: bool = False
     verify: Literal["coupled", "rejection", "block"] = "coupled"
     revise: Revise | None = None
 
@@ -61,7 +63,8 @@ class Rules:
             if config.verify == "coupled":
                 slots, replicas = layout.slots_per_replica, layout.num_replicas
                 division = block_choice.division(largest, slots, replicas)
-        return cls(sizes, division, config.verify, revise)
+        lookup = config.lookup and drafter.num_draft_tokens > 0
+        return cls(sizes, division, lookup, config.verify, revise)
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dflash.inference.cycle.adaptive import Adaptive
+from dflash.inference.cycle.lookup import Lookup
 from dflash.inference.logits.controls import Controls
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
@@ -34,6 +35,7 @@ class DecodeState:
       drafter: State of the drafter.
       adaptive: State that chooses block sizes; None if there is only one size. Its backlog holds
         the rows that the drafter has not observed yet.
+      lookup: State that chooses between drafts and copies; None without lookup.
       nonfinite_at: int32 [B]; position of the first token with non-finite logits, which ended the
         sequence; 0 if there was none.
       concluded: int32 []; cycles of the current dispatch that were run before its loop.
@@ -49,6 +51,7 @@ class DecodeState:
     cache: PagedCache
     drafter: Any
     adaptive: Adaptive | None
+    lookup: Lookup | None
     nonfinite_at: jax.Array
     concluded: jax.Array
 
