@@ -113,15 +113,7 @@ def conclude(
     cache, features = _keep_path(
         target, output, state.length - 1, num_committed, result.path, packing
     )
-    with_logprobs = state.controls.logprobs & state.active
-    outcome = Outcome(
-        committed,
-        num_committed,
-        jnp.minimum(result.num_accepted, num_committed),
-        logprobs.of_tokens(logits, committed, with_logprobs, result.path, packing),
-        _rejected(proposal.tokens if rows is None else rows.verified(proposal.tokens), result),
-        jnp.full_like(state.length, num_drafts + 1) if rows is None else rows.counts,
-    )
+    outcome = _outcome(state, proposal, result, committed, num_committed, logits, rows)
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     drafter_state, adaptive = _observe(
@@ -142,6 +134,23 @@ def conclude(
         nonfinite_at=nonfinite_at,
     )
     return state, outcome
+
+
+def _outcome(state, proposal, result, committed, num_committed, logits, rows) -> Outcome:
+    """Returns what a cycle reports."""
+    drafts, packing = proposal.tokens, None
+    counts = jnp.full_like(state.length, drafts.shape[1] + 1)
+    if rows is not None:
+        drafts, packing, counts = rows.verified(drafts), rows.packing, rows.counts
+    with_logprobs = state.controls.logprobs & state.active
+    return Outcome(
+        committed,
+        num_committed,
+        jnp.minimum(result.num_accepted, num_committed),
+        logprobs.of_tokens(logits, committed, with_logprobs, result.path, packing),
+        _rejected(drafts, result),
+        counts,
+    )
 
 
 def _tree(proposal: Proposal, drafter: Drafter) -> trees.Tree | None:
