@@ -28,6 +28,9 @@ def make_pair(family: str, config: dict, directory: pathlib.Path, seed: int = 0)
         for name, parameter in theirs.named_parameters():
             mean, std = (1.0, 0.3) if "norm" in name else (0.0, 0.2)
             parameter.normal_(mean, std)
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 2.0)
     kept = {name: array for name, array in theirs.state_dict().items() if array.numel()}
     theirs.save_pretrained(directory, state_dict=kept)
     return theirs, load_target(directory)
