@@ -150,8 +150,8 @@ class TargetArchitecture:
 
 
 # 8-bit projections with one scale per output, quantized while plain weights are read. w8a8
-# quantizes activations to int8, too.
-Quantization = Literal["int8", "float8_e4m3fn", "w8a8"]
+# quantizes activations to int8, too. q8_0 keeps the projections that a GGUF file stores in Q8_0.
+Quantization = Literal["int8", "float8_e4m3fn", "w8a8", "q8_0"]
 
 
 @dataclasses.dataclass(frozen=True)
