@@ -42,7 +42,8 @@ def _decode(command: cli.Command) -> None:
     )
     job = jobs.prepare(command.config, stdin=sys.stdin, dry=command.dry_run, date=date)
     if command.dry_run:
-        print("\n".join([*job.plan().lines(), *prompts.dropped_answers(job.prompts)]))
+        lines = *job.plan().lines(), *job.notes(), *prompts.dropped_answers(job.prompts)
+        print("\n".join(lines))
         return
     divided = command.shard is None and distributed.compute_on_first(
         lambda: shards.is_divided(command.workdir, records.OUTPUTS)

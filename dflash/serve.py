@@ -65,17 +65,20 @@ def _serve(command: cli.Command) -> int:
     job = jobs.prepare_models(command.config, dry=dry, date=None if dry else dates.find(None))
     job = job.with_room()
     if dry:
-        print("\n".join(job.plan().lines()))
+        print("\n".join([*job.plan().lines(), *job.notes()]))
         return 0
     if jax.process_index() > 0:
         return server.follow(Backend(job, command.config, Display.silent()))
+    display = Display(stream=False)
+    for line in job.notes():
+        display.note(line)
     host = command.flags["host"]
     listener = server.listen(host, command.flags["port"])
     limits = command.config.serve
     limits = dataclasses.replace(limits, hosts=(*limits.hosts, host))
     config = dataclasses.replace(command.config, serve=limits)
     return server.run(
-        Backend(job, config, Display(stream=False)),
+        Backend(job, config, display),
         listener,
         on_ready=lambda url: print(url, flush=True),
         profile_dir=command.profile_dir,

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.checkpoints import files, foreign, hf_config
-from dflash.checkpoints.packed_values import BLOCKS, PACKED, PER_SCALE, SCALES
+from dflash.checkpoints import files, foreign, hf_config, packing
 
 _GROUP = "quantization_config"
 _BLOCK = "weight_block_size"
@@ -26,7 +25,7 @@ class StoredFormat:
       scale_suffix: Replacement of "weight" in the names of tensors that hold scales, or what is
         appended to names without it.
       packed_suffix: Counterpart of `scale_suffix` for tensors that hold packed values; see
-        `packed_values`. None if values are not packed.
+        `packing`. None if values are not packed.
     """
 
     block: tuple[int, int] | None
@@ -68,7 +67,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
         block = hf_config.read_fields(group, _Blocks, group=_GROUP).weight_block_size
         return StoredFormat(_pair(block, _BLOCK), "weight_scale_inv")
     if key == _GROUP and method == _MXFP4:
-        return StoredFormat((1, PER_SCALE), SCALES, BLOCKS)
+        return StoredFormat((1, packing.PER_SCALE), packing.SCALES, packing.BLOCKS)
     if key == _GROUP and method == _COMPRESSED and group.get("format") in _FORMATS:
         return _compressed(group)
     kind = method if method != _COMPRESSED else f"{method}, {str(group.get('format'))[:40]}"
@@ -98,7 +97,7 @@ def _compressed(group: Mapping[str, Any]) -> StoredFormat:
         )
     if bits == _PACKED_BITS:
         size = stated.group_size if stated.strategy == "group" else None
-        return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", PACKED)
+        return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", packing.PACKED)
     if stated.strategy == "channel":
         return StoredFormat(None, "weight_scale")
     if stated.strategy == "block":

@@ -123,12 +123,15 @@ def _compile_decoding(
     max_context = max_length - drafter.block_size
     context = min(tpu.context or max_context, max_context)
     state = engine.abstract_state()
+    cache = state.cache
     arguments = {
         "target weights": decode_plan.measure(nnx.state(target, nnx.Param)).device_bytes,
         "drafter weights": decode_plan.measure(nnx.state(drafter, nnx.Param)).device_bytes,
-        "target KV": decode_plan.measure(state.cache).device_bytes,
+        "target KV": decode_plan.measure((cache.pools, cache.page_table)).device_bytes,
         "draft KV": decode_plan.measure(state.drafter).device_bytes,
     }
+    if cache.states:
+        arguments["recurrent state"] = decode_plan.measure(cache.states).device_bytes
     if _is_selected(CYCLE, tpu):
         title = (
             f"cycle: batch {config.batch_size}, {drafter.block_size} rows per sequence, "
@@ -200,7 +203,9 @@ def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -
             sizes[name] += size * share_of(path).read
     capacity = cache.pools[0].shape[1] * cache.page_size
     share = context * cache.page_table.shape[0] / capacity
-    sizes[ATTENTION] += share * decode_plan.measure(cache.layers).device_bytes
+    sizes[ATTENTION] += share * decode_plan.measure(cache.pools).device_bytes
+    # Recurrent state is read, and written back.
+    sizes[ATTENTION] += 2 * decode_plan.measure(cache.states).device_bytes
     return {name: Ideal(size) for name, size in sizes.items()}
 
 

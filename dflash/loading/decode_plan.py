@@ -70,6 +70,8 @@ def make_plan(
       prompt_lengths: Lengths of the prompts, in tokens.
     """
     state = engine.abstract_state()
+    cache = state.cache
+    recurrent = {"recurrent state": measure(cache.states)} if cache.states else {}
     return Plan(
         mesh=dict(engine.sharding.mesh.shape),
         target_parameters=parameters.count(target),
@@ -77,7 +79,8 @@ def make_plan(
         memory={
             "target weights": measure(nnx.state(target, nnx.Param)),
             "drafter weights": measure(nnx.state(drafter, nnx.Param)),
-            "target cache": measure(state.cache),
+            "target cache": measure((cache.pools, cache.page_table)),
+            **recurrent,
             "drafter state": measure((state.drafter, state.adaptive)),
         },
         programs=tuple(" ".join(map(str, name)) for name in engine.program_names(prompt_lengths)),

@@ -194,6 +194,15 @@ class Job:
             num_stop_ids=max(num_stop_ids, len(self.stop_ids)),
         )
 
+    def notes(self) -> list[str]:
+        """Returns lines on settings that cannot apply to the run's models."""
+        if not (self.config.decode.prefix_cache and self.target.has_recurrent_state):
+            return []
+        return [
+            "decode.prefix_cache: off, because the target keeps recurrent state, which exists at "
+            "the end of a sequence only; every prompt is computed in full"
+        ]
+
     def plan(self) -> decode_plan.Plan:
         """Returns the plan of the run: its memory and programs."""
         lengths = [len(prompt.ids) for prompt in self.prompts]
@@ -335,11 +344,6 @@ def _find_drafter(
     if target_source.directory and source.directory:
         vocabulary.check_same(target_source.directory, source.directory)
     _check_rule(config, drafter)
-    if config.decode.lookup and drafter.longest_path < drafter.block_size:
-        raise errors.ConfigError(
-            f"decode.lookup: copies replace chains, and drafter.name={config.drafter.name} drafts "
-            "trees; leave decode.lookup out"
-        )
     return source, drafter
 
 

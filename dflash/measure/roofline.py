@@ -123,8 +123,12 @@ def target_work(
     token = target.new_cache(
         batch=1, pages_per_sequence=1, num_pages=1, page_size=1, kv_dtype=kv_dtype
     )
-    cached = decode_plan.measure(token.layers).total_bytes * batch * (context + rows)
-    return products + ForwardWork(scores, cached)
+    cached = decode_plan.measure(token.pools).total_bytes * batch * (context + rows)
+    # A row reads its recurrent state twice, for key and query, and adds to it; memory is read and
+    # written once.
+    states = 6 * batch * rows * sum(state.memory.size for state in token.states)
+    kept = 2 * batch * decode_plan.measure(token.states).total_bytes
+    return products + ForwardWork(scores + states, cached + kept)
 
 
 def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> ForwardWork:

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
 from dflash.config.schema import subset
@@ -19,7 +17,6 @@ from dflash.layers.linear import ZeroCenteredRMSNorm
 from dflash.layers.transformer import TargetAttention, attention_sizes
 from dflash.models.decoder import Decoder
 from dflash.models.qwen3_next_config import Qwen3NextArchitecture
-from dflash.parallel.sharding import Sharding
 
 # Fields of config.json that a file may leave out, with the values of transformers.
 _DEFAULTS = {"head_dim": 256, "intermediate_size": 5632}
@@ -37,12 +34,6 @@ class Qwen3Next(Decoder):
     norm_class = ZeroCenteredRMSNorm
     architecture_class = Qwen3NextArchitecture
     arch: Qwen3NextArchitecture
-
-    def __init__(self, arch: Qwen3NextArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
-        problems = [f"target.architecture.{field}: {text}" for field, text in arch.problems()]
-        if problems:
-            raise errors.ConfigError(*problems)
-        super().__init__(arch, dtype=dtype, sharding=sharding)
 
     def make_attention(self, i: int, **build) -> TargetAttention:
         """Returns the attention of layer `i`, linear or full."""
@@ -136,11 +127,7 @@ class Qwen3Next(Decoder):
         """Reads config.json, where `rope_parameters` may hold the rotated fraction."""
         rope = hf_config.read_group(config, "rope_parameters")
         fraction = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
-        arch = super().architecture_from_hf({**_DEFAULTS, **config, **fraction})
-        problems = [f"{hf_config.FILE}: {field}: {text}" for field, text in arch.problems()]
-        if problems:
-            raise errors.CheckpointError("\n".join(problems))
-        return arch
+        return super().architecture_from_hf({**_DEFAULTS, **config, **fraction})
 
     @classmethod
     def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:

@@ -66,29 +66,27 @@ class Qwen3NextArchitecture(TargetArchitecture):
         is_sparse = (layer + 1) % self.decoder_sparse_step == 0
         return self.num_experts > 0 and is_sparse and layer not in self.mlp_only_layers
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, message) for every inconsistency of the fields that the family adds."""
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yields (fields, message) for every inconsistency of the fields that the family adds."""
         depth, types = self.num_hidden_layers, self.layer_types
         if types and len(types) != depth:
-            yield "layer_types", f"{len(types)} types for num_hidden_layers={depth} layers"
+            yield ("layer_types",), f"{len(types)} types for num_hidden_layers={depth} layers"
         elif not any(map(self.is_full, range(depth))):
             field = "layer_types" if types else "full_attention_interval"
-            yield field, f"no layer has full attention; expected at least one {FULL!r} layer"
+            yield (field,), f"no layer has full attention; expected at least one {FULL!r} layer"
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         if values % keys:
-            yield (
-                "linear_num_value_heads",
-                f"{values} is no multiple of linear_num_key_heads={keys}",
-            )
+            message = f"{values} is no multiple of linear_num_key_heads={keys}"
+            yield ("linear_num_value_heads", "linear_num_key_heads"), message
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             yield (
-                "partial_rotary_factor",
+                ("partial_rotary_factor",),
                 f"{self.partial_rotary_factor} rotates {self.rotary_dim} of {self.head_dim} head "
                 "dimensions; expected a positive even number",
             )
         if 0 < self.num_experts < self.num_experts_per_tok:
             message = f"{self.num_experts_per_tok} exceeds num_experts={self.num_experts}"
-            yield "num_experts_per_tok", message
+            yield ("num_experts_per_tok", "num_experts"), message
 
 
 @dataclasses.dataclass(frozen=True)

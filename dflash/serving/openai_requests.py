@@ -1,6 +1,5 @@
 """Reads the bodies of OpenAI's endpoints, with vLLM's extensions."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -147,5 +146,4 @@ def _request(
         metrics=fields.include_metrics,
         reasoning=getattr(fields, "include_reasoning", True),
     )
-    request = requests.complete(fields, model, prompts, options, fields.cache_salt)
-    return dataclasses.replace(request, priority=fields.priority)
+    return requests.complete(fields, model, prompts, options, fields.cache_salt)

@@ -23,16 +23,12 @@ from dflash.parallel import parameters
 from dflash.parallel.sharding import make_sharding as make
 
 ARCHITECTURES = {
-    family: family_architecture(family, ARCHITECTURE) for family in ("qwen3_moe", "deepseek_v3")
+    family: family_architecture(family, ARCHITECTURE)
+    for family in ("qwen3_moe", "deepseek_v3", "qwen3_next")
 }
 # Windows shorter than the prompts, and a layer that sees everything.
 WINDOWS = {"sliding_window": 7, "layer_types": ("sliding_attention", "full_attention")}
 ARCHITECTURES["gemma3"] = family_architecture("gemma3", ARCHITECTURE, **WINDOWS)
-ARCHITECTURES["gemma4"] = family_architecture(
-    "gemma4", ARCHITECTURE, **WINDOWS, global_head_dim=16, attention_k_eq_v=True,
-    num_global_key_value_heads=2,
-)  # fmt: skip
-ARCHITECTURES["gpt_oss"] = family_architecture("gpt_oss", ARCHITECTURE, sliding_window=7)
 NAMES = sorted(registry.DRAFTERS)
 FORMS = [(name, False) for name in NAMES if name != "none"]
 FORMS += [(name, True) for name in NAMES if takes(name, "tree")]
@@ -86,8 +82,15 @@ def test_output_is_that_of_plain_decoding(family, name, tree):
 def test_eight_devices_equal_one(family):
     """Experts over four devices, and their widths, heads and vocabulary over two.
 
-    With latent attention the sequences are split over the four devices too, and rows exchanged.
+    With latent attention and recurrent state the sequences are split over the four devices too, and
+    rows exchanged.
     """
-    batch = ("expert",) if family == "deepseek_v3" else ()
+    batch = ("expert",) if family in ("deepseek_v3", "qwen3_next") else ()
     run = engine(on=target(family, expert=4, tensor=2, batch=batch), **OPTIONS)
     assert [outputs(run, how) for how in HOW] == plain(family)
+
+
+def test_recurrent_state_is_not_found_in_a_prefix_cache():
+    """Cached pages have no state, so the engine has no prefix cache."""
+    run = engine(on=target("qwen3_next"), prefix_cache=True, **OPTIONS)
+    assert not run.prefix_cache

@@ -54,12 +54,25 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
-_WINDOWS = {
-    "sliding_window": 7,
-    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+_HYBRID = {
+    "num_hidden_layers": 2,
+    "layer_types": ("full_attention", "linear_attention"),
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
 }
 # What the shape of a family has beside that of a dense decoder, or instead.
 OWN_FIELDS = {
+    "qwen3_5": _HYBRID,
+    "qwen3_next": _HYBRID
+    | {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16,
+    },
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -69,8 +82,6 @@ OWN_FIELDS = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5},
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
-    "gemma3": _WINDOWS,
-    "gemma4": _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1},
 }
 
 

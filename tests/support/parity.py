@@ -19,18 +19,20 @@ def make_pair(family: str, config: dict, directory: pathlib.Path, seed: int = 0)
       directory: to save in.
       seed: of the weights.
     """
-    torch, transformers = import_transformers()
+    _, transformers = import_transformers()
     kind = getattr(transformers, f"{family}ForCausalLM").config_class
     config = kind(**config, eos_token_id=[3, 7], pad_token_id=None)
+    return save_random(getattr(transformers, f"{family}ForCausalLM")(config), directory, seed)
+
+
+def save_random(theirs, directory: pathlib.Path, seed: int = 0, std: float = 0.2):
+    """Gives a model of transformers random weights; see `make_pair`."""
+    torch, _ = import_transformers()
     torch.manual_seed(seed)
-    theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    theirs = theirs.float().eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            mean, std = (1.0, 0.3) if "norm" in name else (0.0, 0.2)
-            parameter.normal_(mean, std)
-        for name, buffer in theirs.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.uniform_(0.5, 2.0)
+            parameter.normal_(*((1.0, 0.3) if "norm" in name else (0.0, std)))
     kept = {name: array for name, array in theirs.state_dict().items() if array.numel()}
     theirs.save_pretrained(directory, state_dict=kept)
     return theirs, load_target(directory)

@@ -1,0 +1,208 @@
+"""Targets with recurrent state: Qwen3-Next and Qwen3.5, beside transformers' own."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.golden import import_transformers, load_target
+from support.models import family_architecture, make_cache, make_sharding
+from support.parity import check_rows, pad, reference, save_random, step
+from support.token_trees import random_ancestry
+
+from dflash import errors
+from dflash.checkpoints import checkpoint
+from dflash.models.qwen3_5 import Qwen35, Qwen35Text
+from dflash.models.qwen3_next import Qwen3Next
+from dflash.models.qwen3_next_config import FULL, LINEAR
+from dflash.parallel import parameters
+
+VOCAB = 40
+# Classes of transformers: config and model.
+KINDS = {
+    "next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "dense": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "experts": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+}
+
+
+def draw(kind, seed):
+    """Draws the config of a random shape."""
+    rng = np.random.default_rng([list(KINDS).index(kind), seed])
+    kv_heads, key_heads = int(rng.choice([1, 2])), int(rng.choice([1, 2, 3]))
+    depth = int(rng.integers(1, 4))
+    config = {
+        "vocab_size": VOCAB,
+        "hidden_size": 8 * int(rng.integers(2, 6)),
+        "intermediate_size": int(rng.integers(9, 40)),
+        "num_hidden_layers": depth,
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * int(rng.choice([1, 2])),
+        "head_dim": 8 * int(rng.integers(1, 3)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * int(rng.choice([1, 2, 3])),
+        "linear_key_head_dim": int(rng.integers(6, 14)),
+        "linear_value_head_dim": int(rng.integers(6, 14)),
+        "linear_conv_kernel_dim": int(rng.integers(2, 6)),
+        "layer_types": [*rng.choice([LINEAR, FULL], depth - 1).tolist(), FULL][::-1],
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": bool(rng.integers(2)),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": float(rng.choice([0.25, 0.5, 1.0])),
+        },
+    }
+    if kind != "dense":
+        config |= {
+            "num_experts": 6,
+            "num_experts_per_tok": int(rng.integers(1, 4)),
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": int(rng.integers(4, 12)),
+        }
+    if kind == "next":
+        config |= {"norm_topk_prob": bool(rng.integers(2)), "mlp_only_layers": [0] * (seed % 2)}
+    return config
+
+
+def make_model(kind, config):
+    _, transformers = import_transformers()
+    config_class, model_class = (getattr(transformers, name) for name in KINDS[kind])
+    return model_class(config_class(**config, eos_token_id=[3, 7]))
+
+
+@pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind in KINDS for seed in range(10)])
+def test_transformers_computes_the_same(kind, seed, tmp_path):
+    """A ragged batch, in one chunk and in two."""
+    # Smaller weights than elsewhere: output norms scale up the rounding errors of empty heads.
+    theirs, ours = save_random(make_model(kind, draw(kind, seed)), tmp_path, seed, std=0.1)
+    rng = np.random.default_rng(seed)
+    lengths = np.array([1, *rng.integers(2, 30, 2)])
+    tokens = [rng.integers(0, VOCAB, length) for length in lengths]
+    expected = [reference(theirs, each, ())[0] for each in tokens]
+    rows, cache = pad(tokens), make_cache(ours, 3, max(lengths))
+    _, _, logits, _ = step(ours, rows, [0] * 3, cache, count=lengths)
+    check_rows(logits, expected, lengths)
+    cut = int(rng.integers(1, max(lengths)))
+    *_, first, cache = step(ours, rows[:, :cut], [0] * 3, cache, count=np.minimum(lengths, cut))
+    *_, second, _ = step(ours, rows[:, cut:], [cut] * 3, cache, count=np.maximum(lengths - cut, 0))
+    check_rows(np.concatenate([first, second], axis=1), expected, lengths)
+
+
+def test_the_language_model_of_a_checkpoint_with_vision(tmp_path):
+    _, transformers = import_transformers()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16}
+    text = draw("dense", 0) | {"tie_word_embeddings": False}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    theirs, ours = save_random(model, tmp_path)
+    assert isinstance(ours, Qwen35)
+    tokens = np.arange(9)
+    _, _, logits, _ = step(ours, tokens[None], [0], make_cache(ours, 1, 9))
+    check_rows(logits, [reference(theirs, tokens, ())[0]], [9])
+
+
+@functools.cache
+def tiny(family="qwen3_next"):
+    kind = {"qwen3_next": Qwen3Next, "qwen3_5": Qwen35Text}[family]
+    arch = family_architecture(family)
+    model = kind(arch, dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(0))
+    return model
+
+
+def test_packed_documents_are_computed_apart():
+    model, rng = tiny(), np.random.default_rng(0)
+    tokens = rng.integers(0, 48, (1, 90))
+    ids = np.repeat([1, 2, 3, 0], [5, 70, 9, 6])[None].astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in (5, 70, 9, 6)])[None]
+    hidden, _ = jax.jit(model.forward)(tokens, positions, ids)
+    assert np.isfinite(hidden).all()
+    for begin, end in ((5, 75), (75, 84)):
+        part = tokens[:, begin:end]
+        alone, *_ = step(model, part, [0], make_cache(model, 1, end - begin))
+        np.testing.assert_allclose(hidden[0, begin:end], alone[0], atol=1e-4)
+
+
+@functools.cache
+def verify_and_commit(is_tree):
+    model = tiny()
+
+    @jax.jit
+    def run(cache, tokens, start, count, ancestry, path):
+        depth = ancestry.sum(-1) - 1
+        mask = ancestry if is_tree else None
+        output = model(tokens, start[:, None] + depth, cache, tree_mask=mask)
+        return output.cache.commit(start, count, path if is_tree else None, model.sharding)
+
+    return run
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**20), is_tree=st.booleans())
+def test_states_after_cycles_are_those_of_a_fresh_prefill(seed, is_tree):
+    """Random trees and acceptances, none of a block among them, through the whole model."""
+    model, rng, batch, rows = tiny(), np.random.default_rng(seed), 3, 7
+    cache, texts = make_cache(model, batch, 48), [[] for _ in range(batch)]
+    for _ in range(5):
+        ancestry = np.tril(np.ones((batch, rows, rows), bool))
+        if is_tree:
+            ancestry = random_ancestry(rng, batch, rows)
+        tokens = rng.integers(0, 48, (batch, rows))
+        start = np.array([len(text) for text in texts], np.int32)
+        paths = [np.flatnonzero(ancestry[b, rng.integers(rows)]) for b in range(batch)]
+        paths = [path[: rng.integers(len(path) + 1)] for path in paths]
+        count = np.array([len(path) for path in paths], np.int32)
+        path = np.stack([np.pad(path, (0, rows - len(path))) for path in paths]).astype(np.int32)
+        cache = verify_and_commit(is_tree)(cache, tokens, start, count, ancestry, path)
+        for b in range(batch):
+            texts[b] += tokens[b, paths[b]].tolist()
+    lengths = np.array([len(text) for text in texts])
+    whole = np.stack([np.pad(text, (0, 40 - len(text))) for text in texts])
+    *_, fresh = step(model, whole, [0] * batch, make_cache(model, batch, 48), count=lengths)
+    for state, wanted in zip(cache.states, fresh.states, strict=True):
+        for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_what_was_written_is_read_back(family, tmp_path):
+    model = tiny(family)
+    config = type(model).config_to_hf(model.arch)
+    checkpoint.save_hf(model, tmp_path / "out", config)
+    again = load_target(tmp_path / "out")
+    assert again.arch == dataclasses.replace(model.arch, eos_token_id=again.arch.eos_token_id)
+    saved = dict(parameters.named_parameters(again))
+    for path, param in parameters.named_parameters(model):
+        np.testing.assert_array_equal(param.get_value(), saved[path].get_value(), err_msg=path)
+
+
+BAD = {
+    "layer_types: 1 types for num_hidden_layers=2 layers": {"layer_types": [LINEAR]},
+    "layer_types: no layer has full attention; expected at least one 'full_attention' layer": {
+        "layer_types": [LINEAR] * 2
+    },
+    "linear_num_value_heads: 5 is no multiple of linear_num_key_heads=2": {
+        "linear_num_value_heads": 5
+    },
+    "partial_rotary_factor: 0.1 rotates 1 of 16 head dimensions; expected a positive even number": {
+        "partial_rotary_factor": 0.1
+    },
+    "num_experts_per_tok: 9 exceeds num_experts=8": {"num_experts_per_tok": 9},
+    "attn_output_gate: false is not supported, only true": {"attn_output_gate": False},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_inconsistent_files_are_named(message):
+    config = Qwen3Next.config_to_hf(family_architecture("qwen3_next"))
+    config = json.loads(json.dumps(config)) | BAD[message]
+    with pytest.raises(errors.CheckpointError) as caught:
+        Qwen3Next.architecture_from_hf(config)
+    assert str(caught.value) == f"config.json: {message}"
