@@ -139,13 +139,15 @@ def _llama_cpp(options: argparse.Namespace, spec: str | None) -> Decode:
             "return_tokens": True,
             "cache_prompt": False,
         }
-        log.seek(0, os.SEEK_END)
+        begin = os.fstat(log.fileno()).st_size
         address, content = server.listening_address + "/completion", json.dumps(body).encode()
         request = urllib.request.Request(address, content, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as response:
             answer = json.load(response)
         accepted = answer["timings"].get("draft_n_accepted", 0)
-        lengths = [int(number) + 1 for number in _ACCEPTED.findall(log.read())]
+        # The server writes with the same offset, so that a seek would make it overwrite the log.
+        logged = os.pread(log.fileno(), os.fstat(log.fileno()).st_size - begin, begin).decode()
+        lengths = [int(number) + 1 for number in _ACCEPTED.findall(logged)]
         return {"ids": answer["tokens"], "accepted": accepted, "lengths": lengths}
 
     decode.server = server  # Keep it alive.

@@ -5,8 +5,9 @@ import pathlib
 import numpy as np
 from flax import nnx
 
-from dflash.checkpoints import gguf_tensors, safetensors_io
+from dflash.checkpoints import gguf_tensors, safetensors_io, tensor_map
 from dflash.checkpoints.safetensors_header import BUFFER_DTYPES, PLAIN_DTYPES
+from dflash.parallel import parameters
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
@@ -16,6 +17,12 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
       CheckpointError: The file is damaged, or its tensors do not fit the module.
     """
     tensors = gguf_tensors.read_tensors(directory)
+    if hasattr(module, "stored_format"):
+        shapes = ((path, leaf.shape) for path, leaf in parameters.readable(module).items())
+        suffix = module.stored_format.scale_suffix
+        scales = (name for name in tensor_map.by_tensor(module, shapes) if name.endswith(suffix))
+        kept = {name.removesuffix(suffix) + "weight" for name in scales}
+        tensors = gguf_tensors.in_eight_bits(tensors, kept)
     safetensors_io.load_tensors(module, tensors, (directory / gguf_tensors.WEIGHTS).resolve())
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -24,10 +24,15 @@ from dflash.checkpoints.safetensors_header import (
     Index,
     StoredTensor,
 )
+from dflash.checkpoints.weight_formats import StoredFormat
 from dflash.storage.files import view
 
 WEIGHTS = "model.gguf"  # Name of the file, or of a link to it, in a checkpoint directory.
 
+Q8_0_FORMAT = StoredFormat((1, 32), "weight_scale")
+
+_Q8_0 = "Q8_0"  # Blocks of a float16 scale and 32 int8 values.
+_Q8_0_BYTES = 34
 _FLOAT32_BYTES = 4
 
 
@@ -74,6 +79,46 @@ class GgufTensor(StoredTensor):
         stored = view(self.file, begin, end).reshape(rows, -1)
         with np.errstate(all="ignore"):  # Damaged scales may be infinite.
             return gguf.dequantize(stored, gguf.GGMLQuantizationType[self.kind])
+
+
+class _Q8Values(GgufTensor):
+    """Values of a tensor in Q8_0, int8."""
+
+    def _dequantized(self, begin: int, end: int, rows: int) -> np.ndarray:
+        return _blocks(self.file, begin, end, rows)[..., 2:].view(np.int8).reshape(rows, -1)
+
+
+class _Q8Scales(GgufTensor):
+    """Scales of a tensor in Q8_0, one for 32 values of a row."""
+
+    def _dequantized(self, begin: int, end: int, rows: int) -> np.ndarray:
+        scales = _blocks(self.file, begin, end, rows)[..., :2].copy()
+        return scales.view(np.float16)[..., 0].astype(np.float32)
+
+
+def _blocks(file: pathlib.Path, begin: int, end: int, rows: int) -> np.ndarray:
+    """Returns the bytes of the blocks, uint8 [rows, blocks, bytes]."""
+    return view(file, begin, end).reshape(rows, -1, _Q8_0_BYTES)
+
+
+def in_eight_bits(
+    tensors: Mapping[str, StoredTensor], names: Collection[str]
+) -> dict[str, StoredTensor]:
+    """Returns the tensors, those in Q8_0 as values and scales, in `Q8_0_FORMAT`.
+
+    Args:
+      tensors: Tensors of a GGUF file.
+      names: Names of the tensors that stay in eight bits if they are in Q8_0.
+    """
+    kept = dict(tensors)
+    for name, tensor in tensors.items():
+        if name in names and isinstance(tensor, GgufTensor) and tensor.kind == _Q8_0:
+            fields = vars(tensor)
+            scales = name.removesuffix("weight") + Q8_0_FORMAT.scale_suffix
+            shape = (*tensor.shape[:-1], tensor.shape[-1] // Q8_0_FORMAT.block[1])
+            kept[name] = _Q8Values(**fields | {"code": "I8"})
+            kept[scales] = _Q8Scales(**fields | {"name": scales, "shape": shape})
+    return kept
 
 
 def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:

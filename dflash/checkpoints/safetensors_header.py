@@ -15,7 +15,7 @@ import safetensors
 
 from dflash import errors
 from dflash.checkpoints import files
-from dflash.checkpoints.packing import PACKINGS, Index, Packing
+from dflash.checkpoints.packed_values import PACKINGS, Index, Packing
 from dflash.storage import files as run_files
 from dflash.storage import paths
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.checkpoints import files, foreign, hf_config, packing
+from dflash.checkpoints import files, foreign, hf_config
+from dflash.checkpoints.packed_values import BLOCKS, PACKED, PER_SCALE, SCALES
 
 _GROUP = "quantization_config"
 _BLOCK = "weight_block_size"
@@ -25,7 +26,7 @@ class StoredFormat:
       scale_suffix: Replacement of "weight" in the names of tensors that hold scales, or what is
         appended to names without it.
       packed_suffix: Counterpart of `scale_suffix` for tensors that hold packed values; see
-        `packing`. None if values are not packed.
+        `packed_values`. None if values are not packed.
     """
 
     block: tuple[int, int] | None
@@ -67,7 +68,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
         block = hf_config.read_fields(group, _Blocks, group=_GROUP).weight_block_size
         return StoredFormat(_pair(block, _BLOCK), "weight_scale_inv")
     if key == _GROUP and method == _MXFP4:
-        return StoredFormat((1, packing.PER_SCALE), packing.SCALES, packing.BLOCKS)
+        return StoredFormat((1, PER_SCALE), SCALES, BLOCKS)
     if key == _GROUP and method == _COMPRESSED and group.get("format") in _FORMATS:
         return _compressed(group)
     kind = method if method != _COMPRESSED else f"{method}, {str(group.get('format'))[:40]}"
@@ -97,7 +98,7 @@ def _compressed(group: Mapping[str, Any]) -> StoredFormat:
         )
     if bits == _PACKED_BITS:
         size = stated.group_size if stated.strategy == "group" else None
-        return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", packing.PACKED)
+        return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", PACKED)
     if stated.strategy == "channel":
         return StoredFormat(None, "weight_scale")
     if stated.strategy == "block":

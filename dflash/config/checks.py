@@ -122,6 +122,13 @@ def _block_verification(config: Any) -> Iterator[Problem]:
         yield keys, "block is a rule for chains; leave drafter.tree out, or use rejection"
 
 
+def _lookup(config: Any) -> Iterator[Problem]:
+    """Checks that drafts which copies may replace form a chain."""
+    if config.decode.lookup and getattr(config.drafter, "tree", None) is not None:
+        keys = "decode.lookup", "drafter.tree"
+        yield keys, "copies replace chains, not trees; leave one of the two out"
+
+
 def _one_block_size(config: Any) -> Iterator[Problem]:
     """Checks that the block size is fixed for training and compile reports."""
     elsewhere = hasattr(config, "train") or hasattr(config, "tpu")
@@ -352,6 +359,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("drafter",), _draft_model),
     (("drafter",), _one_block_size),
     (("drafter", "decode"), _block_verification),
+    (("drafter", "decode"), _lookup),
     (("target", "decode"), _stop_ids),
     (("decode",), _lengths),
     (("prompts",), _prompts),

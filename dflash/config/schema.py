@@ -150,8 +150,8 @@ class TargetArchitecture:
 
 
 # 8-bit projections with one scale per output, quantized while plain weights are read. w8a8
-# quantizes activations to int8, too.
-Quantization = Literal["int8", "float8_e4m3fn", "w8a8"]
+# quantizes activations to int8, too. q8_0 keeps the projections that a GGUF file stores in Q8_0.
+Quantization = Literal["int8", "float8_e4m3fn", "w8a8", "q8_0"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +201,9 @@ class DecodeConfig(SamplingConfig):
     max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
     min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # Minimum before a stop token.
     verify: Literal["coupled", "rejection", "block"] = "coupled"
+    # Copy what followed an earlier occurrence of the last tokens, in place of the drafter's block,
+    # while copies are accepted more often.
+    lookup: bool = False
     stop_ids: tuple[int, ...] = option((), minimum=0)  # In addition to the checkpoint's.
     ignore_eos: bool = False
     baseline: bool = False  # Also decode every prompt without drafting, and compare.

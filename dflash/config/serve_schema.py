@@ -20,6 +20,10 @@ class ServeConfig:
     # Origins such as https://chat.example.com whose pages may use the server; "*": all origins.
     origins: tuple[str, ...] = ()
     queue: int = option(256, minimum=0, maximum=schema.MAX_BATCH)  # Maximum of waiting requests.
+    # Maximum of requests of one client that run or wait; null: as many as the queue takes.
+    client_requests: int | None = option(None, minimum=1)
+    # Let requests say by their `priority` which waits; false: all have the priority 0.
+    priorities: bool = False
     max_body_bytes: int = option(4 * 2**20, minimum=1024)  # Maximum size of a request body.
     # Maximum of open connections; for another one, the one that is silent for longest is closed.
     connections: int = option(1024, minimum=1, maximum=2**16)

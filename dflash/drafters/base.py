@@ -40,12 +40,15 @@ class Proposal:
       drawn_from: int32 [B, G] or None; row of `probs` that draft g was drawn from. None means that
         Q = G and draft g was drawn from row g. The number of children of a row must not depend on
         the drawn tokens.
+      confidence: float32 [B, G] or None; the drafter's own estimate of the probability that each
+        draft of a chain is accepted, given that all drafts before it are.
     """
 
     tokens: jax.Array
     parents: jax.Array | None = None
     probs: jax.Array | None = None
     drawn_from: jax.Array | None = None
+    confidence: jax.Array | None = None
 
     def first(self, count: int) -> "Proposal":
         """Returns the first `count` tokens of a chain.
@@ -55,8 +58,7 @@ class Proposal:
         """
         if self.parents is not None:
             raise ValueError("Proposal.first: expected a chain, got a tree; override draft_fewer")
-        probs = None if self.probs is None else self.probs[:, :count]
-        return Proposal(self.tokens[:, :count], probs=probs)
+        return jax.tree.map(lambda x: x[:, :count], self)
 
 
 class Candidates(NamedTuple):

@@ -170,6 +170,12 @@ class DSpark(ConditionedDFlash):
             hidden = jnp.concatenate([hidden, code], axis=-1)
         return self.confidence_head(hidden)
 
+    def acceptance(self, prepared, previous):
+        """Returns the confidence of a chain; see `ConditionedDFlash.acceptance`."""
+        if self.confidence_head is None:
+            return None
+        return jax.nn.sigmoid(self.confidence(prepared, previous))
+
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
         """Computes the loss of the corrected logits plus that of the confidence.
 

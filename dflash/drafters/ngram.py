@@ -46,16 +46,21 @@ class Ngram(Drafter):
     def draft(self, state, anchor, position, sampler, heads):
         """Copies the tokens after the last matching occurrence; see `Drafter.draft`."""
         token_ids = jax.vmap(_put)(state, anchor[:, None], position)
-        source = find_last(token_ids, position, self.longest_match)
-        # The copy repeats with this period, because past the anchor it would read its own tokens.
-        period = (position - source)[:, None]
-        offsets = jnp.arange(self.num_draft_tokens) % period
-        tokens = jnp.take_along_axis(token_ids, source[:, None] + 1 + offsets, axis=1)
+        tokens = copy_last(token_ids, position, self.longest_match, self.num_draft_tokens)
         return Proposal(tokens), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Appends the tokens of the rows; see `Drafter.observe`."""
         return jax.vmap(_put)(state, tokens[:, :-1], position)
+
+
+def copy_last(token_ids: jax.Array, end: jax.Array, longest: int, count: int) -> jax.Array:
+    """Returns the `count` tokens after the match of `find_last`, int32 [B, count]."""
+    source = find_last(token_ids, end, longest)
+    # The copy repeats with this period, because past the end it would read its own tokens.
+    period = (end - source)[:, None]
+    offsets = jnp.arange(count) % period
+    return jnp.take_along_axis(token_ids, source[:, None] + 1 + offsets, axis=1)
 
 
 def find_last(token_ids: jax.Array, end: jax.Array, longest: int) -> jax.Array:

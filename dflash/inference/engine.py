@@ -24,7 +24,8 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import program_table, timing, weight_update
-from dflash.inference.cycle import adaptive, block_choice, cycle
+from dflash.inference.cycle import adaptive, block_choice
+from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits import controls
@@ -52,7 +53,7 @@ class Engine:
         max_length: int,
         adaptive_blocks: bool = False,
         num_stop_ids: int = NUM_STOP_IDS,
-        revise: cycle.Revise | None = None,
+        revise: Revise | None = None,
         prefix_cache: bool | None = None,
     ):
         """Creates an engine; abstract models suffice to plan and to compile.
@@ -70,14 +71,8 @@ class Engine:
         enabled = config.prefix_cache if prefix_cache is None else prefix_cache
         restorable = drafter.prefix_cache_mode != "never" and not target.has_recurrent_state
         self.prefix_cache = enabled and restorable
-        sizes = block_choice.block_sizes(drafter.block_size) if adaptive_blocks else ()
         self.target, self.drafter, self.config = target, drafter, config
         self.sharding = target.sharding
-        self.rules = cycle.Rules(
-            block_sizes=sizes or (drafter.block_size,),
-            verify=config.verify,
-            revise=revise,
-        )
         self.layout = Layout.from_config(
             config,
             max_length=max_length,
@@ -85,6 +80,9 @@ class Engine:
             longest_path=drafter.longest_path,
             num_replicas=self.sharding.size("pages"),
             prefix_cache=self.prefix_cache,
+        )
+        self.rules = Rules.of(
+            drafter, config, self.layout, adaptive_blocks=adaptive_blocks, revise=revise
         )
         self.num_stop_ids = num_stop_ids
         self.shapes = Shapes(
@@ -97,7 +95,7 @@ class Engine:
         )
         self._programs = program_table.Programs(self.shapes)
         self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
-        # Seconds per cycle of each block size, with all slots busy and for smaller batch buckets.
+        # Seconds per cycle of each choice of rows, with all slots busy and for smaller buckets.
         self.cycle_seconds: tuple[float, ...] | None = None
         self._partial_seconds: tuple[tuple[float, ...], ...] = ()
         self._default_constraints: dict[int, FirstTokenConstraints] = {}
@@ -214,7 +212,7 @@ class Engine:
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         where = (np.int32(prefill_slot), np.int32(slot.index))
         stated = self._unconstrained(1).controls
-        if not controls.is_default(request):
+        if self.rules.lookup or not controls.is_default(request):
             stated = controls.of_request(request, output_ids, self.layout.max_length)
             stated = jax.tree.map(lambda x: x[None], stated)
         length = len(request.prompt) + max(1, len(output_ids))
@@ -377,9 +375,9 @@ class Engine:
         return self.shapes.state()
 
     def _measured(self) -> np.ndarray:
-        """Returns seconds per cycle by batch bucket and block size, float32 [W, S]; 1 if fixed."""
+        """Returns seconds per cycle by batch bucket and choice of rows, float32; 1 if fixed."""
         buckets = self.layout.bucket_sizes
-        if self.cycle_seconds is None and len(self.block_sizes) > 1:
+        if self.cycle_seconds is None and self.rules.num_choices > 1:
             *partial, self.cycle_seconds = map(self._measure, buckets)
             self._partial_seconds = tuple(partial)
         whole = self.cycle_seconds or (1.0,)
@@ -387,14 +385,15 @@ class Engine:
         return np.array([*self._partial_seconds, *[whole] * (1 + missing)], np.float32)
 
     def _measure(self, bucket: int) -> tuple[float, ...]:
-        """Measures the seconds per cycle of each block size in one batch bucket."""
+        """Measures the seconds per cycle of each choice of rows in one batch bucket."""
 
         def table(seconds: np.ndarray) -> np.ndarray:
             return np.tile(seconds, (len(self.layout.bucket_sizes), 1))
 
-        state = self.program("new_state")(table(adaptive.only(0, self.block_sizes)))
+        count = self.rules.num_choices
+        state = self.program("new_state")(table(adaptive.only(0, count)))
         return timing.cycle_seconds(
-            self.block_sizes,
+            (len(self.block_sizes), count - len(self.block_sizes)),
             state,
             lambda state, seconds: self.program("occupied")(state, table(seconds)),
             functools.partial(self.generate, bucket=bucket),

@@ -90,6 +90,7 @@ def insert(
         cache=dataclasses.replace(state.cache, page_table=page_table),
         drafter=drafter.insert(state.drafter, prefill_state, prefill_slot, slot),
         adaptive=state.adaptive and state.adaptive.insert(slot),
+        lookup=state.lookup and state.lookup.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),
         concluded=state.concluded,
     )

@@ -322,7 +322,7 @@ class Scheduler:
         ran = np.flatnonzero(counts)
         tokens = committed(report, slot, ran)
         lengths = [int(counts[i]) for i in ran]
-        sizes = [int(report.block_sizes[i]) for i in ran]
+        sizes = [int(report.block_sizes[i, slot]) for i in ran]
         active.extend(tokens)
         active.acceptance_lengths += lengths
         active.block_sizes += sizes

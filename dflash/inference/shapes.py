@@ -13,7 +13,8 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import first_token
-from dflash.inference.cycle import adaptive, cycle, dispatch
+from dflash.inference.cycle import adaptive, dispatch, lookup
+from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import controls
 from dflash.inference.logits.sampling import SamplingParams
@@ -46,7 +47,7 @@ class Shapes:
         config: DecodeConfig,
         *,
         layout: Layout,
-        rules: cycle.Rules,
+        rules: Rules,
         num_stop_ids: int,
     ):
         """Splits the models into graphs, which are static, and abstract weights."""
@@ -98,8 +99,8 @@ class Shapes:
         return self.whole((self.layout.pages_per_sequence,))
 
     def seconds(self) -> jax.ShapeDtypeStruct:
-        """Returns seconds of a cycle by batch bucket and block size, float32 [W, S]."""
-        return self.whole((len(self.layout.bucket_sizes), len(self.block_sizes)), jnp.float32)
+        """Returns seconds of a cycle by batch bucket and choice of rows, float32 [W, S]."""
+        return self.whole((len(self.layout.bucket_sizes), self.rules.num_choices), jnp.float32)
 
     # --- the batch ------------------------------------------------------------------------------
 
@@ -138,7 +139,11 @@ class Shapes:
                 target.dtype,
                 self.sharding,
                 len(layout.bucket_sizes),
+                self.rules.division,
             ),
+            lookup=lookup.abstract(batch, drafter.num_draft_tokens, self.sharding)
+            if self.rules.lookup
+            else None,
             nonfinite_at=ints,
             concluded=self.scalar(),
         )

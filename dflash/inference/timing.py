@@ -1,4 +1,4 @@
-"""Measures the time of a cycle of each block size, with the program that decodes.
+"""Measures the time of a cycle of each block size or division, with the program that decodes.
 
 A table in which every size but one takes infinitely long forces that size, so no program is
 compiled only for the measurement. All slots hold sequences of half the maximal length, with
@@ -37,7 +37,7 @@ def occupy(
 
     Args:
       state: Any state of the batch.
-      seconds: float32 [W, S]; seconds per cycle by batch bucket and block size.
+      seconds: float32 [W, S]; seconds per cycle by batch bucket and choice of rows.
       layout: Layout of the batch.
       sampling: Sampling parameters of the sequences.
       vocab_size: Vocabulary size of the target.
@@ -75,34 +75,36 @@ def _fill(rows: jax.Array, phase: jax.Array) -> jax.Array:
 
 
 def cycle_seconds(
-    sizes: tuple[int, ...],
+    groups: tuple[int, ...],
     state: DecodeState,
     occupied: Callable[[DecodeState, np.ndarray], DecodeState],
     generate: Callable[[DecodeState], tuple[DecodeState, Report]],
     rounds: int = ROUNDS,
 ) -> tuple[float, ...]:
-    """Measures seconds per cycle of each block size, as medians over interleaved rounds.
+    """Measures seconds per cycle of each choice of rows, as medians over interleaved rounds.
 
     Args:
-      sizes: S block sizes, ascending.
+      groups: Numbers of choices, S together, whose rows ascend: block sizes, and divisions.
       state: Any state of the batch; consumed.
       occupied: Compiled `occupy`.
       generate: Compiled dispatch of cycles.
       rounds: Number of measured rounds, after one warm-up round.
     Returns:
-      Seconds per cycle of each size; all processes return those of the first one.
+      Seconds per cycle of each choice; all processes return those of the first one.
     """
-    samples: list[list[float]] = [[] for _ in sizes]
+    count = sum(groups)
+    samples: list[list[float]] = [[] for _ in range(count)]
     for _ in range(rounds + 1):
         for i, taken in enumerate(samples):
-            state = jax.block_until_ready(occupied(state, adaptive.only(i, sizes)))
+            state = jax.block_until_ready(occupied(state, adaptive.only(i, count)))
             begin = time.perf_counter()
             state, report = jax.block_until_ready(generate(state))
             taken.append((time.perf_counter() - begin) / int(report.cycles))
     table = np.array([statistics.median(taken[1:]) for taken in samples], np.float32)
-    # More rows never take less time, so make the table ascend: noise must not make a larger block
+    # More rows never take less time, so make each group ascend: noise must not make a larger block
     # look cheaper than plain decoding.
-    table = np.minimum.accumulate(table[::-1])[::-1]
+    parts = np.split(table, np.cumsum(groups)[:-1])
+    table = np.concatenate([np.minimum.accumulate(part[::-1])[::-1] for part in parts])
     if jax.process_count() > 1:
         table = multihost_utils.broadcast_one_to_all(table)
     return tuple(table.tolist())

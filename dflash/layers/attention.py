@@ -19,7 +19,7 @@ from dflash.kernels.quantized import Rows
 from dflash.kernels.split_heads import Part, split_heads
 from dflash.layers import joining, linear
 from dflash.layers.cache import CacheArray, batch_axes
-from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.linear import Linear, RMSNorm, UnscaledRMSNorm
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
@@ -42,6 +42,7 @@ class Attention(nnx.Module):
         eps: float,
         qk_norm: bool = False,
         norm_class: type[RMSNorm] = RMSNorm,
+        v_norm: bool = False,
         bias: bool = False,
         output_bias: bool = False,
         output_width: int | None = None,
@@ -63,6 +64,7 @@ class Attention(nnx.Module):
           eps: Epsilon of the norms.
           qk_norm: Normalize the heads of queries and keys.
           norm_class: Class of these norms.
+          v_norm: Normalize the heads of values, without a learned scale.
           bias: Whether the projections to queries, keys and values have biases.
           output_bias: Whether the output projection has a bias.
           output_width: Size of an output row; None for `width`.
@@ -83,6 +85,7 @@ class Attention(nnx.Module):
         )
         self.q_norm = norm_class(head_dim, eps, **build) if qk_norm else None
         self.k_norm = norm_class(head_dim, eps, **build) if qk_norm else None
+        self.v_norm = UnscaledRMSNorm(head_dim, eps) if v_norm else None
         self.attention_sink_bias = (
             parameters.declare((num_heads,), ("heads",), stddev=1.0, **build) if has_sinks else None
         )
@@ -236,12 +239,12 @@ class Attention(nnx.Module):
 
     def _heads(self, product, parts: str, cos_sin):
         """Splits the output of one projection into heads [B, T, n, H], one array per part."""
-        norms = {"q": self.q_norm, "k": self.k_norm, "v": None}
+        norms = {"q": self.q_norm, "k": self.k_norm, "v": self.v_norm}
         norms = [norms[part] for part in parts if norms[part] is not None]
         forms = {
             "q": Part(self.heads_per_kv_head, rotated=self.rotated),
             "k": Part(rotated=self.rotated),
-            "v": Part(rotated=False, normed=False),
+            "v": Part(rotated=False, normed=self.v_norm is not None),
         }
         chosen = implementation.for_platform(self.sharding.platform)
         split = functools.partial(

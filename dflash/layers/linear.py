@@ -250,6 +250,22 @@ class Float32RMSNorm(RMSNorm):
         return self.scale[...].astype(jnp.float32)
 
 
+class UnscaledRMSNorm(nnx.Module):
+    """Root-mean-square norm without a learned scale."""
+
+    def __init__(self, width: int, eps: float):
+        self.width, self.eps = width, eps
+
+    @property
+    def factor(self) -> jax.Array:
+        """Factor float32 [D] of a normalized row, ones."""
+        return jnp.ones(self.width, jnp.float32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes x [..., D]; the result has the dtype of x."""
+        return rms_norm(x, self.factor, self.eps)
+
+
 class ZeroCenteredRMSNorm(RMSNorm):
     """Root-mean-square norm that multiplies by 1 + scale, in float32, as Gemma's and Qwen3.5's."""
 

@@ -74,6 +74,12 @@ _SCALES = {"linear": _scale_linear, "llama3": _scale_llama3, "yarn": _scale_yarn
 def angles(positions: jax.Array, arch: TargetArchitecture) -> tuple[jax.Array, jax.Array]:
     """Returns cos and sin, each float32 [B, T, 1, H/2], of positions int32 [B, T]."""
     freqs = frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling)
-    turned = positions[..., None, None].astype(jnp.float32) * freqs
+    cos, sin = angles_at(positions, freqs)
     factor = amplitude(arch.rope_scaling)
-    return jnp.cos(turned) * factor, jnp.sin(turned) * factor
+    return cos * factor, sin * factor
+
+
+def angles_at(positions: jax.Array, freqs: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin, each float32 [B, T, 1, F], of positions [B, T] at frequencies [F]."""
+    turned = positions[..., None, None].astype(jnp.float32) * freqs
+    return jnp.cos(turned), jnp.sin(turned)

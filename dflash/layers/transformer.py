@@ -114,14 +114,17 @@ class TransformerLayer(nnx.Module):
         return self.mlp(normed)
 
 
-def grouped_attention(arch: TargetArchitecture, **options) -> Attention:
+def grouped_attention(
+    arch: TargetArchitecture, kind: type[Attention] = Attention, **options
+) -> Attention:
     """Returns grouped-query attention with the sizes of `arch`.
 
     Args:
       arch: Architecture of the decoder.
+      kind: Class of the attention.
       **options: Arguments of `Attention`; they take precedence over sizes of `arch`.
     """
-    return Attention(arch.hidden_size, **attention_sizes(arch) | options)
+    return kind(arch.hidden_size, **attention_sizes(arch) | options)
 
 
 def attention_sizes(arch: TargetArchitecture) -> dict[str, Any]:

@@ -344,6 +344,11 @@ def _find_drafter(
     if target_source.directory and source.directory:
         vocabulary.check_same(target_source.directory, source.directory)
     _check_rule(config, drafter)
+    if config.decode.lookup and drafter.longest_path < drafter.block_size:
+        raise errors.ConfigError(
+            f"decode.lookup: copies replace chains, and drafter.name={config.drafter.name} drafts "
+            "trees; leave decode.lookup out"
+        )
     return source, drafter
 
 

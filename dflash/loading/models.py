@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, files, hf_config, weight_formats
+from dflash.checkpoints import (
+    checkpoint,
+    files,
+    gguf_tensors,
+    hf_config,
+    safetensors_header,
+    weight_formats,
+)
 from dflash.config import registry, schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.drafters.autoregressive_config import AutoregressiveConfig
@@ -135,9 +142,31 @@ def _quantize(model: nnx.Module, source: Source, wanted: str | None, group: str)
             "bits already; leave it out, or take an unquantized checkpoint"
         )
     held = getattr(model, "checkpointed", model)
+    if wanted == quantization.Q8_0:
+        _keep_q8_0(held, source, group)
+        return
     if stored is not None:
-        quantization.follow(held, source.directory, stored)
+        quantization.follow(held, safetensors_header.read_headers(source.directory), stored)
     quantization.quantize(held, wanted)
+
+
+def _keep_q8_0(model: nnx.Module, source: Source, group: str) -> None:
+    """Declares as quantized those projections that a GGUF file stores in Q8_0."""
+    place = "random weights" if source.directory is None else source.directory
+    if source.directory is None or checkpoint.layout(source.directory) != "gguf":
+        raise errors.ConfigError(
+            f"{group}.quantization: q8_0 keeps tensors of a GGUF file, which {place} is not; take "
+            "int8, or give a GGUF file"
+        )
+    tensors = gguf_tensors.read_tensors(source.directory)
+    kept = gguf_tensors.in_eight_bits(tensors, tensors)
+    quantization.follow(model, kept, gguf_tensors.Q8_0_FORMAT)
+    if all(kernel.format is None for _, kernel in quantization.projections(model)):
+        file = next(iter(tensors.values())).file
+        raise errors.ConfigError(
+            f"{group}.quantization: q8_0, but {file} has no projection in Q8_0; leave it out, or "
+            "take int8"
+        )
 
 
 def load_weights(module: nnx.Module, source: Source) -> None:

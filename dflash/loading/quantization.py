@@ -4,7 +4,6 @@ Only projections within layers are quantized. Routers, norms, embeddings, output
 projection of features are small or sensitive to quantization, and keep their dtype.
 """
 
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,11 +11,11 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints import files, tensor_map
-from dflash.checkpoints.safetensors_header import StoredTensor, read_headers
+from dflash.checkpoints.safetensors_header import StoredTensor
 from dflash.checkpoints.weight_formats import StoredFormat
 from dflash.layers.weight_format import FLOAT8, INT8, WeightFormat
 
-W8A8 = "w8a8"
+W8A8, Q8_0 = "w8a8", "q8_0"
 _BY_CODE = {"I8": INT8, "F8_E4M3": FLOAT8}
 
 
@@ -34,18 +33,18 @@ def quantize(model: nnx.Module, scheme: str | None) -> None:
         kernel.quantize(form)
 
 
-def follow(model: nnx.Module, directory: pathlib.Path, stored: StoredFormat) -> None:
+def follow(model: nnx.Module, tensors: Mapping[str, StoredTensor], stored: StoredFormat) -> None:
     """Declares as quantized those projections of an abstract model that its checkpoint quantizes.
 
     Args:
       model: Abstract model that the checkpoint belongs to.
-      directory: Directory of the checkpoint.
-      stored: Format of the quantized weights, from config.json.
+      tensors: Tensors of the checkpoint by name.
+      stored: Format of the quantized weights.
     Raises:
       CheckpointError: A tensor has no scales, or only some tensors of a kernel are quantized.
     """
     model.stored_format = stored
-    tensors, packed = read_headers(directory), set()
+    packed = set()
     # Files store kernels as [out, in].
     block = stored.block and (stored.block[1], stored.block[0])
     for path, kernel in projections(model):

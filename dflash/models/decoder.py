@@ -19,6 +19,7 @@ from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.mlp import Mlp
+from dflash.layers.packing import Packing
 from dflash.layers.recurrent_state import RecurrentSpec, RecurrentState
 from dflash.layers.train_batch import TrainBatch
 from dflash.layers.transformer import (
@@ -121,6 +122,7 @@ class Decoder(nnx.Module):
         feature_layers: tuple[int, ...] = (),
         tree_mask: jax.Array | None = None,
         count: jax.Array | None = None,
+        packing: Packing | None = None,
     ) -> TargetOutput:
         """Runs T new rows per sequence on top of its cached context.
 
@@ -136,9 +138,13 @@ class Decoder(nnx.Module):
           tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
           count: int32 [B]; number of rows to commit at once, the first ones of a chain. None if
             they are verified first.
+          packing: Packing of the rows that are computed; hidden states and features are then packed
+            rows. None computes all T rows of every sequence.
         """
-        start = positions[:, 0]
-        seen = [(kept, cache.page_table, start, tree_mask, count) for kept in cache.layers]
+        context = cache.page_table, positions[:, 0], tree_mask, count, packing
+        seen = [(kept, *context) for kept in cache.layers]
+        if packing is not None:
+            tokens, positions = packing.pack(tokens), packing.pack(positions)
         hidden, features, layers = self._run_layers(
             tokens, positions, _attend_cached, seen, feature_layers
         )
@@ -309,10 +315,12 @@ class Decoder(nnx.Module):
         }
 
 
-def _attend_cached(layer, kept, page_table, start, tree_mask, count):
+def _attend_cached(layer, kept, page_table, start, tree_mask, count, packing):
     if isinstance(kept, RecurrentState):
-        return layer.self_attn.attend_state(kept, tree_mask, count)
-    return layer.self_attn.attend_pages(kept, page_table, start, tree_mask)
+        attend = layer.self_attn.attend_state(kept, tree_mask, count)
+    else:
+        attend = layer.self_attn.attend_pages(kept, page_table, start, tree_mask)
+    return attend if packing is None else packing.around(attend)
 
 
 def _attend_packed(layer, segment_ids):

@@ -18,7 +18,7 @@ from dflash.models.decoder import Decoder
 from dflash.models.gemma3_config import Gemma3Architecture
 from dflash.models.windows_config import FULL, SLIDING, WindowedArchitecture
 
-_ROPE = "rope_parameters"
+ROPE = "rope_parameters"
 
 
 class GemmaLayer(TransformerLayer):
@@ -85,10 +85,10 @@ class Gemma(Decoder):
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> WindowedArchitecture:
         """Reads config.json, whose rotary embedding may be stated by kind of layer."""
         config = {**config, "layer_types": config.get("layer_types") or _pattern(config)}
-        rope = hf_config.read_group(config, _ROPE)
+        rope = hf_config.read_group(config, ROPE)
         if SLIDING in rope or FULL in rope:
             local = hf_config.read_group(rope, SLIDING).get("rope_theta")
-            config[_ROPE] = hf_config.read_group(rope, FULL)
+            config[ROPE] = hf_config.read_group(rope, FULL)
             config["rope_local_base_freq"] = local
         return hf_config.read_architecture(config, cls.architecture_class)
 
@@ -102,7 +102,7 @@ class Gemma(Decoder):
         del config["hidden_act"]
         return config | {
             "hidden_activation": "gelu_pytorch_tanh",
-            _ROPE: {FULL: full, SLIDING: local},
+            ROPE: {FULL: full, SLIDING: local},
         }
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss-20b and gpt-oss-120b: attention sinks, windows in every other layer, and experts."""
+"""OpenAI's gpt-oss, 20b and 120b: attention sinks, windows in every other layer, and experts."""
 
 from collections.abc import Mapping
 from typing import Any

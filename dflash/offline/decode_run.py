@@ -183,8 +183,8 @@ def _decode(
         ready = _ready(job, records)
     if engine is None or engine.cycle_seconds is None:
         return {}
-    times = zip(engine.block_sizes, engine.cycle_seconds, strict=True)
-    return {str(size): 1e3 * seconds for size, seconds in times}
+    times = zip(engine.rules.choices, engine.cycle_seconds, strict=True)
+    return {name: 1e3 * seconds for name, seconds in times}
 
 
 def _ready(job: Job, records: Records) -> list[Prompt]:

@@ -225,8 +225,8 @@ class Display:
         """Shows the cycle time of each block size, and how often it was chosen, on stderr.
 
         Args:
-          cycle_ms: Cycle time by block size, in ms.
-          chosen: Number of cycles by block size, for sizes that were chosen.
+          cycle_ms: Cycle time by block size, in ms; "~4" are 4 rows per slot on average.
+          chosen: Number of cycles by the rows that a sequence verified in them.
         """
         rows = [
             (size, result_text.number(milliseconds), str(chosen.get(size, 0)))

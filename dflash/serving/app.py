@@ -35,6 +35,7 @@ from dflash.serving.http import EventStream, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.output import Output, OutputDelta
 from dflash.serving.request_error import RequestError
+from dflash.serving.response_bodies import renamed
 from dflash.serving.response_items import ResponseBuilder
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
@@ -50,13 +51,13 @@ _NUM_THREADS = 2  # Threads that parse small bodies, and again for large ones.
 _OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version"))
 
 
-def application(service: Service, *, names: ServedNames, key: str | None = None) -> ASGIApp:
+def application(service: Service, *, names: ServedNames, keys: Sequence[str] = ()) -> ASGIApp:
     """Returns the server as an ASGI application.
 
     Args:
       service: Service that decodes the requests.
       names: Names that the Host header of a request may have.
-      key: API key that clients must send; None accepts every client.
+      keys: API keys, one of which clients must send; without any, every client is accepted.
     """
     endpoints = Endpoints(service)
     table = [
@@ -83,7 +84,7 @@ def application(service: Service, *, names: ServedNames, key: str | None = None)
     routes = [Route(path, endpoint(f), methods=methods.split()) for path, methods, f in table]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
     origins = service.config.origins
-    guarded = Guard(app, names=names, origins=origins, key=key, open_paths=_OPEN_PATHS)
+    guarded = Guard(app, names=names, origins=origins, keys=keys, open_paths=_OPEN_PATHS)
     if not origins:
         return guarded
     return CORSMiddleware(
@@ -142,8 +143,8 @@ class Endpoints:
             compiling = self._grammars.compile(request.structure, vocabulary)
             grammar = await http.until_disconnect(http_request.receive, compiling)
             request = dataclasses.replace(request, grammar=grammar)
-        client = http_request.client.host if http_request.client else ""
-        return self._service.admit(request, client)
+        address = http_request.client.host if http_request.client else ""
+        return self._service.admit(request, http_request.scope["key_name"] or address)
 
     async def _wait(
         self, http_request: Request, group: RequestGroup, outputs: Sequence[Output]
@@ -224,7 +225,10 @@ class Endpoints:
         """Serves OpenAI's /v1/responses, which keeps nothing between requests."""
         request, fields = await self._read(http_request, openai_requests.read_response)
         model = self._service.served()
-        group = await self._admit(http_request, request)
+        try:
+            group = await self._admit(http_request, request)
+        except RequestError as error:
+            raise renamed(error) from error
         builder = ResponseBuilder(_id(http_request), fields, request, model)
         if request.options.stream:
             return EventStream(response_items.events(builder, request, group, model), group)

@@ -220,7 +220,7 @@ class OpenAIBody(SamplingBody):
     length_penalty: only(1) = None
     metadata: only({}) = None
     cache_salt: CacheSalt = None
-    priority: only(0) = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
     service_tier: only("auto", "default") = None
     store: only(False) = None
     use_beam_search: only(False) = None

@@ -68,6 +68,7 @@ class CompletionRequest:
       grammar: Compiled form of `structure`; None until it is compiled.
       drafting: Decode with drafts; False selects plain decoding, for comparison.
       cache_salt: Salt of the prefix cache; see `inference.request.Request`.
+      priority: Number by which requests wait; lower ones go first.
       chat_format: Format by which outputs are parsed; None for plain text.
       rules: What an answer may contain, for the parser.
     """
@@ -84,6 +85,7 @@ class CompletionRequest:
     grammar: Grammar | None = None
     drafting: bool = True
     cache_salt: str = ""
+    priority: int = 0
     chat_format: ChatFormat | None = None
     rules: AnswerRules | None = None
 

@@ -9,7 +9,8 @@ class FairQueue:
 
     The next request is one of the owner that holds the fewest places. Owners form levels, such as
     (client, HTTP request): clients share the places evenly, and so do the requests of a client. The
-    earliest request goes first among equals, so that none waits forever.
+    earliest request goes first among equals, so that none waits forever. Requests with a lower
+    priority number go before all others.
     """
 
     def __init__(self, places: int):
@@ -20,6 +21,7 @@ class FairQueue:
         """
         self._places = places
         self._waiting: dict[int, Sequence[Hashable]] = {}  # Owners by id, in order of arrival.
+        self._priorities: dict[int, int] = {}  # Of waiting requests.
         self._taken: dict[int, Sequence[Hashable]] = {}
         self._held: collections.Counter[Hashable] = collections.Counter()  # Places by owner.
 
@@ -28,21 +30,27 @@ class FairQueue:
         """Number of requests that have not been taken."""
         return len(self._waiting)
 
-    def add(self, id: int, owners: Sequence[Hashable]) -> None:
+    def add(self, id: int, owners: Sequence[Hashable], priority: int = 0) -> None:
         """Adds a request with its owner on each level."""
-        self._waiting[id] = owners
+        self._waiting[id], self._priorities[id] = owners, priority
+
+    def count(self, owner: Hashable) -> int:
+        """Returns the number of requests of an owner that wait or have a place."""
+        return sum(owner in one for one in (*self._waiting.values(), *self._taken.values()))
 
     def take(self) -> Iterator[int]:
         """Yields the requests that get a place now."""
         while self._waiting and len(self._taken) < self._places:
-            id = min(self._waiting, key=self._places_of)
+            id = min(self._waiting, key=self._order_of)
             self._taken[id] = self._waiting.pop(id)
+            del self._priorities[id]
             self._held.update(self._taken[id])
             yield id
 
     def remove(self, id: int) -> bool:
         """Removes a request that has ended; returns whether it had been taken."""
         self._waiting.pop(id, None)
+        self._priorities.pop(id, None)
         owners = self._taken.pop(id, None)
         for owner in owners or ():
             self._held[owner] -= 1
@@ -50,5 +58,5 @@ class FairQueue:
                 del self._held[owner]
         return owners is not None
 
-    def _places_of(self, id: int) -> list[int]:
-        return [self._held[owner] for owner in self._waiting[id]]
+    def _order_of(self, id: int) -> list[int]:
+        return [self._priorities[id], *(self._held[owner] for owner in self._waiting[id])]

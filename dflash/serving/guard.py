@@ -76,7 +76,7 @@ class Guard:
         *,
         names: ServedNames,
         origins: Sequence[str] = (),
-        key: str | None = None,
+        keys: Sequence[str] = (),
         open_paths: frozenset[str] = frozenset(),
     ):
         """Wraps `app`.
@@ -86,12 +86,13 @@ class Guard:
           names: Names that the Host header may have.
           origins: Origins whose web pages may send requests, besides the server's own; "*" accepts
             all.
-          key: API key that clients must send as a bearer token; None accepts every client.
+          keys: API keys, one of which clients must send as a bearer token; without any, all clients
+            are accepted.
           open_paths: Paths that need no key.
         """
         self._app, self._names, self._open_paths = app, names, open_paths
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
-        self._key = None if key is None else key.encode()
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,11 +108,14 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        error = self._error(scope, headers)
+        key = self._key_of(headers.get("authorization", ""))
+        error = self._error(scope, headers, has_key=key is not None)
         app = self._app if error is None else error_response(error)
-        await app({**scope, "request_id": id}, receive, send_with_id)
+        # One key is no name, since all clients have it.
+        name = f"key {key}" if key is not None and len(self._keys) > 1 else ""
+        await app({**scope, "request_id": id, "key_name": name}, receive, send_with_id)
 
-    def _error(self, scope: Scope, headers: Headers) -> RequestError | None:
+    def _error(self, scope: Scope, headers: Headers, *, has_key: bool) -> RequestError | None:
         """Returns the reason for which a request is rejected; None if it is not."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._names.include(host):
@@ -120,7 +124,7 @@ class Guard:
         if origin is not None and not self._admits_origin(origin.lower(), host.lower()):
             message = f"Origin: pages of {origin!r} may not use this server; see serve.origins"
             return RequestError(message, status=403, code="unknown_origin")
-        if not self._admits_key(scope["path"], headers.get("authorization", "")):
+        if self._keys and not has_key and scope["path"] not in self._open_paths:
             message = "Authorization: expected 'Bearer KEY' with this server's API key"
             return RequestError(message, status=401, code="invalid_api_key")
         kind = _content_type(headers)
@@ -134,13 +138,13 @@ class Guard:
             return True
         return origin in (f"http://{host}", f"https://{host}")
 
-    def _admits_key(self, path: str, authorization: str) -> bool:
-        if self._key is None or path in self._open_paths:
-            return True
+    def _key_of(self, authorization: str) -> int | None:
+        """Returns the place of a request's key among those of the server; None if it is not one."""
         scheme, _, key = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(
-            key.strip().encode("latin-1"), self._key
-        )
+        sent = key.strip().encode("latin-1")
+        # Compare all keys, so that the time does not tell which one is similar.
+        places = [i for i, own in enumerate(self._keys) if hmac.compare_digest(sent, own)]
+        return places[0] if places and scheme.lower() == "bearer" else None
 
 
 def _content_type(headers: Headers) -> str | None:

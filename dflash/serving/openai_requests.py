@@ -1,5 +1,6 @@
 """Reads the bodies of OpenAI's endpoints, with vLLM's extensions."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,4 +147,5 @@ def _request(
         metrics=fields.include_metrics,
         reasoning=getattr(fields, "include_reasoning", True),
     )
-    return requests.complete(fields, model, prompts, options, fields.cache_salt)
+    request = requests.complete(fields, model, prompts, options, fields.cache_salt)
+    return dataclasses.replace(request, priority=fields.priority)

@@ -200,6 +200,7 @@ class ResponsesBody(SamplingBody):
     top_logprobs: only(0) = None
     service_tier: only("auto", "default") = None
     cache_salt: CacheSalt = None
+    priority: Any = None
     metadata: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
@@ -212,7 +213,7 @@ _SAME = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
     *("ignore_eos", "min_tokens", "stream", "parallel_tool_calls", "max_thinking_tokens"),
-    *("enable_thinking", "chat_template_kwargs", "cache_salt", "drafting"),
+    *("enable_thinking", "chat_template_kwargs", "cache_salt", "drafting", "priority"),
 )
 
 

@@ -142,7 +142,7 @@ async def serve(
       on_ready: Function that is called with the URL once requests are served.
     """
     names = guard.served_names(listener.getsockname()[0], service.config.hosts)
-    app = application(service, names=names, key=os.environ.get(KEY) or None)
+    app = application(service, names=names, keys=_keys(os.environ.get(KEY, "")))
     server = connection.Server(app, service.config, _CLOSING_S)
     service.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -158,6 +158,11 @@ async def serve(
     await serving
     for task in (announcing, *waits):
         task.cancel()
+
+
+def _keys(text: str) -> list[str]:
+    """Returns API keys that are separated by commas."""
+    return [key for part in text.split(",") if (key := part.strip())]
 
 
 @contextlib.contextmanager

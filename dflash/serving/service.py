@@ -31,7 +31,7 @@ from dflash.serving.engine_thread import (
 )
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
-from dflash.serving.request_error import RequestError
+from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup, ServedRequest
 
@@ -124,11 +124,13 @@ class Service:
 
         Args:
           completion_request: Validated HTTP request.
-          client: Address of the client, with whose other requests it shares slots.
+          client: Name of the client, with whose other requests it shares slots.
         Raises:
-          RequestError: They cannot be decoded, or the queue is full.
+          RequestError: They cannot be decoded, or too many others wait.
         """
         model = self.served()
+        if completion_request.priority and not self.config.priorities:
+            raise unsupported("priority", "only 0 is supported, since serve.priorities is false")
         mode = DRAFTED if completion_request.drafting else PLAIN
         requests = completion_request.requests(model, self._ids)
         for request in requests:
@@ -136,15 +138,7 @@ class Service:
                 self._engines[mode].check(request)
             except errors.InputError as error:
                 raise RequestError(str(error).removeprefix(f"prompt {request.id}: ")) from error
-        capacity = self.slots + self.config.queue
-        if self.in_flight + len(requests) > capacity:
-            raise RequestError(
-                f"{self.in_flight} requests are running or queued, and the server takes "
-                f"{capacity}; try again later",
-                status=429,
-                code="queue_full",
-                retry_after_s=self._retry_after_s(),
-            )
+        self._check_room(len(requests), client)
         group = RequestGroup(
             requests,
             timeout_s=self.config.request_s,
@@ -153,10 +147,30 @@ class Service:
         )
         for served in group.served:
             self._requests[served.request.id] = served
-            self._queues[mode].add(served.request.id, (client, group))
+            owners = client, group
+            self._queues[mode].add(served.request.id, owners, completion_request.priority)
         self._submit_next()
         self.metrics.admitted(completion_request, model.decode)
         return group
+
+    def _check_room(self, added: int, client: str) -> None:
+        """Raises RequestError if the server, or one client, would have too many requests."""
+        capacity, limit = self.slots + self.config.queue, self.config.client_requests
+        own = sum(queue.count(client) for queue in self._queues.values()) if limit else 0
+        if self.in_flight + added > capacity:
+            problem = f"{self.in_flight} requests are running or queued, and the server takes"
+            problem += f" {capacity}"
+        elif limit and own + added > limit:
+            problem = f"{own} requests of this client are running or queued, and "
+            problem += f"serve.client_requests allows {limit}"
+        else:
+            return
+        raise RequestError(
+            f"{problem}; try again later",
+            status=429,
+            code="queue_full",
+            retry_after_s=self._retry_after_s(),
+        )
 
     def cancel(self, id: int) -> None:
         """Cancels the request `id` if it is in flight."""

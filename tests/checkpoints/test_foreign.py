@@ -88,8 +88,8 @@ def test_quantized_weights_are_not_read_as_plain_ones(tmp_path, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     assert failure(checkpoint.read_config, tmp_path) == (
-        f"{tmp_path}/config.json: {words} are not supported, only fp8 and compressed-tensors of 8 "
-        "bits or packed 4; take the model's unquantized checkpoint"
+        f"{tmp_path}/config.json: {words} are not supported, only fp8, mxfp4 and "
+        "compressed-tensors of 8 bits or packed 4; take the model's unquantized checkpoint"
     )
 
 

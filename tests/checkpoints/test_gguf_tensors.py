@@ -18,6 +18,8 @@ from dflash.checkpoints import (
     gguf_tensors,
     gguf_tokenizer,
 )
+from dflash.config import schema
+from dflash.loading import models, quantization
 from dflash.models.llama3 import Llama3
 from dflash.parallel import parameters
 
@@ -282,3 +284,44 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     message = failure(checkpoint.resolve, str(tmp_path / "m.gguf"))
     assert "needs gguf; pip install 'dflash-jax[gguf]'" in message
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_q8_0_stays_in_eight_bits(tmp_path, family, tensor):
+    """The values are those that are dequantized otherwise; embeddings are dequantized always."""
+    sizes = {"num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 64}
+    gguf_files.make_model(tmp_path / "m", family, **sizes)
+    file = tmp_path / "m.gguf"
+    gguf_files.write(file, tmp_path / "m", kind=gguf.GGMLQuantizationType.Q8_0)
+    plain, kept = (build(f"{file}", quantization, tensor=tensor) for quantization in (None, "q8_0"))
+    projections = dict(quantization.projections(kept))
+    plain_ones = {path for path, kernel in projections.items() if kernel.format is None}
+    assert all(".experts.down_proj" in path for path in plain_ones)  # Rows of 24 numbers.
+    assert kept.embed_tokens.embedding.dtype == np.float32
+    x = np.zeros((1, 1), np.float32)
+    for path, kernel in quantization.projections(plain):
+        assert (projections[path].kernel.dtype == np.int8) == (path not in plain_ones)
+        np.testing.assert_array_equal(
+            np.asarray(projections[path].plain(x)), kernel.plain(x), err_msg=path
+        )
+
+
+def build(file, scheme, **mesh):
+    config = schema.TargetConfig(checkpoint=file, quantization=scheme)
+    source = models.find_target(config)
+    model = models.build_target(config, source, dtype="float32", sharding=make_sharding(**mesh))
+    models.load_weights(model, source)
+    return model
+
+
+def test_what_cannot_stay_in_q8_0_is_named(tmp_path):
+    gguf_files.make_model(tmp_path / "m")
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
+    for place, message in (
+        ("m", f"q8_0 keeps tensors of a GGUF file, which {tmp_path}/m is not"),
+        ("m.gguf", f"q8_0, but {tmp_path}/m.gguf has no projection in Q8_0"),
+    ):
+        with pytest.raises(errors.ConfigError) as caught:
+            build(str(tmp_path / place), "q8_0")
+        assert f"target.quantization: {message}" in str(caught.value)

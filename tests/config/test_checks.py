@@ -63,6 +63,8 @@ def load(tmp_path, monkeypatch):
          "drafter.block_size: 5 exceeds drafter.architecture.block_size=4"),
         ("drafter.block_size=auto drafter.tree.budget=8",
          "drafter.block_size: auto chooses between chains only; leave drafter.tree out"),
+        ("decode.lookup=true drafter.tree.budget=8", "decode.lookup: "
+         "copies replace chains, not trees; leave one of the two out"),
         ("decode.verify=block drafter.tree.budget=8", "decode.verify: "
          "block is a rule for chains; leave drafter.tree out, or use rejection"),
         ("drafter.block_size=aut", "drafter.block_size: "

@@ -29,6 +29,11 @@ ARCHITECTURES = {
 # Windows shorter than the prompts, and a layer that sees everything.
 WINDOWS = {"sliding_window": 7, "layer_types": ("sliding_attention", "full_attention")}
 ARCHITECTURES["gemma3"] = family_architecture("gemma3", ARCHITECTURE, **WINDOWS)
+ARCHITECTURES["gemma4"] = family_architecture(
+    "gemma4", ARCHITECTURE, **WINDOWS, global_head_dim=16, attention_k_eq_v=True,
+    num_global_key_value_heads=2,
+)  # fmt: skip
+ARCHITECTURES["gpt_oss"] = family_architecture("gpt_oss", ARCHITECTURE, sliding_window=7)
 NAMES = sorted(registry.DRAFTERS)
 FORMS = [(name, False) for name in NAMES if name != "none"]
 FORMS += [(name, True) for name in NAMES if takes(name, "tree")]

@@ -79,8 +79,8 @@ def test_the_block_size_is_chosen_by_the_times_of_the_bucket():
     """Drafting pays where few slots are computed and not where all are, or so it is told."""
     run = adaptive_engine()
     sizes = run.block_sizes
-    run.cycle_seconds = tuple(adaptive.only(0, sizes).tolist())
-    run._partial_seconds = (tuple(adaptive.only(len(sizes) - 1, sizes).tolist()),)
+    run.cycle_seconds = tuple(adaptive.only(0, len(sizes)).tolist())
+    run._partial_seconds = (tuple(adaptive.only(len(sizes) - 1, len(sizes)).tolist()),)
     one = Scheduler(run)
     requests = make_requests(PROMPTS, 6, temperature=0.0)
     one.submit(requests[0])

@@ -28,7 +28,12 @@ def test_a_size_takes_no_longer_than_a_larger_one(monkeypatch):
     assert table == pytest.approx((2.0, 2.0, 4.0))
 
 
-def measure(rounds, monkeypatch):
+def test_divisions_are_compared_among_themselves(monkeypatch):
+    table, _ = measure([[9, 9, 9]] + [[6, 8, 4]] * 3, monkeypatch, groups=(2, 1))
+    assert table == pytest.approx((3.0, 4.0, 2.0))
+
+
+def measure(rounds, monkeypatch, groups=(3,)):
     """The table of three rounds and one before, and the order in which sizes were measured."""
     now, order = [0.0], []
     upcoming = [seconds for each in rounds for seconds in each]
@@ -46,7 +51,7 @@ def measure(rounds, monkeypatch):
         now[0] += upcoming.pop(0)
         return state, types.SimpleNamespace(cycles=2)
 
-    return timing.cycle_seconds(SIZES, 0, occupied, generate, rounds=3), order
+    return timing.cycle_seconds(groups, 0, occupied, generate, rounds=3), order
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

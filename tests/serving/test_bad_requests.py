@@ -64,6 +64,8 @@ WRONG = [
     (TEXT, {"prompt": "a", "temprature": 1}, "temprature"),
     (TEXT, {"prompt": "a", "messages": [USER]}, "messages"),
     (TEXT, {"prompt": "a", "min_p": 2}, "min_p"),
+    (TEXT, {"prompt": "a", "priority": -1}, "priority"),
+    (TEXT, {"prompt": "a", "priority": 0.5}, "priority"),
     (TEXT, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     (TEXT, {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
     (TEXT, {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),

@@ -73,3 +73,27 @@ def test_requests_that_end_while_they_wait():
     assert not queue.remove(7)
     assert queue.remove(0)
     assert list(queue.take()) == []
+
+
+def test_priorities_go_before_fairness():
+    queue = FairQueue(1)
+    queue.add(0, ("a",))
+    queue.add(1, ("b",), 5)
+    queue.add(2, ("a",), -1)
+    queue.add(3, ("a",), 5)
+    order = []
+    for _ in range(4):
+        (id,) = queue.take()
+        order.append(id)
+        queue.remove(id)
+    assert order == [2, 0, 1, 3]
+
+
+def test_requests_of_an_owner_are_counted():
+    queue = FairQueue(1)
+    for id, owner in enumerate("aab"):
+        queue.add(id, (owner, id))
+    assert list(queue.take()) == [0]
+    assert (queue.count("a"), queue.count("b"), queue.count("c")) == (2, 1, 0)
+    queue.remove(0)
+    assert queue.count("a") == 1

@@ -109,6 +109,31 @@ def test_bodies_are_json(headers, expected):
     assert status(app, **headers) == expected
 
 
+@pytest.mark.parametrize(
+    ("keys", "authorization", "expected"),
+    [
+        ((), "", ""),
+        ((), "Bearer a", ""),
+        (("a",), "Bearer a", ""),
+        (("a",), "Bearer b", None),
+        (("a", "b"), "bearer b", "key 1"),
+        (("a", "b"), "Bearer a", "key 0"),
+        (("a", "b"), "Basic a", None),
+        (("a", "b"), "", None),
+    ],
+)
+def test_clients_with_several_keys_have_names(keys, authorization, expected):
+    names = []
+
+    async def app(scope, receive, send):
+        names.append(scope["key_name"])
+        await _passed(scope, receive, send)
+
+    guarded = Guard(app, names=served_names("127.0.0.1", ()), keys=keys)
+    code = status(guarded, authorization=authorization)
+    assert (code, names) == ((401, []) if expected is None else (200, [expected]))
+
+
 def test_only_listed_origins_get_cors_headers():
     page = "https://app.example.com"
     ask = {"method": "OPTIONS", "origin": page, "access_control_request_method": "POST"}
@@ -117,7 +142,7 @@ def test_only_listed_origins_get_cors_headers():
     closed = application(types.SimpleNamespace(config=ServeConfig()), names=names)
     assert status(closed, **ask) == 403
     listed = types.SimpleNamespace(config=ServeConfig(origins=(page,)))
-    app = application(listed, names=names, key="secret")
+    app = application(listed, names=names, keys=("secret", "other"))
     code, headers = exchange(app, **ask)
     assert (code, headers["access-control-allow-origin"]) == (200, page)
     assert "x-stainless-os" in headers["access-control-allow-headers"]

@@ -290,3 +290,15 @@ def test_signals_during_the_start(tmp_path):
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def test_limits_and_priorities_of_clients(tmp_path):
+    options = ("serve.client_requests=2", "serve.priorities=true", "decode.batch_size=1")
+    with served.serving(tmp_path, *options, DFLASH_API_KEY="first, second") as server:
+        first, second = ({"Authorization": f"Bearer {name}"} for name in ("first", "second"))
+        body = {"prompt": "abc", "max_tokens": 4, "priority": -1}
+        assert server.post(TEXT, body | {"n": 2}, **first)[0] == 200
+        status, answer = server.post(TEXT, body | {"n": 3}, **first)
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        assert "serve.client_requests allows 2" in answer["error"]["message"]
+        assert server.post(TEXT, body | {"n": 2}, **second)[0] == 200

@@ -38,7 +38,7 @@ def write(file: pathlib.Path, directory: pathlib.Path, *, kind=FLOAT32, tokenize
     Args:
       file: the file.
       directory: a checkpoint with config.json and model.safetensors, in float32.
-      kind: type of the matrices; vectors stay in float32.
+      kind: type of the matrices; vectors, and rows that are no whole blocks, stay in float32.
       tokenizer: metadata of the tokenizer, by key.
       more: further metadata, which replace others.
     """
@@ -49,7 +49,8 @@ def write(file: pathlib.Path, directory: pathlib.Path, *, kind=FLOAT32, tokenize
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, value in tensors(directory, config).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        add(writer, stored, value, kind if value.ndim > 1 else FLOAT32)
+        fits = value.ndim > 1 and value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        add(writer, stored, value, kind if fits else FLOAT32)
     finish(writer)
 
 

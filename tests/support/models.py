@@ -54,6 +54,10 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+_WINDOWS = {
+    "sliding_window": 7,
+    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+}
 _HYBRID = {
     "num_hidden_layers": 2,
     "layer_types": ("full_attention", "linear_attention"),
@@ -82,6 +86,8 @@ OWN_FIELDS = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5},
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
+    "gemma3": _WINDOWS,
+    "gemma4": _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1},
 }
 
 

@@ -32,7 +32,11 @@ def save_random(theirs, directory: pathlib.Path, seed: int = 0, std: float = 0.2
     theirs = theirs.float().eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            parameter.normal_(*((1.0, 0.3) if "norm" in name else (0.0, std)))
+            mean, spread = (1.0, 0.3) if "norm" in name else (0.0, std)
+            parameter.normal_(mean, spread)
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 2.0)
     kept = {name: array for name, array in theirs.state_dict().items() if array.numel()}
     theirs.save_pretrained(directory, state_dict=kept)
     return theirs, load_target(directory)

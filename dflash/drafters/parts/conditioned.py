@@ -143,6 +143,15 @@ class ConditionedDFlash(DFlash):
         """
         return choices + self.bias(vectors), sampler
 
+    def acceptance(self, prepared: jax.Array, previous: jax.Array) -> jax.Array | None:
+        """Returns the confidence [B, G] of a chain, or None if the drafter has no such estimate.
+
+        Args:
+          prepared: Outputs of `prepare` at the draft positions, [B, G, …].
+          previous: Tokens before the draft positions, int32 [B, G].
+        """
+        return None
+
     def draft(self, state, anchor, position, sampler, heads):
         """Runs one pass over the block, then draws token by token; see `Drafter.draft`."""
         if self.tree is not None:
@@ -167,7 +176,9 @@ class ConditionedDFlash(DFlash):
         begin = anchor[:, None], self.fresh_memory(anchor.shape[0], 1)
         _, drawn = jax.lax.scan(draw, begin, inputs)
         tokens, probs = jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), drawn)
-        return Proposal(tokens, probs=probs), state
+        previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+        confidence = self.acceptance(prepared, previous)
+        return Proposal(tokens, probs=probs, confidence=confidence), state
 
     def _run_positions(self, count, state, anchor, position, heads) -> tuple[jax.Array, Any]:
         """Returns the outputs of `prepare` and `choices` at the first draft positions."""

@@ -1,7 +1,7 @@
 """Device state that chooses a block size for every cycle."""
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash.inference.cycle import backlog, block_choice
 from dflash.inference.cycle.backlog import Backlog
-from dflash.inference.cycle.block_choice import BlockChoice, Pool
+from dflash.inference.cycle.block_choice import WHOLE, BlockChoice, Division, Pool
 from dflash.parallel.sharding import Sharding
 
 PLAIN = 0  # Index of block size 1, at which nothing is drafted.
@@ -23,7 +23,8 @@ class Adaptive:
     Attributes:
       choice: Acceptance statistics, and the size of the next cycle.
       backlog: Rows that the drafter has not observed yet.
-      seconds: float32 [W, S]; seconds of a cycle for each batch bucket and block size.
+      seconds: float32 [W, S]; seconds of a cycle for each batch bucket and each block size or
+        division of rows.
     """
 
     choice: BlockChoice
@@ -44,22 +45,18 @@ class Adaptive:
         choice = dataclasses.replace(self.choice, seconds=self.seconds[index])
         return dataclasses.replace(self, choice=choice)
 
-    def choose(self, active: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -> "Adaptive":
+    def choose(self, *args: Any) -> "Adaptive":
         """Chooses the block size of the next cycle; see `block_choice.choose`."""
-        choice = block_choice.choose(self.choice, active, left, sizes)
-        return dataclasses.replace(self, choice=choice)
+        return dataclasses.replace(self, choice=block_choice.choose(self.choice, *args))
 
-    def largest(self) -> "Adaptive":
-        """Chooses the largest block size for the next cycle, whatever it costs."""
-        last = jnp.full_like(self.choice.index, self.choice.seconds.shape[0] - 1)
-        return dataclasses.replace(self, choice=dataclasses.replace(self.choice, index=last))
+    def at(self, index: int) -> "Adaptive":
+        """Chooses the block size with this index for the next cycle, whatever it costs."""
+        index = jnp.full_like(self.choice.index, index)
+        return dataclasses.replace(self, choice=dataclasses.replace(self.choice, index=index))
 
-    def learn(
-        self, num_committed: jax.Array, left: jax.Array, sizes: tuple[int, ...]
-    ) -> "Adaptive":
+    def learn(self, *args: Any) -> "Adaptive":
         """Updates the statistics with the outcome of a cycle; see `block_choice.learn`."""
-        choice = block_choice.learn(self.choice, num_committed, left, sizes)
-        return dataclasses.replace(self, choice=choice)
+        return dataclasses.replace(self, choice=block_choice.learn(self.choice, *args))
 
     def put_aside(
         self, tokens: jax.Array, num_committed: jax.Array, features: jax.Array
@@ -88,6 +85,7 @@ def abstract(
     dtype: jnp.dtype,
     sharding: Sharding,
     num_buckets: int = 1,
+    division: Division = WHOLE,
 ) -> Adaptive | None:
     """Returns the abstract state, zero-initialized; None if there is only one block size.
 
@@ -98,13 +96,15 @@ def abstract(
       dtype: Dtype of the features.
       sharding: Sharding of the arrays.
       num_buckets: Number W of batch buckets.
+      division: Cycles that divide their rows.
     """
     if len(sizes) == 1:
         return None
+    choice = block_choice.abstract(batch, sizes, sharding, division)
     return Adaptive(
-        block_choice.abstract(batch, sizes, sharding),
+        choice,
         backlog.abstract(batch, width, dtype, sharding),
-        sharding.abstract((num_buckets, len(sizes)), (None, None), jnp.float32),
+        sharding.abstract((num_buckets, *choice.seconds.shape), (None, None), jnp.float32),
     )
 
 
@@ -123,8 +123,11 @@ def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
     return dataclasses.replace(state, choice=choice)
 
 
-def only(index: int, sizes: Sequence[int]) -> np.ndarray:
-    """Returns a table, float32 [S], that forces one size by making all others infinitely slow."""
-    seconds = np.full(len(sizes), np.inf, np.float32)
+def only(index: int, count: int) -> np.ndarray:
+    """Returns a table, float32 [S], that forces one of S = `count` choices.
+
+    All others are infinitely slow in it.
+    """
+    seconds = np.full(count, np.inf, np.float32)
     seconds[index] = 1.0
     return seconds

@@ -8,6 +8,12 @@ for longer ones. Occasional trials of the next larger size do. A trial takes lon
 fewer tokens, so it loses at most the difference of the two times; it is made once the fraction
 `TRIALS` of the time spent covers that loss. Tokens committed beyond the smaller block are credited
 at the expected speed, so successful trials follow each other and a better size soon wins.
+
+A cycle may also divide a fixed number of rows among the sequences of a replica, so that each one
+verifies the drafts that are worth it: those with the largest chances of acceptance, over all
+sequences. Such a cycle drafts the largest block for every sequence, and packs the rows. Sequences
+whose drafts are not worth a row decode plainly in it; their statistics fade, so that they are tried
+again.
 """
 
 import dataclasses
@@ -18,6 +24,7 @@ import jax.numpy as jnp
 from dflash.parallel.sharding import Sharding
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+MEAN_ROWS = (2, 4, 8, 16, 32)  # Mean numbers of rows per slot of cycles that divide their rows.
 TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 
 # The prior of a sequence's rate is the pooled rate of all sequences; the prior of a pooled rate is
@@ -27,6 +34,23 @@ TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 PRIOR, PRIOR_WEIGHT = 0.8, 8.0
 POOL_WEIGHT = 8.0
 MEMORY, POOL_MEMORY = 64.0, 64.0
+IDLE_MEMORY = 16.0  # Counts cycles in which a sequence verified no draft, but others did.
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """Cycles that divide their rows among sequences.
+
+    Attributes:
+      mean_rows: Mean numbers of rows per slot, ascending; empty if rows are never divided.
+      num_replicas: Number of replicas, each of which divides rows among its own slots.
+    """
+
+    mean_rows: tuple[int, ...] = ()
+    num_replicas: int = 1
+
+
+WHOLE = Division()  # Every sequence verifies as many rows as the others.
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +64,7 @@ class BlockChoice:
       accepted: float32 [B, G]; how often it was then accepted.
       pool_tried: float32 [G]; sum of `tried` over all sequences, past ones included.
       pool_accepted: float32 [G]; sum of `accepted` over all sequences, past ones included.
-      seconds: float32 [S]; seconds of a cycle of each size.
+      seconds: float32 [S]; seconds of a cycle of each size, and then of each division.
       credit: float32 []; seconds that trials may currently cost.
       best: int32 []; index of the size with the highest expected speed.
       promise: float32 []; expected tokens per second of that size, summed over all sequences.
@@ -72,14 +96,24 @@ def block_sizes(largest: int) -> tuple[int, ...]:
     return (*(size for size in SIZES if size < largest), largest)
 
 
-def abstract(batch: int, sizes: tuple[int, ...], sharding: Sharding) -> BlockChoice:
+def division(largest: int, slots_per_replica: int, num_replicas: int) -> Division:
+    """Returns the divisions to choose from; a single slot has nothing to divide."""
+    means = MEAN_ROWS if slots_per_replica > 1 else ()
+    return Division(tuple(mean for mean in means if mean < largest), num_replicas)
+
+
+def abstract(
+    batch: int, sizes: tuple[int, ...], sharding: Sharding, division: Division = WHOLE
+) -> BlockChoice:
     """Returns an abstract choice; zeros mean no statistics, and `seconds` must be set.
 
     Args:
       batch: Batch size B.
       sizes: S block sizes, ascending.
       sharding: Sharding of the arrays.
+      division: Cycles that divide their rows.
     """
+    num_choices = len(sizes) + len(division.mean_rows)
     per_sequence = sharding.abstract((batch, sizes[-1] - 1), ("batch", None), jnp.float32)
     pool = sharding.abstract((sizes[-1] - 1,), (None,), jnp.float32)
     number = sharding.abstract((), (), jnp.float32)
@@ -89,7 +123,7 @@ def abstract(batch: int, sizes: tuple[int, ...], sharding: Sharding) -> BlockCho
         accepted=per_sequence,
         pool_tried=pool,
         pool_accepted=pool,
-        seconds=sharding.abstract((len(sizes),), (None,), jnp.float32),
+        seconds=sharding.abstract((num_choices,), (None,), jnp.float32),
         credit=number,
         best=index,
         promise=number,
@@ -129,28 +163,93 @@ def expected_tokens(rates: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -
     return jnp.cumsum(jnp.where(counts, survival, 0), axis=1)[:, jnp.array(sizes) - 1]
 
 
+def survival(rates: jax.Array, active: jax.Array, left: jax.Array) -> jax.Array:
+    """Returns the chance that each draft is committed, [B, G], descending in each sequence.
+
+    Args:
+      rates: float32 [B, G]; see `rates`.
+      active: bool [B]; the drafts of other sequences have chance 0.
+      left: int32 [B]; tokens until the sequence's limit.
+    """
+    within = jnp.arange(1, rates.shape[1] + 1) < left[:, None]
+    return jnp.where(active[:, None] & within, jnp.cumprod(rates, axis=1), 0)
+
+
+def divide(survival: jax.Array, active: jax.Array, mean_rows: int, num_replicas: int) -> jax.Array:
+    """Divides rows among sequences: to the drafts with the largest chances in their replica.
+
+    Args:
+      survival: float32 [B, G]; chance that each draft is committed, descending in each sequence.
+      active: bool [B]; each of these sequences has a row for its anchor.
+      mean_rows: Mean number of rows per slot.
+      num_replicas: Number of replicas.
+    Returns:
+      Rows of each sequence, int32 [B], anchor included; 0 for inactive ones.
+    """
+    chances, drafts = _by_replica(survival, active, mean_rows, num_replicas)
+    order = jnp.argsort(-chances, axis=1, stable=True)
+    # Of equal chances the first come first, so that every sequence gets a prefix of its drafts.
+    rank = jnp.argsort(order, axis=1)
+    chosen = ((rank < drafts[:, None]) & (chances > 0)).reshape(survival.shape)
+    return active + chosen.sum(axis=1, dtype=jnp.int32)
+
+
+def _divided_tokens(survival: jax.Array, active: jax.Array, division: Division) -> jax.Array:
+    """Returns the expected number of tokens that a cycle of each division commits, float32 [P]."""
+
+    def tokens(mean_rows):
+        chances, drafts = _by_replica(survival, active, mean_rows, division.num_replicas)
+        best = -jnp.sort(-chances, axis=1)
+        counted = jnp.arange(best.shape[1]) < drafts[:, None]
+        return jnp.where(counted, best, 0).sum() + active.sum()
+
+    return jnp.stack([tokens(mean_rows) for mean_rows in division.mean_rows])
+
+
+def _by_replica(survival, active, mean_rows, num_replicas) -> tuple[jax.Array, jax.Array]:
+    """Returns chances [D, b · G] by replica, and its number of drafts to verify, int32 [D]."""
+    slots = active.reshape(num_replicas, -1)
+    drafts = slots.shape[1] * mean_rows - slots.sum(axis=1, dtype=jnp.int32)
+    return survival.reshape(num_replicas, -1), drafts
+
+
 def choose(
-    choice: BlockChoice, active: jax.Array, left: jax.Array, sizes: tuple[int, ...]
+    choice: BlockChoice,
+    active: jax.Array,
+    left: jax.Array,
+    sizes: tuple[int, ...],
+    division: Division = WHOLE,
 ) -> BlockChoice:
-    """Chooses the size of the next cycle, one for the whole batch.
+    """Chooses the size of the next cycle, one for the whole batch, or a division of its rows.
 
     Args:
       choice: Acceptance statistics and cycle times.
       active: bool [B]; sequences to take into account.
       left: int32 [B]; tokens until each one's limit.
       sizes: S block sizes.
+      division: Cycles that divide their rows.
     """
-    tokens = expected_tokens(rates(choice), left, sizes)
+    known = rates(choice)
+    tokens = expected_tokens(known, left, sizes)
     tokens = jnp.where(active[:, None], tokens, 0).sum(axis=0)
+    if division.mean_rows:
+        divided = _divided_tokens(survival(known, active, left), active, division)
+        tokens = jnp.concatenate([tokens, divided])
     speeds = tokens / choice.seconds
     best = jnp.argmax(speeds).astype(jnp.int32)
-    trial = (best + 1 < len(sizes)) & (choice.credit >= _trial_seconds(choice.seconds, best))
-    index = best + trial.astype(jnp.int32)
+    larger = _larger(sizes, division)[best]
+    due = choice.credit >= _trial_seconds(choice.seconds, best, larger)
+    index = jnp.where(due, larger, best)
     return dataclasses.replace(choice, best=best, promise=speeds[best], index=index)
 
 
 def learn(
-    choice: BlockChoice, num_committed: jax.Array, left: jax.Array, sizes: tuple[int, ...]
+    choice: BlockChoice,
+    num_committed: jax.Array,
+    left: jax.Array,
+    sizes: tuple[int, ...],
+    division: Division = WHOLE,
+    rows: jax.Array | None = None,
 ) -> BlockChoice:
     """Updates the statistics with the outcome of the cycle that `choice` chose.
 
@@ -159,9 +258,17 @@ def learn(
       num_committed: int32 [B]; tokens committed by the cycle, 0 for an empty slot.
       left: int32 [B]; tokens until each one's limit, before the cycle.
       sizes: S block sizes.
+      division: Cycles that divide their rows.
+      rows: int32 [B]; rows that each sequence verified. None: those of the chosen size.
     """
-    sizes = jnp.array(sizes)
-    drafts = sizes[choice.index] - 1
+    larger = _larger(sizes, division)[choice.best]
+    means = jnp.array((*sizes, *division.mean_rows))
+    idle = jnp.zeros_like(num_committed, bool)
+    if rows is None:
+        rows = means[choice.index]
+    else:
+        idle = (rows == 1) & (num_committed > 0)
+    drafts = (rows - 1).reshape(-1, 1)
     draft = jnp.arange(choice.tried.shape[1])
     # The first draft that was not committed is the last informative one: it was rejected, or the
     # sequence ended before it. A stop token counts as a rejection, since blocks reach past it; the
@@ -171,10 +278,10 @@ def learn(
     tried = (draft < drafts) & (draft < num_useful + goes_on)
     tried = (tried & (num_useful >= 0)).astype(jnp.float32)
     accepted = tried * (draft < num_useful)
-    fade = 1 - tried / MEMORY
+    fade = 1 - tried / MEMORY - idle[:, None] / IDLE_MEMORY
     pool_fade = (1 - 1 / POOL_MEMORY) ** tried[:, :1].sum()
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]
-    gained = jnp.maximum(num_committed - sizes[choice.best], 0).sum() / choice.promise
+    gained = jnp.maximum(num_committed - means[choice.best], 0).sum() / choice.promise
     gained = jnp.where(choice.index == choice.best, 0, gained)
     credit = choice.credit + TRIALS * best - (spent - best) + gained
     return dataclasses.replace(
@@ -184,11 +291,18 @@ def learn(
         pool_tried=choice.pool_tried * pool_fade + tried.sum(axis=0),
         pool_accepted=choice.pool_accepted * pool_fade + accepted.sum(axis=0),
         # Cap the credit at one trial, so that saved credit does not cause a burst of trials.
-        credit=jnp.minimum(credit, _trial_seconds(choice.seconds, choice.best)),
+        credit=jnp.minimum(credit, _trial_seconds(choice.seconds, choice.best, larger)),
     )
 
 
-def _trial_seconds(seconds: jax.Array, best: jax.Array) -> jax.Array:
-    """Returns the most seconds that a trial of the next larger size may lose; 0 if none exists."""
-    larger = seconds[jnp.minimum(best + 1, len(seconds) - 1)]
-    return jnp.maximum(larger - seconds[best], 0)
+def _larger(sizes: tuple[int, ...], division: Division) -> jax.Array:
+    """Returns the index that a trial takes instead of each index: the next larger, or the same."""
+    last, divisions = len(sizes) - 1, len(division.mean_rows)
+    of_sizes = [min(i + 1, last) for i in range(len(sizes))]
+    of_divisions = [last + 1 + i if i < divisions else last for i in range(1, divisions + 1)]
+    return jnp.array(of_sizes + of_divisions, jnp.int32)
+
+
+def _trial_seconds(seconds: jax.Array, best: jax.Array, larger: jax.Array) -> jax.Array:
+    """Returns the most seconds that a trial of the next larger size may lose."""
+    return jnp.where(larger == best, 0, jnp.maximum(seconds[larger] - seconds[best], 0))

@@ -2,47 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Heads, Proposal
+from dflash.inference.cycle import judge, verify
 from dflash.inference.cycle import tree as trees
-from dflash.inference.cycle import verify
+from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState
-from dflash.inference.logits import controls, logprobs, nonfinite
+from dflash.inference.logits import logprobs
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SequenceSampler
 from dflash.models.decoder import Decoder
-
-# Changes the result on a proposal: (drafter, its state after the draft, result) -> result.
-Revise = Callable[[Drafter, Any, verify.VerifyResult], verify.VerifyResult]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """Static settings of the decode loop; all other settings are per-sequence device state.
-
-    Attributes:
-      block_sizes: Numbers of rows that a cycle may verify per sequence, ascending; the last one is
-        the drafter's block size.
-      verify: Rule that accepts drafts; see `verify`.
-      revise: Function applied to every `VerifyResult`, for measurements only: the output becomes
-        meaningless, but the work stays the same.
-    """
-
-    block_sizes: tuple[int, ...]
-    verify: Literal["coupled", "rejection", "block"] = "coupled"
-    revise: Revise | None = None
-
-    def sampler(self, state: DecodeState) -> SequenceSampler:
-        """Returns the sampler that drafts and verifies the next block of every sequence."""
-        params = state.sampling
-        if self.verify == "block":
-            params = params.of_block(state.length)
-        return SequenceSampler(params, with_probs=self.verify != "coupled")
 
 
 class Outcome(NamedTuple):
@@ -53,7 +26,8 @@ class Outcome(NamedTuple):
       count: int32 [B]; number of valid entries in each row of `tokens`.
       accepted: int32 [B]; number of accepted drafts among them: all, or all but the bonus token.
       logprobs: Log-probabilities of the tokens, zero where no sequence requests them.
-      rejected: int32 [B, drafts]; rejected drafts, and -1 in place of accepted ones.
+      rejected: int32 [B, drafts]; rejected drafts, and -1 in place of others.
+      rows: int32 [B]; number of rows that were verified.
     """
 
     tokens: jax.Array
@@ -61,10 +35,17 @@ class Outcome(NamedTuple):
     accepted: jax.Array
     logprobs: Logprobs
     rejected: jax.Array
+    rows: jax.Array
 
 
 def cycle(
-    target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules, block_size: int
+    target: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    *,
+    rules: Rules,
+    block_size: int,
+    mean_rows: int | None = None,
 ) -> tuple[DecodeState, Outcome]:
     """Advances every active slot by one draft and one target forward.
 
@@ -73,10 +54,12 @@ def cycle(
       drafter: Strategy that proposes.
       state: Decode state that satisfies the invariant of `DecodeState`.
       rules: Static settings of the loop.
-      block_size: Rows to verify, at most the drafter's block size.
+      block_size: Rows to draft, anchor included, at most the drafter's block size.
+      mean_rows: Mean number of rows per slot to verify, divided among the sequences; None to verify
+        `block_size` rows of each.
     """
     state, proposal = propose(target, drafter, state, rules=rules, block_size=block_size)
-    return conclude(target, drafter, state, proposal, rules=rules)
+    return conclude(target, drafter, state, proposal, rules=rules, mean_rows=mean_rows)
 
 
 def propose(
@@ -86,7 +69,11 @@ def propose(
     sampler = rules.sampler(state)
     with jax.named_scope("drafter"):
         proposal, drafter_state = _draft(drafter, block_size - 1, state, sampler, target)
-    return dataclasses.replace(state, drafter=drafter_state), proposal
+        lookup = state.lookup
+        if lookup is not None and block_size > 1:
+            token_ids, position = state.controls.token_ids, state.length - 1
+            lookup, proposal = lookup.beside(proposal, token_ids, position)
+    return dataclasses.replace(state, drafter=drafter_state, lookup=lookup), proposal
 
 
 def conclude(
@@ -97,6 +84,7 @@ def conclude(
     *,
     rules: Rules,
     allowed: jax.Array | None = None,
+    mean_rows: int | None = None,
 ) -> tuple[DecodeState, Outcome]:
     """Verifies a proposal, commits, and lets the drafter observe: the second half of `cycle`.
 
@@ -108,30 +96,28 @@ def conclude(
       rules: Static settings of the loop.
       allowed: int32 [B, R, ceil(V / 32)] or None; bit mask of the tokens that may follow each row,
         see `controls.shape_logits`.
+      mean_rows: Mean number of rows per slot to divide among the sequences, or None.
     """
-    rows = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
-    tree = _tree(proposal, drafter)
-    output, positions = _forward(target, drafter, state, rows, tree)
+    tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
+    tree, num_drafts = _tree(proposal, drafter), proposal.tokens.shape[1]
+    rows = None if mean_rows is None else judge.divide(state, proposal, mean_rows, rules)
+    packing = None if rows is None else rows.packing
+    output, positions = _forward(target, drafter, state, tokens, tree, packing)
     logits = target.unembed(output.hidden)
-    result, finite = _judge(state, proposal, tree, logits, positions + 1, rules, allowed)
-    drafter_state, result = _review(drafter, state.drafter, proposal, result, rules)
-    committed = _following_tokens(rows, result)
+    result, finite = judge.judge(state, proposal, tree, logits, positions + 1, rules, allowed, rows)
+    drafter_state, result = _review(drafter, state.drafter, proposal, result, rules, rows)
+    committed = _following_tokens(tokens, result)
     num_committed, active, nonfinite_at = _commit(
         state, committed, _along(result.path, finite), result.num_accepted + 1
     )
-    cache, features = _keep_path(target, output, state.length - 1, num_committed, result.path)
-    with_logprobs = state.controls.logprobs & state.active
-    outcome = Outcome(
-        committed,
-        num_committed,
-        jnp.minimum(result.num_accepted, num_committed),
-        logprobs.of_tokens(logits, committed, with_logprobs, result.path),
-        _rejected(proposal.tokens, result),
+    cache, features = _keep_path(
+        target, output, state.length - 1, num_committed, result.path, packing
     )
+    outcome = _outcome(state, proposal, result, committed, num_committed, logits, rows)
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     drafter_state, adaptive = _observe(
-        target, drafter, state, following, num_committed, features, rules
+        target, drafter, state, following, num_committed, features, rules, rows
     )
     last = jnp.maximum(num_committed - 1, 0)[:, None]
     anchor = jnp.take_along_axis(committed, last, axis=1)[:, 0]
@@ -144,9 +130,27 @@ def conclude(
         cache=cache,
         drafter=drafter_state,
         adaptive=adaptive,
+        lookup=state.lookup and state.lookup.learn(committed, num_committed, num_drafts),
         nonfinite_at=nonfinite_at,
     )
     return state, outcome
+
+
+def _outcome(state, proposal, result, committed, num_committed, logits, rows) -> Outcome:
+    """Returns what a cycle reports."""
+    drafts, packing = proposal.tokens, None
+    counts = jnp.full_like(state.length, drafts.shape[1] + 1)
+    if rows is not None:
+        drafts, packing, counts = rows.verified(drafts), rows.packing, rows.counts
+    with_logprobs = state.controls.logprobs & state.active
+    return Outcome(
+        committed,
+        num_committed,
+        jnp.minimum(result.num_accepted, num_committed),
+        logprobs.of_tokens(logits, committed, with_logprobs, result.path, packing),
+        _rejected(drafts, result),
+        counts,
+    )
 
 
 def _tree(proposal: Proposal, drafter: Drafter) -> trees.Tree | None:
@@ -162,24 +166,28 @@ def _review(
     proposal: Proposal,
     result: verify.VerifyResult,
     rules: Rules,
+    rows: judge.Rows | None,
 ) -> tuple[Any, verify.VerifyResult]:
     """Shows the target's samples to the drafter, and applies `rules.revise` to the result."""
     if result.sampled is not None:
         drafter_state = drafter.review(drafter_state, proposal, result.sampled)
     if rules.revise is not None:
         result = rules.revise(drafter, drafter_state, result)
+        if rows is not None:
+            most = jnp.maximum(rows.counts - 1, 0)
+            result = verify.force(result, jnp.minimum(result.num_accepted, most))
     return drafter_state, result
 
 
-def _keep_path(target, output, position, num_committed, path):
+def _keep_path(target, output, position, num_committed, path, packing):
     """Returns the cache and the features of the accepted path; a chain keeps all of its rows."""
     with jax.named_scope("target"), jax.named_scope("attention"):
         cache = output.cache.commit(position, num_committed, path, target.sharding)
-    features = output.features
+    features = output.features if packing is None else packing.unpack(output.features)
     return cache, features if path is None else _along(path[..., None], features)
 
 
-def _observe(target, drafter, state, following, num_committed, features, rules):
+def _observe(target, drafter, state, following, num_committed, features, rules, rows):
     """Lets the drafter observe the committed rows, or defers them to the backlog.
 
     Returns:
@@ -187,7 +195,9 @@ def _observe(target, drafter, state, following, num_committed, features, rules):
     """
     drafter_state, adaptive = state.drafter, state.adaptive
     if adaptive is not None:
-        adaptive = adaptive.learn(num_committed, state.limit - state.length, rules.block_sizes)
+        left = state.limit - state.length
+        counts = None if rows is None else rows.counts
+        adaptive = adaptive.learn(num_committed, left, rules.block_sizes, rules.division, counts)
     if adaptive is not None and features.shape[1] == 1:
         return drafter_state, adaptive.put_aside(following, num_committed, features)
     with jax.named_scope("drafter"):
@@ -197,17 +207,18 @@ def _observe(target, drafter, state, following, num_committed, features, rules):
     return drafter_state, adaptive
 
 
-def _forward(target, drafter, state, rows, tree):
+def _forward(target, drafter, state, tokens, tree, packing):
     """Runs the target over the anchor and the drafts; returns its output and the row positions."""
-    depth = jnp.arange(rows.shape[1]) if tree is None else tree.depth
+    depth = jnp.arange(tokens.shape[1]) if tree is None else tree.depth
     positions = state.length[:, None] - 1 + depth
     with jax.named_scope("target"):
         output = target(
-            rows,
-            jnp.broadcast_to(positions, rows.shape),
+            tokens,
+            jnp.broadcast_to(positions, tokens.shape),
             state.cache,
             feature_layers=drafter.feature_layers,
             tree_mask=None if tree is None else tree.ancestry,
+            packing=packing,
         )
     return output, positions
 
@@ -223,81 +234,6 @@ def _draft(
     else:
         return Proposal(jnp.zeros((state.anchor.shape[0], 0), jnp.int32)), state.drafter
     return draft(state.drafter, state.anchor, state.length - 1, sampler, heads)
-
-
-def _judge(
-    state: DecodeState,
-    proposal: Proposal,
-    tree: trees.Tree | None,
-    logits: jax.Array,
-    positions: jax.Array,
-    rules: Rules,
-    allowed: jax.Array | None,
-) -> tuple[verify.VerifyResult, jax.Array]:
-    """Verifies a proposal and checks each row for finite logits.
-
-    The logits are first shaped by the sequences' controls; see `controls`.
-
-    Returns:
-      The result of verification, and a mask of rows with finite logits, bool [B, R].
-    """
-    ancestry = None if tree is None else tree.ancestry
-    sampler = rules.sampler(state)
-
-    def judge(logits):
-        result = _verify(proposal, tree, logits, positions, sampler, rules)
-        return result, _finite_rows(result, logits)
-
-    def judge_shaped():
-        shaped = controls.shape_logits(
-            logits,
-            state.controls,
-            state.length,
-            state.stop_ids,
-            proposal.tokens,
-            ancestry,
-            allowed,
-        )
-        return judge(shaped)
-
-    if allowed is not None:
-        return judge_shaped()
-    # Trace the rule in each branch: selecting the logits first would copy them.
-    with jax.named_scope("if_shaped"):
-        shapes = state.controls.shapes(state.length, state.active)
-        return jax.lax.cond(shapes, judge_shaped, lambda: judge(logits))
-
-
-def _verify(
-    proposal: Proposal,
-    tree: trees.Tree | None,
-    logits: jax.Array,
-    positions: jax.Array,
-    sampler: SequenceSampler,
-    rules: Rules,
-) -> verify.VerifyResult:
-    """Applies the rule of `rules` for the form of the proposal: chain or tree."""
-    positions = jnp.broadcast_to(positions, logits.shape[:2])
-    if proposal.probs is not None:
-        return _reject(proposal, tree, logits, positions, sampler.params, rules)
-    if sampler.with_probs and proposal.tokens.shape[1]:
-        raise ValueError("rejection verification of a proposal without probabilities")
-    sampled = sampler.sample(logits, positions)
-    if tree is None:
-        return verify.coupled_chain(proposal.tokens, sampled)
-    return verify.coupled_tree(proposal.tokens, sampled, tree)
-
-
-def _reject(proposal, tree, logits, positions, params, rules) -> verify.VerifyResult:
-    """Verifies a chain or a tree by the probabilities of its drafts."""
-    tokens, probs = proposal.tokens, proposal.probs
-    if tree is None:
-        rule = verify.block_chain if rules.verify == "block" else verify.rejection_chain
-        return rule(tokens, probs, logits, positions, params)
-    drawn_from = proposal.drawn_from
-    if drawn_from is None:
-        drawn_from = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return verify.rejection_tree(tokens, probs, drawn_from, logits, positions, params, tree)
 
 
 def _following_tokens(rows: jax.Array, result: verify.VerifyResult) -> jax.Array:
@@ -349,12 +285,3 @@ def _commit(
 def _along(path: jax.Array | None, rows: jax.Array) -> jax.Array:
     """Gathers rows [B, R] along the accepted path; a chain keeps all of its rows."""
     return rows if path is None else jnp.take_along_axis(rows, path, axis=1)
-
-
-def _finite_rows(result: verify.VerifyResult, logits: jax.Array) -> jax.Array:
-    """Returns a mask of the rows with finite logits, bool [B, R]."""
-    picked = result.sampled
-    if picked is None:
-        # `sampling.probabilities` takes the same argmax, so XLA computes it only once.
-        picked = jnp.argmax(logits, axis=-1)
-    return nonfinite.finite_rows(logits, picked)

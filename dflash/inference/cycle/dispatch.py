@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference.cycle import cycle as cycles
-from dflash.inference.cycle.cycle import Outcome, Rules
+from dflash.inference.cycle.cycle import Outcome
+from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.logits import logprobs
 from dflash.models.decoder import Decoder
@@ -22,26 +23,29 @@ def run_cycles(
     A preceding cycle of `conclude` counts towards `max_cycles`. Constrained sequences wait, because
     their tokens depend on masks that only `conclude` receives.
     """
-    sizes, most = rules.block_sizes, max_cycles - state.concluded
+    largest, most = rules.block_sizes[-1], max_cycles - state.concluded
     waiting = state.active & state.controls.constrained
     state = dataclasses.replace(state, active=state.active & ~waiting)
-    report = _empty_report(target, drafter, state, max_cycles, sizes[-1])
+    report = _empty_report(target, drafter, state, max_cycles, largest)
 
     def go_on(carry):
         _, report = carry
         return (report.cycles < most) & jnp.any(report.active)
 
-    def step(size, carry):
+    def step(size, mean_rows, carry):
         state, report = carry
-        state, outcome = cycles.cycle(target, drafter, state, rules=rules, block_size=size)
-        return _choose(state, sizes), _record(report, state, outcome, size)
+        state, outcome = cycles.cycle(
+            target, drafter, state, rules=rules, block_size=size, mean_rows=mean_rows
+        )
+        return _choose(state, rules), _record(report, state, outcome)
 
-    steps = [functools.partial(step, size) for size in sizes]
+    steps = [functools.partial(step, size, None) for size in rules.block_sizes]
+    steps += [functools.partial(step, largest, mean) for mean in rules.division.mean_rows]
     if state.adaptive is None:
         state, report = jax.lax.while_loop(go_on, steps[0], (state, report))
     else:
         catch_up = functools.partial(_catch_up, target, drafter)
-        carry = _choose(state, sizes), report
+        carry = _choose(state, rules), report
         state, report = _loop_by_size(go_on, steps, catch_up, carry)
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
@@ -54,8 +58,9 @@ def propose(
 ) -> tuple[DecodeState, Proposal]:
     """Drafts the largest block for every slot, for `conclude` to verify."""
     if state.adaptive is not None:
-        state, _ = _catch_up(target, drafter, (_choose(state, rules.block_sizes), None))
-        state = dataclasses.replace(state, adaptive=state.adaptive.largest())
+        state, _ = _catch_up(target, drafter, (_choose(state, rules), None))
+        last = len(rules.block_sizes) - 1
+        state = dataclasses.replace(state, adaptive=state.adaptive.at(last))
     return cycles.propose(target, drafter, state, rules=rules, block_size=rules.block_sizes[-1])
 
 
@@ -89,7 +94,7 @@ def conclude(
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.ones_like(state.concluded)
     )
-    return state, _record(report, state, outcome, rules.block_sizes[-1])
+    return state, _record(report, state, outcome)
 
 
 def _empty_report(
@@ -102,15 +107,15 @@ def _empty_report(
         num_committed=jnp.zeros(shape[:2], jnp.int32),
         num_accepted=jnp.zeros(shape[:2], jnp.int32),
         active=state.active,
-        block_sizes=jnp.zeros(max_cycles, jnp.int32),
+        block_sizes=jnp.zeros(shape[:2], jnp.int32),
         nonfinite_at=state.nonfinite_at,
         logprobs=logprobs.zeros(shape, target.arch.vocab_size),
         rejected=jnp.full((*shape[:2], rows - 1), -1, jnp.int32),
     )
 
 
-def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> Report:
-    """Appends a cycle of block size `size` to the report; `state` is the state after it."""
+def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
+    """Appends a cycle to the report; `state` is the state after it."""
     i, length = report.cycles, outcome.tokens.shape[1]
     return Report(
         cycles=i + 1,
@@ -118,7 +123,7 @@ def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> 
         num_committed=report.num_committed.at[i].set(outcome.count),
         num_accepted=report.num_accepted.at[i].set(outcome.accepted),
         active=state.active,
-        block_sizes=report.block_sizes.at[i].set(size),
+        block_sizes=report.block_sizes.at[i].set(outcome.rows),
         nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
             lambda all, one: all.at[i, :, :length].set(one), report.logprobs, outcome.logprobs
@@ -127,11 +132,12 @@ def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> 
     )
 
 
-def _choose(state: DecodeState, sizes: tuple[int, ...]) -> DecodeState:
+def _choose(state: DecodeState, rules: Rules) -> DecodeState:
     """Chooses the block size of the next cycle if there are several."""
     if state.adaptive is None:
         return state
-    chosen = state.adaptive.choose(state.active, state.limit - state.length, sizes)
+    left = state.limit - state.length
+    chosen = state.adaptive.choose(state.active, left, rules.block_sizes, rules.division)
     return dataclasses.replace(state, adaptive=chosen)
 
 
@@ -148,10 +154,10 @@ def _catch_up(target: Decoder, drafter: Drafter, carry):
 
 
 def _loop_by_size(go_on, steps, catch_up, carry):
-    """Runs the step of the chosen size while `go_on` holds.
+    """Runs the step of the chosen size or division while `go_on` holds.
 
-    Each size has its own inner loop, which runs while that size is chosen; an outer loop iterates
-    over the sizes. A single loop with a switch would compute the same, but XLA may copy the caches
+    Each of them has its own inner loop, which runs while it is chosen; an outer loop iterates over
+    them. A single loop with a switch would compute the same, but XLA may copy the caches
     at a branch, whereas a loop updates them in place.
     """
 

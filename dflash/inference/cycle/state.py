@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dflash.inference.cycle.adaptive import Adaptive
+from dflash.inference.cycle.lookup import Lookup
 from dflash.inference.logits.controls import Controls
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
@@ -34,6 +35,7 @@ class DecodeState:
       drafter: State of the drafter.
       adaptive: State that chooses block sizes; None if there is only one size. Its backlog holds
         the rows that the drafter has not observed yet.
+      lookup: State that chooses between drafts and copies; None without lookup.
       nonfinite_at: int32 [B]; position of the first token with non-finite logits, which ended the
         sequence; 0 if there was none.
       concluded: int32 []; cycles of the current dispatch that were run before its loop.
@@ -49,6 +51,7 @@ class DecodeState:
     cache: PagedCache
     drafter: Any
     adaptive: Adaptive | None
+    lookup: Lookup | None
     nonfinite_at: jax.Array
     concluded: jax.Array
 
@@ -64,7 +67,7 @@ class Report:
       num_committed: int32 [C, B]; number of valid tokens; 0 for an inactive slot.
       num_accepted: int32 [C, B]; number of accepted drafts among the valid tokens.
       active: bool [B]; slots that are still active after the dispatch.
-      block_sizes: int32 [C]; rows that each cycle verified per sequence.
+      block_sizes: int32 [C, B]; rows that each cycle verified of each sequence.
       nonfinite_at: int32 [B]; same as in `DecodeState`.
       logprobs: Log-probabilities of the tokens; None if they were dropped before the transfer.
       rejected: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they

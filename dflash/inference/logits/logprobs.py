@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.inference.request import MAX_LOGPROBS, TokenLogprobs
+from dflash.layers.packing import Packing
 
 
 @jax.tree_util.register_dataclass
@@ -49,19 +50,24 @@ def zeros(shape: Sequence[int], vocab_size: int) -> Logprobs:
 
 
 def of_tokens(
-    logits: jax.Array, tokens: jax.Array, wanted: jax.Array, rows: jax.Array | None = None
+    logits: jax.Array,
+    tokens: jax.Array,
+    wanted: jax.Array,
+    rows: jax.Array | None = None,
+    packing: Packing | None = None,
 ) -> Logprobs:
     """Computes log-probabilities of tokens if any sequence requests them; returns zeros otherwise.
 
     Args:
-      logits: float32 [B, R, V]; raw logits of the target.
+      logits: float32 [B, R, V]; raw logits of the target. Packed if there is a `packing`.
       tokens: int32 [B, T]; token t follows row rows[b, t].
       wanted: bool [B]; sequences that request log-probabilities.
       rows: int32 [B, T]; None means that T = R and token t follows row t.
+      packing: Packing of the logits' rows, or None.
     """
 
     def compute():
-        own = logits
+        own = logits if packing is None else packing.unpack(logits)
         if rows is not None:
             own = jnp.take_along_axis(logits, rows[..., None], axis=1)
         own = jax.nn.log_softmax(own, axis=-1)

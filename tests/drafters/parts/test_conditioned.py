@@ -90,7 +90,8 @@ def drafted(case: str, **options) -> dict[str, np.ndarray]:
         proposal, after = drafter.draft(state, anchor, count, GREEDY, lent)
         assert after is state
         found = {"hidden": hidden, "base": lent.unembed(hidden), "tokens": proposal.tokens}
-        return found if proposal.parents is None else found | {"parents": proposal.parents}
+        optional = {"parents": proposal.parents, "confidence": proposal.confidence}
+        return found | {name: x for name, x in optional.items() if x is not None}
 
     return jax.tree.map(lambda x: np.asarray(x[0]), run())
 
@@ -139,6 +140,12 @@ def test_golden_candidates():
         np.testing.assert_array_equal(likely.tokens[0], wanted["candidate_ids"][k])
         np.testing.assert_allclose(scores[0, 0], wanted["candidate_scores"][k], **TOLERANCE)
         np.testing.assert_array_equal(sampler.vocabulary.target_ids[0, 0], likely.tokens[0])
+
+
+def test_chains_come_with_confidence():
+    found, odds = drafted("gated"), vectors("gated")["confidence_logits"]
+    np.testing.assert_allclose(found["confidence"], 1 / (1 + np.exp(-odds)), **TOLERANCE)
+    assert "confidence" not in drafted("dflash2")
 
 
 @pytest.mark.parametrize("kind", KINDS)

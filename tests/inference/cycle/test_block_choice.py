@@ -170,6 +170,71 @@ def test_what_is_rarely_tried_is_forgotten_as_fast_as_the_rest():
     np.testing.assert_array_equal(plain.pool_tried, choice.pool_tried)
 
 
+# --- rows that are divided among sequences -------------------------------------------------------
+
+
+@few
+@given(st.integers(0, 2**31), st.sampled_from([1, 2]))
+def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
+    rng = np.random.default_rng(seed)
+    batch, mean_rows = 4 * replicas, int(rng.integers(1, 5))
+    rates = rng.choice([0.0, 0.5, 0.9, 1.0], (batch, DRAFTS))
+    active, left = rng.random(batch) < 0.7, rng.integers(1, 12, batch)
+    chances = block_choice.survival(jnp.array(rates), jnp.array(active), jnp.array(left))
+    rows = block_choice.divide(chances, jnp.array(active), mean_rows, replicas)
+    division = block_choice.Division((mean_rows,), replicas)
+    tokens = block_choice._divided_tokens(chances, jnp.array(active), division)[0]
+    chances = np.asarray(chances)
+    wanted = 0.0
+    for mine in np.split(np.arange(batch), replicas):
+        room = 4 * mean_rows - active[mine].sum()
+        best = np.sort(chances[mine].ravel())[::-1][:room]
+        got = sum(chances[b, : max(rows[b] - 1, 0)].sum() for b in mine)
+        assert got == pytest.approx(best.sum(), rel=1e-5)
+        assert rows[mine].sum() == active[mine].sum() + (best > 0).sum()
+        wanted += best.sum() + active[mine].sum()
+    assert (np.asarray(rows > 0) == active).all()
+    assert float(tokens) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_division_is_chosen_where_sequences_differ():
+    division = block_choice.Division((2, 4))
+    rates = np.zeros((BATCH, DRAFTS))
+    rates[0] = 0.95
+    choice = knowing(rates, [1.0, 1.5, 1.9, 2.7, 1.5, 3.0])
+    choice = block_choice.choose(choice, EVERYONE, FAR, SIZES, division)
+    assert int(choice.index) == len(SIZES), "one sequence drafts, and two decode plainly"
+    rows = block_choice.divide(
+        block_choice.survival(block_choice.rates(choice), EVERYONE, FAR), EVERYONE, 2, 1
+    )
+    assert rows.tolist() == [4, 1, 1]
+    alike = knowing(np.full((BATCH, DRAFTS), 0.95), [1.0, 1.5, 1.9, 2.7, 1.5, 3.0])
+    assert int(block_choice.choose(alike, EVERYONE, FAR, SIZES, division).index) == 3
+
+
+def test_trials_go_from_division_to_division_and_to_the_largest_block():
+    division = block_choice.Division((2, 4))
+    larger = block_choice._larger(SIZES, division).tolist()
+    assert larger == [1, 2, 3, 3, 5, 3]
+
+
+def test_sequences_that_decode_plainly_beside_others_are_tried_again():
+    division = block_choice.Division((2,))
+    choice = knowing(np.zeros((BATCH, DRAFTS)), [1.0, 1.5, 1.9, 2.7, 1.5])
+    choice = dataclasses.replace(
+        choice, tried=jnp.minimum(choice.tried, 64), pool_tried=jnp.full(DRAFTS, 64.0),
+        pool_accepted=jnp.full(DRAFTS, 48.0), index=jnp.int32(4), best=jnp.int32(4),
+        promise=jnp.float32(1.0),
+    )  # fmt: skip
+    rows, committed = jnp.array([4, 1, 0]), jnp.array([1, 1, 0])
+    for _ in range(64):
+        choice = block_choice.learn(choice, committed, FAR, SIZES, division, rows)
+    first = np.asarray(block_choice.rates(choice))[:, 0]
+    assert first[0] < 0.1
+    assert first[1] > 0.2, "of which nothing has been heard for long"
+    assert first[2] < 0.1, "nobody sits there"
+
+
 # --- against simulated drafters ------------------------------------------------------------------
 
 NUM_TOKENS = 128  # of each sequence

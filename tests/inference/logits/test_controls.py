@@ -14,7 +14,7 @@ from support.engines import engine
 from support.models import ARCHITECTURE, drafter, target
 
 from dflash import errors
-from dflash.inference.cycle import cycle
+from dflash.inference.cycle import cycle, judge
 from dflash.inference.cycle import tree as trees
 from dflash.inference.logits import controls, logprobs
 from dflash.inference.request import MAX_BIASED, Request, Sampling, check_request
@@ -180,9 +180,10 @@ def _large_steps(jaxpr):
                 yield equation.primitive.name, variable.aval.shape
 
 
-def judge_at_once(state, proposal, tree, logits, positions, sampler, allowed):
-    result = cycle._verify(proposal, tree, logits, positions, sampler)
-    return result, cycle._finite_rows(result, logits)
+def judge_at_once(state, proposal, tree, logits, positions, rules, allowed, rows):
+    sampler = rules.sampler(state)
+    result = judge.apply_rule(proposal, tree, logits, positions, sampler, rules)
+    return result, judge.finite_rows(result, logits)
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
@@ -199,7 +200,7 @@ def test_nobody_else_pays(tree, verify, monkeypatch):
 
     state = run.abstract_state()
     found = large_steps(one_cycle, state)
-    monkeypatch.setattr(cycle, "_judge", judge_at_once)
+    monkeypatch.setattr(judge, "judge", judge_at_once)
     without = lambda logits, ids, *_: logprobs.zeros(ids.shape, MANY)  # noqa: E731
     monkeypatch.setattr(logprobs, "of_tokens", without)
     assert found == large_steps(one_cycle, state)

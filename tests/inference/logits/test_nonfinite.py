@@ -13,7 +13,7 @@ from support.engines import decode, engine, make_requests, random_prompts
 from support.models import ARCHITECTURE, drafter, make_sharding
 
 from dflash import errors
-from dflash.inference.cycle import cycle, verify
+from dflash.inference.cycle import cycle, judge, verify
 from dflash.inference.engine import Engine
 from dflash.inference.logits import nonfinite
 from dflash.inference.request import Completion
@@ -100,9 +100,9 @@ def test_a_row_counts_only_if_it_commits_a_token():
         [True, True, False], [True, False, True],
     ]  # fmt: skip
     result = verify.VerifyResult(jnp.array([1, 1]), jnp.array([[0, 1], [0, 2]]), jnp.array([0, 0]))
-    sound = cycle._finite_rows(result, jnp.array(logits))  # of rejection: no samples
+    sound = judge.finite_rows(result, jnp.array(logits))  # of rejection: no samples
     assert cycle._along(result.path, sound).tolist() == [[True, True], [True, True]]
-    chain = cycle._finite_rows(result._replace(path=None, sampled=picked), jnp.array(logits))
+    chain = judge.finite_rows(result._replace(path=None, sampled=picked), jnp.array(logits))
     assert cycle._along(None, chain).tolist() == [[True, True, False], [True, False, True]]
 
 

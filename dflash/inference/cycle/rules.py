@@ -1,0 +1,85 @@
+"""Static settings of the decode loop."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from dflash.config.schema import DecodeConfig
+from dflash.drafters.base import Drafter
+from dflash.inference.cycle import block_choice
+from dflash.inference.cycle.block_choice import WHOLE, Division
+from dflash.inference.cycle.state import DecodeState
+from dflash.inference.cycle.verify import VerifyResult
+from dflash.inference.logits.sampling import SequenceSampler
+from dflash.inference.pages import Layout
+
+# Changes the result on a proposal: (drafter, its state after the draft, result) -> result.
+Revise = Callable[[Drafter, Any, VerifyResult], VerifyResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Static settings of the decode loop; all other settings are per-sequence device state.
+
+    Attributes:
+      block_sizes: Numbers of rows that a cycle may verify per sequence, ascending; the last one is
+        the drafter's block size.
+      division: Cycles that divide their rows among sequences.
+      lookup: Whether copies of the context may replace a drafter's drafts; see `lookup`.
+      verify: Rule that accepts drafts; see `verify`.
+      revise: Function applied to every `VerifyResult`, for measurements only: the output becomes
+        meaningless, but the work stays the same.
+    """
+
+    block_sizes: tuple[int, ...]
+    division: Division = WHOLE
+    lookup: bool = False
+    verify: Literal["coupled", "rejection", "block"] = "coupled"
+    revise: Revise | None = None
+
+    @classmethod
+    def of(
+        cls,
+        drafter: Drafter,
+        config: DecodeConfig,
+        layout: Layout,
+        *,
+        adaptive_blocks: bool,
+        revise: Revise | None = None,
+    ) -> "Rules":
+        """Returns the settings of an engine.
+
+        Args:
+          drafter: Drafter, whose block size is the largest.
+          config: Sizes of the loop and the verification rule.
+          layout: Layout of the batch.
+          adaptive_blocks: Choose the rows of every cycle.
+          revise: See `Rules`.
+        """
+        largest, sizes, division = drafter.block_size, (drafter.block_size,), WHOLE
+        if adaptive_blocks:
+            sizes = block_choice.block_sizes(largest)
+            # A rejection rule would take a draft without a row for a rejected one.
+            if config.verify == "coupled":
+                slots, replicas = layout.slots_per_replica, layout.num_replicas
+                division = block_choice.division(largest, slots, replicas)
+        lookup = config.lookup and drafter.num_draft_tokens > 0
+        return cls(sizes, division, lookup, config.verify, revise)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names of the choices: block sizes, then mean rows of divisions, such as "~4"."""
+        means = [f"~{mean}" for mean in self.division.mean_rows]
+        return *map(str, self.block_sizes), *means
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of rows for a cycle: block sizes and divisions."""
+        return len(self.block_sizes) + len(self.division.mean_rows)
+
+    def sampler(self, state: DecodeState) -> SequenceSampler:
+        """Returns the sampler that drafts and verifies the next block of every sequence."""
+        params = state.sampling
+        if self.verify == "block":
+            params = params.of_block(state.length)
+        return SequenceSampler(params, with_probs=self.verify != "coupled")

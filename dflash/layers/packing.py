@@ -1,0 +1,79 @@
+"""Packing of rows: different numbers of rows per sequence, in an array of a static size.
+
+Layers that treat rows one by one run on packed rows. Attention runs on padded ones: it reads the
+context of each sequence once however many rows there are, and padding adds no reads.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash.layers.attention import Attend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Packs the first rows of B sequences of R padded rows into N rows for each of D replicas.
+
+    Replica d owns sequences d · B / D … (d + 1) · B / D - 1, whose rows it packs in order.
+
+    Attributes:
+      source: int32 [D, N]; padded row of each packed row, numbered within the replica.
+      place: int32 [B, R]; packed row of each padded row, numbered within the replica; arbitrary for
+        padding.
+    """
+
+    source: jax.Array
+    place: jax.Array
+
+    @classmethod
+    def of(cls, counts: jax.Array, length: int, total: int, num_replicas: int) -> "Packing":
+        """Returns the packing of `counts` rows per sequence.
+
+        Args:
+          counts: int32 [B], at most `length` each, and at most `total` in a replica together.
+          length: Number of padded rows per sequence, R.
+          total: Number of packed rows per replica, N.
+          num_replicas: Number of replicas, D.
+        """
+        by_replica = counts.reshape(num_replicas, -1)
+        ends = jnp.cumsum(by_replica, axis=1)
+        rows = jnp.arange(total)
+        # Packed rows past the last one are copies of padded rows, and are not read.
+        owner = jnp.sum(rows[None, :, None] >= ends[:, None], axis=-1)
+        owner = jnp.minimum(owner, by_replica.shape[1] - 1)
+        begins = ends - by_replica
+        row = jnp.minimum(rows - jnp.take_along_axis(begins, owner, axis=1), length - 1)
+        place = begins.reshape(-1, 1) + jnp.arange(length)
+        return cls(owner * length + row, jnp.minimum(place, total - 1))
+
+    def pack(self, rows: jax.Array) -> jax.Array:
+        """Returns the packed rows [D, N, …] of padded rows [B, R, …]."""
+        return _take(rows.reshape(self.source.shape[0], -1, *rows.shape[2:]), self.source)
+
+    def unpack(self, rows: jax.Array) -> jax.Array:
+        """Returns the padded rows [B, R, …] of packed rows [D, N, …]; the padding is arbitrary."""
+        place = self.place.reshape(rows.shape[0], -1)
+        return _take(rows, place).reshape(*self.place.shape, *rows.shape[2:])
+
+    def spread(self, values: jax.Array) -> jax.Array:
+        """Returns the values [D, N, …] of the packed rows' sequences, given values [B, …]."""
+        padded = jnp.broadcast_to(values[:, None], (*self.place.shape, *values.shape[1:]))
+        return self.pack(padded)
+
+    def around(self, attend: Attend) -> Attend:
+        """Returns attention over packed rows, given attention over padded rows."""
+
+        def attend_packed(*rows: Any) -> tuple[jax.Array, Any]:
+            attended, auxiliary = attend(*jax.tree.map(self.unpack, rows))
+            return self.pack(attended), auxiliary
+
+        return attend_packed
+
+
+def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns rows[d, index[d, i]] for rows [D, M, …] and index int32 [D, N]."""
+    return jax.vmap(lambda one, at: one[at])(rows, index)

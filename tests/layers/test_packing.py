@@ -1,0 +1,47 @@
+"""Tests of packed rows: what is packed comes back, and attention sees padded rows."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash.layers.packing import Packing
+
+LENGTH = 4
+# Rows of each sequence and rows that a replica has room for: full, with room to spare, and empty.
+CASES = [([1, 3, 2], 6), ([4, 0, 1], 9), ([0, 0, 0], 3), ([4, 4, 4], 12)]
+
+
+def padded(batch: int) -> jnp.ndarray:
+    return jnp.arange(batch * LENGTH * 2, dtype=jnp.float32).reshape(batch, LENGTH, 2)
+
+
+@pytest.mark.parametrize(("counts", "total"), CASES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_packed_comes_back(counts, total, replicas):
+    counts = counts * replicas
+    rows = padded(len(counts))
+    packing = Packing.of(jnp.array(counts), LENGTH, total, replicas)
+    packed = packing.pack(rows)
+    assert packed.shape == (replicas, total, 2)
+    back, owners = packing.unpack(packed), packing.spread(jnp.arange(len(counts)))
+    for b, count in enumerate(counts):
+        np.testing.assert_array_equal(back[b, :count], rows[b, :count])
+        place = packing.place[b, :count]
+        np.testing.assert_array_equal(owners[b * replicas // len(counts), place], b)
+    used = sum(counts) // replicas
+    assert len({tuple(row) for row in packed[0, :used].tolist()}) == used
+
+
+def test_attention_sees_padded_rows():
+    counts = jnp.array([2, 4, 1])
+    packing = Packing.of(counts, LENGTH, 8, 1)
+    seen = []
+
+    def attend(queries, keys):
+        seen.append((queries.shape, keys.shape))
+        return queries + keys, "pages"
+
+    rows = packing.pack(padded(3))
+    attended, pages = packing.around(attend)(rows, rows)
+    assert (seen, pages) == ([((3, LENGTH, 2),) * 2], "pages")
+    np.testing.assert_array_equal(attended[0, :7], 2 * rows[0, :7])
