@@ -3,15 +3,15 @@
 import dataclasses
 
 from dflash.config.schema import MAX_EXPERTS, TargetConfig, option
-from dflash.models.windows_config import SLIDING, WindowedArchitecture
+from dflash.models.windows_config import FULL, SLIDING, WindowedArchitecture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssArchitecture(WindowedArchitecture):
     """Architecture of a gpt-oss target.
 
-    `intermediate_size` is that of an expert. If `layer_types` is empty, every other layer slides,
-    beginning with the first.
+    `intermediate_size` is that of an expert. If `layer_types` is not given, every other layer
+    slides, beginning with the first.
 
     Attributes:
       num_local_experts: Number of experts per layer.
@@ -30,9 +30,10 @@ class GptOssArchitecture(WindowedArchitecture):
     swiglu_limit: float = option(7.0, minimum=0.0)
     swiglu_alpha: float = 1.702
 
-    def is_sliding(self, layer: int) -> bool:
-        """Returns whether layer number `layer` is a sliding one."""
-        return self.layer_types[layer] == SLIDING if self.layer_types else layer % 2 == 0
+    def __post_init__(self):
+        if not self.layer_types:
+            kinds = ((SLIDING, FULL)[layer % 2] for layer in range(self.num_hidden_layers))
+            object.__setattr__(self, "layer_types", tuple(kinds))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,6 +59,10 @@ def target(family: str, expert: int = 1, tensor: int = 1, batch: tuple = ()) -> 
     if sharding.mesh.size > 1:
         return move(target(family), model)
     parameters.initialize(model, jax.random.key(0))
+    for path, parameter in parameters.named_parameters(model):
+        if path.endswith(".bias"):  # They begin as zeros.
+            rng = np.random.default_rng(len(path))
+            parameter.set_value(rng.normal(size=parameter.shape).astype(np.float32))
     kernel = model.lm_head.kernel
     emphasis = np.where(np.arange(ARCHITECTURE.vocab_size) < FAVOURITES, EMPHASIS, 1.0)
     kernel.set_value(kernel.get_value() * emphasis.astype(np.float32))

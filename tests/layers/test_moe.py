@@ -11,6 +11,7 @@ from support.models import make_sharding, move
 
 from dflash.config import schema
 from dflash.layers import moe
+from dflash.layers.mlp import ClampedSwiglu
 from dflash.layers.moe import Routing, SparseMlp
 from dflash.parallel import parameters, sharding
 
@@ -23,12 +24,18 @@ ROUTINGS = {
     "sigmoid, groups and a correction": Routing(
         8, 2, scoring="sigmoid", scale=2.5, num_groups=4, groups_per_token=2, has_correction=True
     ),
+    "gpt-oss": Routing(8, 2, has_bias=True),
 }
+
+
+CLAMPED = moe.ExpertForm(ClampedSwiglu(0.5, 1.7), interleaved=True, bias=True)
 
 
 def make_layer(name, sharding):
     """Returns an abstract layer; those with softmax gate their shared expert."""
     routing = ROUTINGS[name]
+    if routing.has_bias:
+        return SparseMlp(routing, WIDTH, HIDDEN, form=CLAMPED, dtype=jnp.float32, sharding=sharding)
     gates = {"shared_hidden": 8, "gates_shared": routing.scoring == "softmax"}
     return SparseMlp(routing, WIDTH, HIDDEN, dtype=jnp.float32, sharding=sharding, **gates)
 
@@ -39,6 +46,10 @@ def layer(name, **mesh):
     if mesh:
         return move(layer(name), model)
     parameters.initialize(model, jax.random.key(0))
+    for path, parameter in parameters.named_parameters(model):
+        if path.endswith(".bias"):
+            rng = np.random.default_rng(len(path))
+            parameter.set_value(jnp.asarray(rng.normal(size=parameter.shape), jnp.float32))
     return model
 
 
@@ -55,6 +66,8 @@ def by_hand(model, x):
     def mlp(row, gate, up, down):
         return (silu(row @ gate) * (row @ up)) @ down
 
+    if model.experts.form.interleaved:
+        return clamped_by_hand(model, x)
     kernels = [
         np.float64(one.kernel[...])
         for one in (model.experts.gate_proj, model.experts.up_proj, model.experts.down_proj)
@@ -71,6 +84,26 @@ def by_hand(model, x):
             out[at] /= 1 + np.exp(-row @ np.float64(model.shared_expert_gate.kernel[...]))
         for expert, weight in zip(chosen[at], weights[at], strict=True):
             out[at] += weight * mlp(row, *(kernel[expert] for kernel in kernels))
+    return out
+
+
+def clamped_by_hand(model, x):
+    """Computes every row's experts one by one, in float64, by the formulas of gpt-oss."""
+    first, last = model.experts.interleaved_proj, model.experts.down_proj
+    arrays = [np.float64(one[...]) for one in (first.kernel, first.bias, last.kernel, last.bias)]
+    chosen, weights = jax.device_get(model.gate(jnp.asarray(x)))
+    logits = x @ np.float64(model.gate.kernel[...]) + np.float64(model.gate.bias[...])
+    out = np.zeros(x.shape)
+    for at in np.ndindex(x.shape[:-1]):
+        best = np.argsort(-logits[at])[: len(chosen[at])]
+        np.testing.assert_array_equal(chosen[at], best)
+        exponentials = np.exp(logits[at][best])
+        np.testing.assert_allclose(weights[at], exponentials / exponentials.sum(), rtol=1e-5)
+        for expert, weight in zip(chosen[at], weights[at], strict=True):
+            kernel, bias, down, down_bias = (array[expert] for array in arrays)
+            both = np.float64(x[at]) @ kernel + bias
+            gate, up = np.minimum(both[::2], 0.5), np.clip(both[1::2], -0.5, 0.5)
+            out[at] += weight * ((up + 1) * gate / (1 + np.exp(-1.7 * gate)) @ down + down_bias)
     return out
 
 
@@ -97,11 +130,11 @@ def test_a_row_does_not_depend_on_those_beside_it():
 )
 def test_eight_devices_equal_one(mesh):
     x = rows(4, 5)
-    for name in ("softmax", "sigmoid, groups and a correction"):
+    for name in ("softmax", "sigmoid, groups and a correction", "gpt-oss"):
         spread = layer(name, **mesh)
         out = jax.jit(spread)(x)
         np.testing.assert_allclose(out, jax.jit(layer(name))(x), atol=2e-5)
-        assert len(spread.experts.up_proj.kernel[...].sharding.device_set) == 8
+        assert len(spread.experts.down_proj.kernel[...].sharding.device_set) == 8
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid, groups and a correction"])
