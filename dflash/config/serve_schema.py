@@ -41,6 +41,8 @@ class ServeConfig:
     # Whether answers may begin with reasoning between <think> and </think>, which chats return
     # apart; auto: found by the chat template.
     reasoning: Literal["auto", "think", "none"] = "auto"
+    # Let clients replace the target's weights by those of a checkpoint on this machine.
+    update_weights: bool = False
     # Accept requests that constrain their output by a grammar. Compiles two more programs.
     grammars: bool = True
 

@@ -28,7 +28,7 @@ from dflash.serving import (
     sglang_requests,
     validation,
 )
-from dflash.serving.bodies import DetokenizeBody
+from dflash.serving.bodies import DetokenizeBody, UpdateWeightsBody
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.guard import REQUEST_ID, Guard, ServedNames
 from dflash.serving.http import EventStream, endpoint
@@ -75,6 +75,7 @@ def application(service: Service, *, names: ServedNames, keys: Sequence[str] = (
         ("/detokenize", "POST", endpoints.detokenize),
         ("/generate", "POST", endpoints.generate),
         ("/flush_cache", "POST", endpoints.flush_cache),
+        ("/update_weights", "POST", endpoints.update_weights),
         ("/get_server_info", "GET", endpoints.server_info),
         ("/server_info", "GET", endpoints.server_info),
         ("/get_model_info", "GET", endpoints.model_info),
@@ -320,6 +321,13 @@ class Endpoints:
         self._service.flush()
         return Response("Cache flushed.\n", media_type="text/plain")
 
+    async def update_weights(self, http_request: Request) -> Response:
+        """Replaces the target's weights by those of a checkpoint on the server's machine."""
+        fields = await self._read(http_request, _update_weights_body)
+        updating = self._service.update_weights(fields.path)
+        await http.until_disconnect(http_request.receive, updating)
+        return JSONResponse({"success": True})
+
     async def server_info(self, http_request: Request) -> Response:
         """Returns the facts about the server that SGLang's clients read."""
         model, totals = self._service.served(), self._service.metrics.totals
@@ -351,6 +359,10 @@ def _parse_and_read(
     read: Callable[[Body, ServedModel], Result], content: bytes, model: ServedModel
 ) -> Result:
     return read(http.parse_json(content), model)
+
+
+def _update_weights_body(body: Body, model: ServedModel) -> UpdateWeightsBody:
+    return validation.parse(UpdateWeightsBody, body)
 
 
 def _tokenized(body: Body, model: ServedModel) -> responses.Json:

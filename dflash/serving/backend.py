@@ -5,7 +5,10 @@ import functools
 import pathlib
 from collections.abc import Callable, Mapping
 
+import jax
+
 from dflash import errors
+from dflash.checkpoints.safetensors_header import read_headers
 from dflash.config.serve_schema import ServeRun
 from dflash.inference.engine import Engine
 from dflash.loading.job import Job
@@ -70,6 +73,28 @@ class Backend:
 
                 engine.compile(lengths, progress, grammars=self._takes_grammars)
         return engines
+
+    def update_weights(self, path: str, engines: Mapping[str, Engine]) -> None:
+        """Replaces the target's weights; the caches of schedulers then belong to the old ones.
+
+        Args:
+          path: Directory of a checkpoint in safetensors on this machine.
+          engines: Engines, which share the target.
+        Raises:
+          InputError: There is no such directory, or there are several processes.
+          CheckpointError: The checkpoint is damaged or does not fit. The old weights stay.
+        """
+        if jax.process_count() > 1:
+            raise errors.InputError("several processes: not supported; start the server again")
+        directory = pathlib.Path(path)
+        if not directory.is_dir():
+            raise errors.InputError(f"{path}: no such directory on the server's machine")
+        tensors = read_headers(directory)
+        tree = {
+            name: tensor.read(tuple(slice(0, rows) for rows in tensor.shape[:1]))
+            for name, tensor in tensors.items()
+        }
+        engines[DRAFTED].update_weights(tree)
 
     def vocabulary(self) -> Vocabulary:
         """Returns the tokenizer's vocabulary, with which grammars are compiled.

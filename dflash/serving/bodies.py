@@ -258,6 +258,12 @@ class DetokenizeBody(Body):
     tokens: Any
 
 
+class UpdateWeightsBody(Body):
+    """Body of /update_weights."""
+
+    path: Text
+
+
 class SGLangSampling(SamplingBody):
     """SGLang's sampling_params."""
 

@@ -51,6 +51,13 @@ class Flush:
 
 
 @dataclasses.dataclass(frozen=True)
+class Update:
+    """Replaces the target's weights by those of a checkpoint; requests go on with the new ones."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Profile:
     """Starts a profiler trace in a directory; None stops the trace."""
 
@@ -62,9 +69,9 @@ class Stop:
     """Ends the thread."""
 
 
-Command = Submit | Cancel | Flush | Profile | Stop
+Command = Submit | Cancel | Flush | Update | Profile | Stop
 # Dataclasses that process 0 may broadcast.
-_MESSAGE_TYPES = (Submit, Cancel, Flush, Profile, Stop, Request, Sampling, Grammar)
+_MESSAGE_TYPES = (Submit, Cancel, Flush, Update, Profile, Stop, Request, Sampling, Grammar)
 
 
 class _StoppedEarly(Exception):
@@ -91,6 +98,9 @@ class Listener(Protocol):
           seconds: Duration of the step; 0 if all schedulers were idle.
         """
 
+    def updated(self, problem: str | None) -> None:
+        """Reports the end of an `Update`, with the reason if the old weights stay."""
+
     def stopped(self, error: BaseException | None) -> None:
         """Reports that the thread ends, with the exception if it has failed."""
 
@@ -109,6 +119,7 @@ class EngineThread(threading.Thread):
         self._backend, self._listener = backend, listener
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._engines: Mapping[str, Engine] = {}
         self._schedulers: dict[str, Scheduler] = {}
         self._rejected: list[Event] = []  # Ends of requests that no scheduler took.
 
@@ -125,9 +136,9 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         """Serves requests until a `Stop` command or a failure."""
         try:
-            engines = self._backend.start(self._go_on)
-            self._schedulers = {name: Scheduler(engine) for name, engine in engines.items()}
-            self._listener.ready(engines)
+            self._engines = self._backend.start(self._go_on)
+            self._schedulers = {name: Scheduler(one) for name, one in self._engines.items()}
+            self._listener.ready(self._engines)
             while self._execute(self._next_commands()):
                 self._step()
             for scheduler in self._schedulers.values():
@@ -194,6 +205,8 @@ class EngineThread(threading.Thread):
                 case Flush():
                     for scheduler in self._schedulers.values():
                         scheduler.flush_prefix_cache()
+                case Update(path):
+                    self._listener.updated(self._update(path))
                 case Profile(None):
                     jax.profiler.stop_trace()
                 case Profile(directory):
@@ -201,6 +214,16 @@ class EngineThread(threading.Thread):
                 case Stop():
                     return False
         return True
+
+    def _update(self, path: str) -> str | None:
+        """Replaces the target's weights; returns the reason if the old ones stay."""
+        try:
+            self._backend.update_weights(path, self._engines)
+        except errors.UserError as error:
+            return str(error)
+        for scheduler in self._schedulers.values():
+            scheduler.restart()
+        return None
 
 
 def _portable(command: Command) -> Command:

@@ -108,6 +108,9 @@ class _Follower:
     def stepped(self, events, stats, seconds) -> None:
         pass
 
+    def updated(self, problem: str | None) -> None:
+        pass
+
     def stopped(self, error: BaseException | None) -> None:
         self.error = error
 

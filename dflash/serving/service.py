@@ -5,6 +5,7 @@ handled in order. When a client disconnects, its `RequestGroup` cancels its requ
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -28,6 +29,7 @@ from dflash.serving.engine_thread import (
     Profile,
     Stop,
     Submit,
+    Update,
 )
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
@@ -89,6 +91,7 @@ class Service:
         self._thread: EngineThread | None = None
         self._requests: dict[int, ServedRequest] = {}
         self._queues: dict[str, FairQueue] = {}  # By decoding mode.
+        self._updates: collections.deque[asyncio.Future[str | None]] = collections.deque()
         self._ids = itertools.count()
         self._mean_s: float | None = None  # Moving average of request latency, in seconds.
 
@@ -183,6 +186,24 @@ class Service:
         """Empties the prefix caches."""
         self._put(Flush())
 
+    async def update_weights(self, path: str) -> None:
+        """Replaces the target's weights; requests in flight go on with the new ones.
+
+        Args:
+          path: Directory of a checkpoint on this machine.
+        Raises:
+          RequestError: Updates are disabled, the checkpoint does not fit, or the engine failed.
+        """
+        if not self.config.update_weights:
+            message = "updates are off; start the server with serve.update_weights=true"
+            raise RequestError(message, status=404)
+        end: asyncio.Future[str | None] = self._loop.create_future()
+        self._updates.append(end)
+        self._put(Update(path))
+        problem = await end
+        if problem is not None:
+            raise RequestError(f"path: {problem}", param="path")
+
     def profile(self, running: bool) -> None:
         """Starts or stops a profiler trace.
 
@@ -247,6 +268,10 @@ class Service:
         """Reports the events of a step."""
         self._call_soon(self._on_step, events, stats, seconds, time.perf_counter())
 
+    def updated(self, problem: str | None) -> None:
+        """Reports the end of an update of the weights."""
+        self._call_soon(self._on_update, problem)
+
     def stopped(self, error: BaseException | None) -> None:
         """Reports that the thread has ended, with the exception if it failed."""
         self._call_soon(self._on_end, error)
@@ -291,8 +316,16 @@ class Service:
             served.group.deliver(served.index, event, now)
         self._submit_next()
 
+    def _on_update(self, problem: str | None) -> None:
+        end = self._updates.popleft()
+        if not end.done():  # The client may have disconnected.
+            end.set_result(problem)
+
     def _on_end(self, error: BaseException | None) -> None:
         self.error = error
+        for end in self._updates:
+            if not end.done():
+                end.set_exception(RequestError("the server is stopping", status=503))
         if error is not None:
             self.state = ServiceState.FAILED
             problem = RequestError(

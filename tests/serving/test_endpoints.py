@@ -39,6 +39,11 @@ def test_information_endpoints(server):
     assert server.get(TEXT)[0] == 405
 
 
+def test_new_weights_are_off_by_default(server):
+    status, answer = server.post("/update_weights", {"path": "/tmp"})
+    assert (status, "serve.update_weights=true" in answer["error"]["message"]) == (404, True)
+
+
 def test_a_completion(server):
     status, answer = server.post(TEXT, {"model": "tiny", "prompt": PROMPT, "max_tokens": 9})
     (choice,) = answer["choices"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -302,3 +303,37 @@ def test_limits_and_priorities_of_clients(tmp_path):
         assert (status, answer["error"]["code"]) == (429, "queue_full")
         assert "serve.client_requests allows 2" in answer["error"]["message"]
         assert server.post(TEXT, body | {"n": 2}, **second)[0] == 200
+
+
+def test_new_weights_while_requests_run(tmp_path):
+    """They are those of the checkpoint, for running and for later requests, drafted or not."""
+    import ml_dtypes  # noqa: F401  (numpy then knows bfloat16)
+    from safetensors import numpy as safetensors
+
+    name, source = "model.safetensors", pathlib.Path("dflash/assets/tiny_target")
+    tensors = safetensors.load_file(source / name)
+    zeros = {key: 0 * value if "layers.0" in key else value for key, value in tensors.items()}
+    some = dict(list(tensors.items())[1:])
+    for directory, content in {"old": tensors, "new": zeros, "bad": some}.items():
+        (tmp_path / directory).mkdir()
+        safetensors.save_file(content, tmp_path / directory / name)
+    options = ("serve.update_weights=true",)
+    with served.serving(tmp_path, *options, config_text=served.REAL_CONFIG) as server:
+        body = {"prompt": "Tom has 3 pens", "max_tokens": 20, "ignore_eos": True}
+
+        def ask() -> str:
+            return server.post(TEXT, body)[1]["choices"][0]["text"]
+
+        before = ask()
+        assert server.post("/update_weights", {"path": str(tmp_path / "new")})[0] == 200
+        after = ask()
+        assert after != before
+        for path in ("bad", "missing"):
+            status, answer = server.post("/update_weights", {"path": str(tmp_path / path)})
+            assert (status, answer["error"]["param"]) == (400, "path")
+        assert ask() == after
+        running = threading.Thread(target=server.post, args=(TEXT, body | {"max_tokens": 150}))
+        running.start()
+        assert server.post("/update_weights", {"path": str(tmp_path / "old")})[0] == 200
+        running.join()
+        assert ask() == before
