@@ -285,8 +285,10 @@ def _tau(answers: list[Answer]) -> float | None:
     cycles = 0
     for answer in answers:
         later = len(answer["ids"]) - 1
-        known = answer.get("cycles") or (len(answer["lengths"]) if answer.get("lengths") else None)
-        cycles += later - answer.get("accepted", 0) if known is None else known
+        if "accepted" in answer:  # Of llama.cpp, whose lengths are in its log only.
+            cycles += later - answer["accepted"]
+        else:
+            cycles += answer.get("cycles") or len(answer["lengths"])
     return tokens / cycles if cycles else None
 
 
