@@ -1,4 +1,4 @@
-"""Plots tables of docs/results as curves, next to their pages.
+"""Plots tables of docs/results as curves or bars, next to their pages.
 
     python tools/plot_results.py [DIRECTORY]
 
@@ -13,6 +13,8 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from matplotlib.figure import Figure
 
 from dflash.measure import plots
 
@@ -41,7 +43,32 @@ class TablePlot(NamedTuple):
     even: float | None = None
 
 
+class BarPlot(NamedTuple):
+    """Plot of one table, in which each row is a bar.
+
+    Attributes:
+      page: Page in docs/results.
+      header: Beginning of the table's first line, which no other table of the page has.
+      value: Column with the lengths of the bars; the first column has their names.
+      title: Title of the plot.
+      label: Label of the axis.
+    """
+
+    page: str
+    header: str
+    value: int
+    title: str
+    label: str
+
+
 PLOTS = {
+    "smollm2_peers.png": BarPlot(
+        page="smollm2_peers.md",
+        header="| tiny family |",
+        value=3,
+        title="The tiny family in float32 on one core",
+        label="tokens per processor-second",
+    ),
     "verification_cost.png": TablePlot(
         page="tpu_compile.md",
         header="| rows | ideal |",
@@ -98,6 +125,18 @@ def lines(plot: TablePlot, rows: Sequence[Sequence[str]]) -> list[plots.Line]:
     return [plots.Line(name, *zip(*some, strict=True)) for name, some in points.items()]
 
 
+def bars(plot: BarPlot, rows: Sequence[Sequence[str]]) -> bytes:
+    """Returns a plot of bars, one for each row, as a PNG file."""
+    figure = Figure(figsize=(7.0, 1.2 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = axes.barh([row[0] for row in rows], [_number(row[plot.value]) for row in rows])
+    axes.bar_label(drawn, padding=3)
+    axes.margins(x=0.1)
+    axes.invert_yaxis()
+    axes.set(title=plot.title, xlabel=plot.label)
+    return plots.png(figure)
+
+
 def _group_name(cell: str) -> str:
     return f"batch {cell}" if cell.isdecimal() else cell
 
@@ -110,7 +149,10 @@ def draw(name: str) -> bytes:
     """Returns a plot as a PNG file."""
     plot = PLOTS[name]
     page = (RESULTS / plot.page).read_text(encoding="utf-8")
-    curves = lines(plot, read_table(page, plot.header))
+    rows = read_table(page, plot.header)
+    if isinstance(plot, BarPlot):
+        return bars(plot, rows)
+    curves = lines(plot, rows)
     return plots.curves(curves, **plot.labels, log="x", even=plot.even)
 
 

@@ -88,7 +88,7 @@ def test_a_wheel_that_is_not_here_needs_a_download():
 
 @pytest.mark.usefixtures("own_cache")
 def test_the_tiny_family_decodes_alike(tmp_path):
-    """Text, chat and drafts of the embedded target are the same from a GGUF file."""
+    """Text, chat and drafts of the embedded target and drafter are the same from GGUF files."""
     import sentencepiece
 
     from dflash.checkpoints import files
@@ -103,9 +103,11 @@ def test_the_tiny_family_decodes_alike(tmp_path):
         "tokenizer.ggml.add_bos_token": stated.get("add_bos_token", False),
     }
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", tokenizer=tokenizer)
+    conversion.convert("assets/tiny_dflash", tmp_path / "d.gguf", to="gguf")
+    pairs = (tmp_path / "m", "assets/tiny_dflash"), (tmp_path / "m.gguf", tmp_path / "d.gguf")
     answers = []
-    for target in (tmp_path / "m", tmp_path / "m.gguf"):
-        llm = dflash.LLM("configs/tiny_dflash.yml", "dtype=float32", target=target)
+    for target, drafter in pairs:
+        llm = dflash.LLM("configs/tiny_dflash.yml", "dtype=float32", target=target, drafter=drafter)
         messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
         outputs = llm.generate(messages, dflash.Sampling(max_tokens=24))
         answers.append([(o.text, o.token_ids, o.acceptance_lengths) for o in outputs])
