@@ -1,6 +1,6 @@
-"""Converts a checkpoint between the Hugging Face layout, the native Orbax one and a GGUF file.
+"""Converts a checkpoint between the layouts of Hugging Face, MaxText and Orbax, and a GGUF file.
 
-dflash convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
+dflash convert SOURCE DESTINATION --to=orbax|hf|maxtext [--dtype=float32|bfloat16] [--like=DIR]
 dflash convert SOURCE DESTINATION.gguf [--tokenizer=TARGET] [--dtype=float32|bfloat16]
 """
 
@@ -23,8 +23,8 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
         "to",
         None,
-        ["orbax", "hf"],
-        "Layout of a directory: orbax or hf. A name that ends in .gguf needs none.",
+        ["orbax", "hf", "maxtext"],
+        "Layout of a directory: orbax, hf or maxtext. A name that ends in .gguf needs none.",
         **where,
     )
     flags.DEFINE_enum(
@@ -41,18 +41,27 @@ def _define_flags(values: flags.FlagValues) -> None:
         "SOURCE by default.",
         **where,
     )
+    flags.DEFINE_string(
+        "like",
+        None,
+        "Directory or hf:org/name with config.json and tokenizer, for a source of MaxText.",
+        **where,
+    )
+    flags.DEFINE_boolean("scan_layers", True, "Stack the layers in MaxText's layout.", **where)
 
 
 SUBCOMMAND = cli.Subcommand(
     "convert",
-    "Converts a checkpoint between the Hugging Face layout, the native Orbax one and a GGUF file "
-    "of llama.cpp. SOURCE is a directory, a GGUF file or hf:org/name, of a target or a drafter "
-    "with weights. DESTINATION is a directory, or a file that ends in .gguf; it appears whole or "
-    "not at all. Tokenizer, generation and license files are copied.",
+    "Converts a checkpoint between the layouts of Hugging Face, MaxText (Qwen3, Llama 3), Orbax "
+    "and a GGUF file of llama.cpp. SOURCE is a directory, a GGUF file or hf:org/name, of a target "
+    "or a drafter with weights. MaxText stores no config.json, so --like names one. DESTINATION is "
+    "a directory, or a file that ends in .gguf; it appears whole or not at all. Tokenizer, "
+    "generation and license files are copied.",
     examples=(
         "dflash convert hf:Qwen/Qwen3-4B /data/qwen3_4b --to=orbax",
         "dflash convert /data/qwen3_4b /data/qwen3_4b_hf --to=hf --dtype=bfloat16",
         "dflash convert /data/drafter drafter.gguf --tokenizer=hf:Qwen/Qwen3-4B",
+        "dflash convert gs://bucket/run/checkpoints /data/policy --to=hf --like=hf:Qwen/Qwen3-4B",
     ),
     arguments=("SOURCE", "DESTINATION"),
     define_flags=_define_flags,
@@ -67,6 +76,8 @@ def run(
     to: checkpoint.Layout | None = None,
     dtype: str | None = None,
     tokenizer: str | os.PathLike | None = None,
+    like: str | os.PathLike | None = None,
+    scan_layers: bool = True,
 ) -> pathlib.Path:
     """Converts a checkpoint, as `dflash convert` does, and prints a line about it.
 
@@ -74,15 +85,18 @@ def run(
       source: Directory, GGUF file or hf:org/name.
       destination: Directory to write, which must be empty or not exist, or a new file that ends in
         .gguf.
-      to: Layout of a directory, "hf" or "orbax"; None for a GGUF file.
+      to: Layout of a directory, "hf", "orbax" or "maxtext"; None for a GGUF file.
       dtype: Dtype to write, "float32" or "bfloat16"; None keeps the stored one.
       tokenizer: Checkpoint whose tokenizer a GGUF file gets; None for that of `source`.
+      like: Checkpoint with config.json and tokenizer, for a source in MaxText's layout.
+      scan_layers: Stack the layers in MaxText's layout.
     Returns:
       The directory or file that was written.
     Raises:
       UserError: The command would exit with an error.
     """
     options = {"to": to, "dtype": dtype, "tokenizer": tokenizer}
+    options |= {"like": like, "scan_layers": scan_layers}
     _convert(cli.parse(SUBCOMMAND, source, destination, **options))
     return paths.to_path(destination)
 

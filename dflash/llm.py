@@ -25,15 +25,17 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from dflash import errors
-from dflash.config import loader, registry
+from dflash.config import loader
 from dflash.config.schema import DecodeRun
+from dflash.drafters.base import Drafter
 from dflash.inference import request as requests
 from dflash.inference import weight_update
 from dflash.inference.engine import Engine
 from dflash.inference.request import Request, TokenLogprobs
 from dflash.loading import job as jobs
-from dflash.loading import models
+from dflash.loading import selection
 from dflash.loading.job import Job
+from dflash.models.decoder import Decoder
 from dflash.offline.decoding import decode
 from dflash.runs import compilation_cache as compilation_cache_lib
 from dflash.sampling import Sampling
@@ -159,7 +161,10 @@ class LLM:
         if config is None and target is None:
             raise errors.ConfigError("expected a config file, or target=")
         self._path = config
-        self._overrides = (*overrides, *_target_overrides(target), *_drafter_overrides(drafter))
+        self._overrides = (
+            *overrides,
+            *selection.overrides(target, drafter),
+        )
         run = loader.load(self._path, self._overrides)
         compilation_cache_lib.enable(compilation_cache)
         self._job = jobs.prepare_models(run)
@@ -172,6 +177,16 @@ class LLM:
     def config(self) -> DecodeRun:
         """Resolved config."""
         return self._job.config
+
+    @property
+    def target(self) -> Decoder:
+        """Target model, with weights."""
+        return self._job.target
+
+    @property
+    def drafter(self) -> Drafter:
+        """Drafter, with weights."""
+        return self._job.drafter
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -193,7 +208,7 @@ class LLM:
         """
         other = copy.copy(self)
         kept = [each for each in self._overrides if not each.startswith("drafter.")]
-        other._overrides = (*kept, *_drafter_overrides(drafter), *overrides)
+        other._overrides = (*kept, *selection.overrides(None, drafter), *overrides)
         run = loader.load(self._path, other._overrides)
         if jobs.target_key(run) != jobs.target_key(self.config):
             raise errors.ConfigError(
@@ -322,25 +337,6 @@ class LLM:
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary.of(self.tokenizer)
-
-
-def _target_overrides(target: str | os.PathLike | None) -> tuple[str, ...]:
-    return () if target is None else (f"target.checkpoint={os.fspath(target)}",)
-
-
-def _drafter_overrides(drafter: str | os.PathLike | None) -> tuple[str, ...]:
-    """Returns the overrides that select a drafter, by a strategy's name or by a checkpoint."""
-    if drafter is None:
-        return ()
-    reference = os.fspath(drafter)
-    if reference in registry.DRAFTERS:
-        return (f"drafter.name={reference}",)
-    try:
-        name = models.find_strategy(reference)
-    except errors.CheckpointError as error:
-        near = registry.suggest(reference, registry.DRAFTERS, exhaustive=False)
-        raise errors.CheckpointError(f"drafter: {error}{near}") from error
-    return f"drafter.name={name}", f"drafter.checkpoint={reference}"
 
 
 def _roomy(job: Job) -> Job:

@@ -32,6 +32,7 @@ class Sampling:
       max_tokens: Maximum number of output tokens.
       min_tokens: Number of output tokens before which no stop token is drawn.
       seed: Seed of the noise; each prompt of a call draws with its own noise.
+      first_sequence: Number of the first prompt's noise under the seed; the others' follow.
       stop_token_ids: Tokens that end the output, in addition to the checkpoint's and the config's.
       ignore_eos: Ignore the stop tokens of the checkpoint.
       logprobs: Number of the target's likeliest tokens to report beside each output token; None
@@ -53,6 +54,7 @@ class Sampling:
     max_tokens: int | None = None
     min_tokens: int | None = None
     seed: int | None = None
+    first_sequence: int = 0
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     logprobs: int | None = None
@@ -108,7 +110,11 @@ class Sampling:
         return [
             dataclasses.replace(
                 request,
-                sampling=dataclasses.replace(request.sampling, logit_bias=bias),
+                sampling=dataclasses.replace(
+                    request.sampling,
+                    logit_bias=bias,
+                    sequence=request.sampling.sequence + self.first_sequence,
+                ),
                 logprobs=self.logprobs,
                 grammar=grammar,
             )
@@ -123,6 +129,7 @@ _INTEGERS = (
     "max_tokens",
     "min_tokens",
     "logprobs",
+    "first_sequence",
 )
 _NUMBERS = tuple(name for name, kind in _SAMPLING.items() if kind is float)
 

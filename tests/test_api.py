@@ -328,7 +328,7 @@ def test_a_model_without_a_config_file():
         (
             lambda: dflash.convert.run("assets/tiny_target", "there", to="gguf"),
             errors.ConfigError,
-            "flag --to=gguf: value should be one of <orbax|hf>",
+            "flag --to=gguf: value should be one of <orbax|hf|maxtext>",
         ),
     ],
 )

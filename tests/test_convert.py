@@ -6,14 +6,19 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.golden import GOLDEN, GOLDEN_CASES
+from support.models import make_architecture, make_sharding
 
 from dflash import convert
 from dflash.checkpoints import checkpoint
+from dflash.models.llama3 import Llama3
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
 
 USAGE = f"usage: {convert.SUBCOMMAND.usage}; see --help"
 
@@ -157,7 +162,7 @@ def test_destination_that_cannot_be_made(tmp_path, capsys):
         ),
         (
             ["a", "b", "--to=onnx"],
-            "flag --to=onnx: value should be one of <orbax|hf>",
+            "flag --to=onnx: value should be one of <orbax|hf|maxtext>",
         ),
         (["a", "b", "--too=hf"], "unknown flag --too; did you mean '--to'?"),
     ],
@@ -185,3 +190,29 @@ def test_an_occupied_destination_is_refused_before_the_source_is_read(tmp_path, 
     status, _, err = run(capsys, tmp_path / "no such source", tmp_path / "out", "--to=hf")
     assert status == 2
     assert err.startswith(f"error: {tmp_path / 'out'}: already exists")
+
+
+@pytest.mark.parametrize("layers", ["--scan_layers", "--noscan_layers"])
+@pytest.mark.parametrize("kind", [Qwen3, Llama3])
+def test_maxtext_and_back(kind, layers, tmp_path, capsys):
+    """The tree itself is compared in tests/checkpoints/test_maxtext_io.py."""
+    model = kind(make_architecture(), dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(0))
+    config = kind.config_to_hf(model.arch)
+    checkpoint.save_hf(model, tmp_path / "hf", config)
+    assert run(capsys, tmp_path / "hf", tmp_path / "mt", "--to=maxtext", layers)[0] == 0
+    (tmp_path / "mt/config.json").unlink()
+    code, _, err = run(capsys, tmp_path / "mt", tmp_path / "back", "--to=hf")
+    assert code == 2
+    assert "MaxText stores neither config.json nor tokenizer; give --like=DIRECTORY" in err
+    like = f"--like={tmp_path / 'hf'}"
+    code, out, _ = run(capsys, tmp_path / "mt", tmp_path / "back", "--to=hf", like)
+    assert code == 0
+    assert "float32, hf layout" in out
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_allclose(after[name], value, rtol=1e-6)
+    code, _, err = run(capsys, tmp_path / "hf", tmp_path / "no", "--to=orbax", like)
+    assert code == 2
+    assert "leave --like out" in err

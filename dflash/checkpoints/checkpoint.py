@@ -17,9 +17,10 @@ from dflash.version import install_command
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
+    import numpy as np
     from flax import nnx
 
-Layout = Literal["hf", "orbax", "gguf"]
+Layout = Literal["hf", "orbax", "maxtext", "gguf"]
 
 HUB_PREFIX = "hf:"
 _HUB_REFERENCE = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -219,16 +220,41 @@ def save_orbax(
     return _save(write, module, directory, config, None, companions)
 
 
+def save_maxtext(
+    module: "nnx.Module",
+    directory: pathlib.Path,
+    config: dict[str, Any],
+    *,
+    scan_layers: bool = True,
+    companions: pathlib.Path | None = None,
+) -> int:
+    """Writes a checkpoint directory in MaxText's layout, atomically; see `save_hf`.
+
+    Raises:
+      CheckpointError: MaxText's form of this model is not known, or see `save_hf`.
+    """
+    from dflash.checkpoints import maxtext_io
+
+    def write(staged):
+        return maxtext_io.save(module, staged, scan_layers=scan_layers)
+
+    return _save(write, module, directory, config, None, companions)
+
+
 def stored_dtype(directory: pathlib.Path) -> "jnp.dtype":
     """Returns the narrowest dtype that holds every stored weight exactly.
 
     Raises:
       CheckpointError: The checkpoint cannot be read, or a tensor is not floating-point.
     """
+    return narrowest(_io(layout(directory)).stored_dtypes(directory))
+
+
+def narrowest(dtypes: "set[np.dtype]") -> "jnp.dtype":
+    """Returns the narrowest dtype that holds numbers of all given ones exactly."""
     import jax.numpy as jnp
 
-    dtypes = _io(layout(directory)).stored_dtypes(directory)
-    return jnp.dtype(dtypes.pop() if len(dtypes) == 1 else jnp.float32)
+    return jnp.dtype(*dtypes) if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
 
 def _save(write, module, directory, config, dtype, companions) -> int:

@@ -44,21 +44,10 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     params = (directory / PARAMS).absolute()
     values = {}
     handler = ocp.PyTreeCheckpointHandler()
-    with ocp.Checkpointer(handler) as checkpointer, _quiet():
+    with ocp.Checkpointer(handler) as checkpointer, quiet():
         for group in files.track(groups, total, f"reading {directory.name}"):
-            tree = _nest({path: expected[path] for path in group})
-            restore = ocp.args.PyTreeRestore(
-                item=tree,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-                partial_restore=True,
-            )
-            restored = _restore(checkpointer, params, restore)
-            if restored is None:
-                raise errors.CheckpointError(
-                    f"{params}: damaged, while reading {files.quote_some(group)}; "
-                    "copy or convert the checkpoint again"
-                )
-            for path, array in jax.block_until_ready(_flatten(restored)).items():
+            arrays = restore(checkpointer, params, {path: expected[path] for path in group})
+            for path, array in arrays.items():
                 values |= parameters.convert(leaves[path], path, array)
     parameters.assign(module, values)
 
@@ -69,17 +58,21 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
     Raises:
       CheckpointError: The metadata of the checkpoint is missing or damaged.
     """
-    params = (directory / PARAMS).absolute()
+    return read_tree_shapes((directory / PARAMS).absolute())
+
+
+def read_tree_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shape and dtype of every array of an Orbax tree; see `read_shapes`."""
     try:
-        with _quiet():
-            tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(params)).tree
+        with quiet():
+            tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
         return {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for path, leaf in _flatten(tree).items()
         }
     except Exception as error:  # Damage leads to many types, from json's to TensorStore's.
         raise errors.CheckpointError(
-            f"{params}: not a readable Orbax checkpoint; copy or convert the checkpoint again"
+            f"{directory}: not a readable Orbax checkpoint; copy or convert the checkpoint again"
         ) from error
 
 
@@ -104,16 +97,20 @@ def save(module: nnx.Module, directory: pathlib.Path) -> int:
       OSError: The arrays cannot be written.
     """
     values = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
+    save_tree(values, (directory / PARAMS).absolute())
+    return len(values)
+
+
+def save_tree(values: dict[str, Any], directory: pathlib.Path) -> None:
+    """Writes arrays by dotted path as an Orbax tree; see `save`."""
     largest = max(value.nbytes for value in values.values())
     handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + math.ceil(largest / 1e9))
-    params = (directory / PARAMS).absolute()
-    with ocp.Checkpointer(handler) as checkpointer, _quiet():
+    with ocp.Checkpointer(handler) as checkpointer, quiet():
         try:
-            checkpointer.save(params, args=ocp.args.PyTreeSave(_nest(values)))
+            checkpointer.save(directory, args=ocp.args.PyTreeSave(_nest(values)))
         except ValueError as error:  # TensorStore raises it for disks and buckets.
             reason = " ".join(str(error).split())
-            raise OSError(errno.EIO, errors.shorten(reason, 200), str(params)) from error
-    return len(values)
+            raise OSError(errno.EIO, errors.shorten(reason, 200), str(directory)) from error
 
 
 def _check(stored, expected, directory) -> None:
@@ -176,7 +173,34 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _restore(checkpointer: ocp.Checkpointer, params: pathlib.Path, args: Any) -> Any:
+def restore(
+    checkpointer: ocp.Checkpointer, directory: pathlib.Path, abstract: dict[str, Any]
+) -> dict[str, jax.Array]:
+    """Reads arrays of an Orbax tree.
+
+    Args:
+      checkpointer: Checkpointer with a `PyTreeCheckpointHandler`.
+      directory: Directory of the tree.
+      abstract: Arrays to read, abstract and with shardings, by dotted path.
+    Raises:
+      CheckpointError: An array cannot be read.
+    """
+    tree = _nest(abstract)
+    args = ocp.args.PyTreeRestore(
+        item=tree,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+        partial_restore=True,
+    )
+    restored = _try_restore(checkpointer, directory, args)
+    if restored is None:
+        raise errors.CheckpointError(
+            f"{directory}: damaged, while reading {files.quote_some(abstract)}; "
+            "copy or convert the checkpoint again"
+        )
+    return jax.block_until_ready(_flatten(restored))
+
+
+def _try_restore(checkpointer: ocp.Checkpointer, params: pathlib.Path, args: Any) -> Any:
     """Returns the arrays that Orbax restores, or None if it fails with any error.
 
     Arrays are read concurrently. When one fails, asyncio logs errors of the others as soon as they
@@ -201,7 +225,7 @@ def hide_abandoned() -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences Orbax's error logs, since the user gets our one-line message."""
     verbosity, loop = logging.get_verbosity(), std_logging.getLogger("asyncio")
     logging.set_verbosity(logging.FATAL)

@@ -50,19 +50,18 @@ def draw(
         drawn = SequenceSampler(sampling).sample(logits, length[:, None])
         return drawn, nonfinite.finite_rows(logits, drawn)
 
-    def judge_shaped():
+    def shape(logits):
         nothing = jnp.zeros((logits.shape[0], 0), jnp.int32)
         # `allowed` already excludes stop tokens before min_new_tokens.
-        shaped = controls.shape_logits(
+        return controls.shape_logits(
             logits, own, length, nothing, nothing, allowed=constraints.allowed[:, None]
         )
-        return judge(shaped)
 
     own = constraints.controls
     shapes = own.shapes(length, jnp.ones(length.shape, bool)) | jnp.any(constraints.allowed != -1)
     with jax.named_scope("if_shaped"):
-        drawn, finite = jax.lax.cond(shapes, judge_shaped, lambda: judge(logits))
-    drawn_logprobs = logprobs.of_tokens(logits, drawn, own.logprobs)
+        drawn, finite = jax.lax.cond(shapes, lambda: judge(shape(logits)), lambda: judge(logits))
+    drawn_logprobs = logprobs.of_tokens(logits, shape, sampling, drawn, own.logprobs)
     tokens = jnp.where(finite, drawn, nonfinite.NO_TOKEN)[:, 0]
     return tokens, jax.tree.map(lambda x: x[:, 0], drawn_logprobs)
 

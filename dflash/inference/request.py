@@ -87,18 +87,22 @@ class Request:
 class TokenLogprobs:
     """Log-probabilities of one output token and of the likeliest alternatives.
 
-    They are the log-softmax of the target's raw logits, before penalties, biases, masks and
-    temperature, regardless of the distribution that the token was drawn from.
+    All but `sampled_logprob` are the log-softmax of the target's raw logits, before penalties,
+    biases, masks and temperature, regardless of the distribution that the token was drawn from.
 
     Attributes:
       logprob: Log-probability of the output token.
       top_ids: Likeliest tokens, most likely first, as many as requested.
       top_logprobs: Log-probabilities of `top_ids`.
+      sampled_logprob: Log-probability of the output token under the distribution that it was drawn
+        from, after penalties, biases, masks, temperature, top-k, top-p and min-p; greedy decoding
+        counts as a temperature of 1.
     """
 
     logprob: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    sampled_logprob: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)

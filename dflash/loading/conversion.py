@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between Hugging Face's layout, the native Orbax one and GGUF files."""
+"""Conversion of checkpoints between the layouts of Hugging Face, MaxText, Orbax and GGUF files."""
 
 import functools
 import pathlib
@@ -8,7 +8,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.checkpoints import checkpoint, files, gguf_model
+from dflash import errors
+from dflash.checkpoints import checkpoint, files, gguf_model, maxtext_io
 from dflash.config import registry, schema
 from dflash.loading import models
 from dflash.parallel import sharding
@@ -21,15 +22,20 @@ def convert(
     to: checkpoint.Layout,
     dtype: str | None = None,
     tokenizer: str | None = None,
+    like: str | None = None,
+    scan_layers: bool = True,
 ) -> str:
     """Converts a checkpoint; `destination` appears whole or not at all.
 
     Args:
-      source: Directory, GGUF file or hf:org/name.
+      source: Directory, GGUF file or hf:org/name; for MaxText's layout the directory of a run, of a
+        step, or items/ in it.
       destination: Directory to write, which must be empty or not exist, or a new GGUF file.
       to: Layout to write.
       dtype: Dtype to write, "float32" or "bfloat16"; None keeps the stored one.
       tokenizer: Checkpoint whose tokenizer a GGUF file gets; None for that of `source`.
+      like: Checkpoint with the config.json and tokenizer of a source in MaxText's layout.
+      scan_layers: Stack the layers in MaxText's layout.
     Returns:
       One line that describes the written checkpoint.
     Raises:
@@ -38,10 +44,15 @@ def convert(
     started = time.monotonic()
     files.check_vacant(destination)  # Check before minutes of work.
     directory = checkpoint.resolve(source)
-    dtype = dtype or str(checkpoint.stored_dtype(directory))
-    name, module = build_abstract(directory, dtype)
-    write = _writer(to, module, directory, tokenizer)
-    checkpoint.load(module, directory)
+    items = maxtext_io.find_items(directory)
+    described = _find_description(directory, items, like)
+    dtype = dtype or str(_stored_dtype(directory, items))
+    name, module = build_abstract(described, dtype)
+    write = _writer(to, module, described, tokenizer, scan_layers)
+    if items is None:
+        checkpoint.load(module, directory)
+    else:
+        maxtext_io.load(module, items)
     count = write(module, destination)
     written = [destination, *destination.rglob("*")]
     size = sum(file.stat().st_size for file in written if file.is_file())
@@ -51,8 +62,43 @@ def convert(
     )
 
 
+def _stored_dtype(directory: pathlib.Path, items: pathlib.Path | None) -> jnp.dtype:
+    if items is None:
+        return checkpoint.stored_dtype(directory)
+    return checkpoint.narrowest(maxtext_io.stored_dtypes(items))
+
+
+def _find_description(
+    directory: pathlib.Path, items: pathlib.Path | None, like: str | None
+) -> pathlib.Path:
+    """Returns the directory with the source's config.json and tokenizer.
+
+    Raises:
+      CheckpointError: `like` is missing for MaxText's layout, or given for another one.
+    """
+    if items is None and like is None:
+        return directory
+    if items is None:
+        raise errors.CheckpointError(
+            f"--like: {directory} has no items/ of MaxText, and a config.json of its own; leave "
+            "--like out"
+        )
+    if like is not None:
+        return checkpoint.resolve(like)
+    if (items.parents[1] / files.CONFIG).is_file():  # Written by this command.
+        return items.parents[1]
+    raise errors.CheckpointError(
+        f"{items}: MaxText stores neither config.json nor tokenizer; give --like=DIRECTORY or "
+        "--like=hf:org/name of the same model"
+    )
+
+
 def _writer(
-    to: checkpoint.Layout, module: nnx.Module, directory: pathlib.Path, tokenizer: str | None
+    to: checkpoint.Layout,
+    module: nnx.Module,
+    directory: pathlib.Path,
+    tokenizer: str | None,
+    scan_layers: bool,
 ) -> Callable[[nnx.Module, pathlib.Path], int]:
     """Returns the function that writes a layout and returns the number of tensors.
 
@@ -60,6 +106,8 @@ def _writer(
     """
     if to != "gguf":
         save = checkpoint.save_hf if to == "hf" else checkpoint.save_orbax
+        if to == "maxtext":
+            save = functools.partial(checkpoint.save_maxtext, scan_layers=scan_layers)
         config = checkpoint.read_config(directory)
         return functools.partial(save, config=config, companions=directory)
     from dflash.checkpoints import gguf_vocabulary, gguf_writer  # They need further packages.

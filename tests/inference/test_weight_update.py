@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.engines import check_plain_outputs, count_compilations, engine, random_prompts
+from support.foreign_trees import LORA_ALPHA, arrays, hf_tree, maxtext_tree, tunix_tree
 from support.models import ARCHITECTURE, family_architecture, make_architecture, make_sharding
 from support.models import target as shared_target
 
@@ -21,9 +21,6 @@ from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters
-
-HEADS, KV_HEADS, SIZE = 4, 2, 16  # Of `make_architecture`.
-LORA_RANK, LORA_ALPHA = 2, 6.0
 
 
 @functools.cache
@@ -43,125 +40,11 @@ def fresh(kind=Qwen3, seed=0, *, mesh=(1, 1, 1), joined=False, scheme=None, arch
     return nnx.merge(graph, jax.tree.map(jnp.copy, state))
 
 
-def arrays(model) -> dict[str, np.ndarray]:
-    return {path: np.array(leaf.get_value()) for path, leaf in parameters.named_arrays(model)}
-
-
 def check_equal(model, other, rtol=0.0) -> None:
     one, two = arrays(model), arrays(other)
     assert one.keys() == two.keys()
     for path, array in one.items():
         np.testing.assert_allclose(array, two[path], rtol=rtol, atol=rtol, err_msg=path)
-
-
-# --- trees, written out from the sources that foreign_trees.py names ------------------------------
-
-
-def hf_tree(model) -> dict[str, np.ndarray]:
-    tree = {}
-    for path, array in arrays(model).items():
-        stem = path.rpartition(".")[0]
-        name = "lm_head.weight" if stem == "lm_head" else f"model.{stem}.weight"
-        if not (tensors := re.fullmatch(r"(.*\.experts)\.(\w+_proj)\.kernel", path)):
-            tree[name] = array.T if path.endswith("kernel") else array
-            continue
-        for i, expert in enumerate(array):
-            tree[f"model.{tensors[1]}.{i}.{tensors[2]}.weight"] = expert.T
-    return tree
-
-
-def tunix_tree(model, *, lora: bool = False) -> dict:
-    """Nested, with layers in a list, as nnx.state of a model has them."""
-    own = arrays(model)
-
-    def layer(i):
-        def heads(name):
-            return own[f"layers.{i}.self_attn.{name}.kernel"].reshape(32, -1, SIZE)
-
-        attn = {name: {"w": heads(name)} for name in ("q_proj", "k_proj", "v_proj")}
-        out = own[f"layers.{i}.self_attn.o_proj.kernel"]
-        attn["o_proj"] = {"w": out.reshape(HEADS, SIZE, 32)}
-        for name in ("q_norm", "k_norm"):
-            if f"layers.{i}.self_attn.{name}.scale" in own:
-                attn[name] = {"w": own[f"layers.{i}.self_attn.{name}.scale"]}
-        mlp = {
-            name: {"kernel": own[f"layers.{i}.mlp.{name}.kernel"]}
-            for name in ("gate_proj", "up_proj", "down_proj")
-        }
-        norms = {
-            name: {"w": own[f"layers.{i}.{name}.scale"]}
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        return {"attn": attn, "mlp": mlp, **norms}
-
-    tree = {
-        "embedder": {"input_embedding": nnx.Param(jnp.asarray(own["embed_tokens.embedding"]))},
-        "final_norm": {"w": own["norm.scale"]},
-        "lm_head": {"w": own["lm_head.kernel"]},
-        "layers": [layer(i) for i in range(3)],
-    }
-    if lora:  # Move a product of two small matrices out of the weights.
-        rng, layers = np.random.default_rng(0), tree["layers"]
-        for held, name, split in (
-            (layers[1]["attn"]["q_proj"], "w", 1),
-            (layers[1]["attn"]["o_proj"], "w", 2),
-            (layers[2]["mlp"]["up_proj"], "kernel", 1),
-        ):
-            shape = held[name].shape
-            a = rng.normal(size=(*shape[:split], LORA_RANK)).astype(np.float32)
-            b = rng.normal(size=(LORA_RANK, *shape[split:])).astype(np.float32)
-            held[name] = held[name] - LORA_ALPHA / LORA_RANK * np.tensordot(a, b, 1)
-            held[f"{name}_lora_a"], held[f"{name}_lora_b"] = a, b
-    return tree
-
-
-def maxtext_tree(model, *, stacked: bool) -> dict:
-    own, llama = arrays(model), isinstance(model, Llama3)
-
-    def interleaved(array):
-        return np.stack([array[..., : SIZE // 2], array[..., SIZE // 2 :]], -1).reshape(array.shape)
-
-    def layer(i):
-        def heads(name):
-            return own[f"layers.{i}.self_attn.{name}_proj.kernel"].reshape(32, -1, SIZE)
-
-        query, key = heads("q"), heads("k")
-        if llama:
-            query, key = interleaved(query) / 4.0, interleaved(key)
-        out = own[f"layers.{i}.self_attn.o_proj.kernel"].reshape(HEADS, SIZE, 32)
-        attention = {
-            "query": {"kernel": query},
-            "key": {"kernel": key},
-            "value": {"kernel": heads("v")},
-            "out": {"kernel": out},
-        }
-        if not llama:
-            attention["query_norm"] = {"scale": own[f"layers.{i}.self_attn.q_norm.scale"]}
-            attention["key_norm"] = {"scale": own[f"layers.{i}.self_attn.k_norm.scale"]}
-        before, after = "input_layernorm", "post_attention_layernorm"
-        return {
-            "self_attention": attention,
-            "pre_self_attention_layer_norm": {"scale": own[f"layers.{i}.{before}.scale"]},
-            "post_self_attention_layer_norm": {"scale": own[f"layers.{i}.{after}.scale"]},
-            "mlp": {
-                "wi_0": {"kernel": own[f"layers.{i}.mlp.gate_proj.kernel"]},
-                "wi_1": {"kernel": own[f"layers.{i}.mlp.up_proj.kernel"]},
-                "wo": {"kernel": own[f"layers.{i}.mlp.down_proj.kernel"]},
-            },
-        }
-
-    layers = [layer(i) for i in range(3)]
-    if stacked:
-        held = {"layers": jax.tree.map(lambda *each: np.stack(each, 1), *layers)}
-    else:
-        held = {f"layers_{i}": each for i, each in enumerate(layers)}
-    decoder = {
-        **held,
-        "decoder_norm": {"scale": own["norm.scale"]},
-        "logits_dense": {"kernel": own["lm_head.kernel"]},
-    }
-    embedder = {"token_embedder": {"embedding": own["embed_tokens.embedding"]}}
-    return {"params": {"params": {**embedder, "decoder": decoder}}}
 
 
 TREES = {

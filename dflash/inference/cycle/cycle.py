@@ -113,7 +113,8 @@ def conclude(
     cache, features = _keep_path(
         target, output, state.length - 1, num_committed, result.path, packing
     )
-    outcome = _outcome(state, proposal, result, committed, num_committed, logits, rows)
+    shape = functools.partial(judge.shape, state, proposal, tree, allowed)
+    outcome = _outcome(state, proposal, result, committed, num_committed, logits, shape, rows)
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     drafter_state, adaptive = _observe(
@@ -136,18 +137,19 @@ def conclude(
     return state, outcome
 
 
-def _outcome(state, proposal, result, committed, num_committed, logits, rows) -> Outcome:
+def _outcome(state, proposal, result, committed, num_committed, logits, shape, rows) -> Outcome:
     """Returns what a cycle reports."""
     drafts, packing = proposal.tokens, None
     counts = jnp.full_like(state.length, drafts.shape[1] + 1)
     if rows is not None:
         drafts, packing, counts = rows.verified(drafts), rows.packing, rows.counts
-    with_logprobs = state.controls.logprobs & state.active
+    wanted = state.controls.logprobs & state.active
+    scored = committed, wanted, result.path, packing
     return Outcome(
         committed,
         num_committed,
         jnp.minimum(result.num_accepted, num_committed),
-        logprobs.of_tokens(logits, committed, with_logprobs, result.path, packing),
+        logprobs.of_tokens(logits, shape, state.sampling, *scored),
         _rejected(drafts, result),
         counts,
     )

@@ -77,7 +77,6 @@ def judge(
     Returns:
       The result of verification, and a mask of rows with finite logits, bool [B, R].
     """
-    ancestry = None if tree is None else tree.ancestry
     sampler = rules.sampler(state)
     verified = proposal
     if rows is not None:
@@ -88,16 +87,8 @@ def judge(
         return result, finite_rows(result, logits)
 
     def judge_shaped():
-        shaped = controls.shape_logits(
-            logits if rows is None else rows.packing.unpack(logits),
-            state.controls,
-            state.length,
-            state.stop_ids,
-            proposal.tokens,
-            ancestry,
-            allowed,
-        )
-        return judge_rows(shaped)
+        padded = logits if rows is None else rows.packing.unpack(logits)
+        return judge_rows(shape(state, proposal, tree, allowed, padded))
 
     def judge_plain():
         if rows is None:
@@ -110,6 +101,19 @@ def judge(
     with jax.named_scope("if_shaped"):
         shapes = state.controls.shapes(state.length, state.active)
         return jax.lax.cond(shapes, judge_shaped, judge_plain)
+
+
+def shape(
+    state: DecodeState,
+    proposal: Proposal,
+    tree: trees.Tree | None,
+    allowed: jax.Array | None,
+    logits: jax.Array,
+) -> jax.Array:
+    """Returns logits [B, R, V] after the sequences' controls; see `controls.shape_logits`."""
+    ancestry = None if tree is None else tree.ancestry
+    settings = state.controls, state.length, state.stop_ids
+    return controls.shape_logits(logits, *settings, proposal.tokens, ancestry, allowed)
 
 
 def _judge_packed(drafts, logits, positions, sampler, packing):

@@ -1,15 +1,17 @@
 """Log-probabilities of committed tokens and of the target's likeliest alternatives.
 
-They are computed from the target's raw logits of the pass that verified the tokens. Nothing of the
-vocabulary's size is computed unless a sequence requests them.
+They are computed in the pass that verifies the tokens: from the target's raw logits, and for each
+committed token also from the distribution that it was drawn from. Nothing of the vocabulary's size
+is computed unless a sequence requests them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from dflash.inference.logits.sampling import SamplingParams, filter_logits
 from dflash.inference.request import MAX_LOGPROBS, TokenLogprobs
 from dflash.layers.packing import Packing
 
@@ -21,11 +23,13 @@ class Logprobs:
 
     Attributes:
       drawn: float32 [...]; log-probability of the committed token.
+      sampled: float32 [...]; its log-probability after controls, temperature and filters.
       top_ids: int32 [..., N]; likeliest tokens, most likely first.
       top: float32 [..., N]; log-probabilities of `top_ids`.
     """
 
     drawn: jax.Array
+    sampled: jax.Array
     top_ids: jax.Array
     top: jax.Array
 
@@ -33,9 +37,10 @@ class Logprobs:
         """Returns the first `count` entries at `index`, each with `num_top` alternatives."""
         drawn, top = self.drawn[index][:count].tolist(), self.top[index][:count, :num_top].tolist()
         top_ids = self.top_ids[index][:count, :num_top].tolist()
+        sampled = self.sampled[index][:count].tolist()
         return [
-            TokenLogprobs(logprob, tuple(ids), tuple(values))
-            for logprob, ids, values in zip(drawn, top_ids, top, strict=True)
+            TokenLogprobs(logprob, tuple(ids), tuple(values), other)
+            for logprob, ids, values, other in zip(drawn, top_ids, top, sampled, strict=True)
         ]
 
 
@@ -44,6 +49,7 @@ def zeros(shape: Sequence[int], vocab_size: int) -> Logprobs:
     count = min(MAX_LOGPROBS, vocab_size)
     return Logprobs(
         drawn=jnp.zeros(shape, jnp.float32),
+        sampled=jnp.zeros(shape, jnp.float32),
         top_ids=jnp.zeros((*shape, count), jnp.int32),
         top=jnp.zeros((*shape, count), jnp.float32),
     )
@@ -51,6 +57,8 @@ def zeros(shape: Sequence[int], vocab_size: int) -> Logprobs:
 
 def of_tokens(
     logits: jax.Array,
+    shape: Callable[[jax.Array], jax.Array],
+    params: SamplingParams,
     tokens: jax.Array,
     wanted: jax.Array,
     rows: jax.Array | None = None,
@@ -60,20 +68,26 @@ def of_tokens(
 
     Args:
       logits: float32 [B, R, V]; raw logits of the target. Packed if there is a `packing`.
+      shape: Function that applies the sequences' controls to logits [B, R, V].
+      params: Sampling parameters of the B sequences; a greedy one counts as temperature 1.
       tokens: int32 [B, T]; token t follows row rows[b, t].
       wanted: bool [B]; sequences that request log-probabilities.
       rows: int32 [B, T]; None means that T = R and token t follows row t.
-      packing: Packing of the logits' rows, or None.
+      packing: Packing of the logits' rows, if any.
     """
 
+    def along(logits):
+        return logits if rows is None else jnp.take_along_axis(logits, rows[..., None], axis=1)
+
     def compute():
-        own = logits if packing is None else packing.unpack(logits)
-        if rows is not None:
-            own = jnp.take_along_axis(logits, rows[..., None], axis=1)
-        own = jax.nn.log_softmax(own, axis=-1)
+        padded = logits if packing is None else packing.unpack(logits)
+        own = jax.nn.log_softmax(along(padded), axis=-1)
+        kept = jax.nn.log_softmax(filter_logits(along(shape(padded)), params), axis=-1)
         top, top_ids = jax.lax.top_k(own, min(MAX_LOGPROBS, logits.shape[-1]))
-        drawn = jnp.take_along_axis(own, tokens[..., None], axis=-1)[..., 0]
-        return Logprobs(drawn, top_ids.astype(jnp.int32), top)
+        drawn, sampled = (
+            jnp.take_along_axis(each, tokens[..., None], axis=-1)[..., 0] for each in (own, kept)
+        )
+        return Logprobs(drawn, sampled, top_ids.astype(jnp.int32), top)
 
     with jax.named_scope("if_logprobs"):
         return jax.lax.cond(jnp.any(wanted), compute, lambda: zeros(tokens.shape, logits.shape[-1]))

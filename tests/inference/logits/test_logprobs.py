@@ -10,7 +10,8 @@ from support.engines import engine, make_requests, random_prompts
 from support.models import drafter, target
 
 from dflash.inference.logits import logprobs
-from dflash.inference.request import Completion, Tokens
+from dflash.inference.logits.sampling import SamplingParams
+from dflash.inference.request import Completion, Sampling, Tokens
 from dflash.offline import decoding
 
 PROMPTS = random_prompts([5, 17, 9, 33])
@@ -76,6 +77,19 @@ def test_they_are_those_of_one_forward(form, how):
             best = np.sort(row)[::-1][: ASKED[i]]
             np.testing.assert_allclose(found.top_logprobs, best, atol=1e-4)
             np.testing.assert_allclose(row[list(found.top_ids)], best, atol=1e-4)
+        drawn = under_sampling(logits_of(prompt, ids), ids, **how)
+        np.testing.assert_allclose([found.sampled_logprob for found in told[i]], drawn, atol=1e-4)
+
+
+def under_sampling(logits, ids, *, temperature=1.0, top_k=None, presence_penalty=0.0):
+    """Log-probabilities of tokens under the distribution that they were drawn from, by hand."""
+    found = []
+    for place, row in enumerate(logits.astype(np.float64)):
+        row[list(set(ids[:place]))] -= presence_penalty
+        row /= temperature
+        kept = np.sort(row)[-top_k:] if top_k else row
+        found.append(row[ids[place]] - np.log(np.exp(kept).sum()))
+    return found
 
 
 def test_empty_slots_ask_for_nothing():
@@ -88,7 +102,9 @@ def test_empty_slots_ask_for_nothing():
 
 def test_a_small_vocabulary_has_fewer_likeliest_tokens():
     logits = jnp.log(jnp.array([[[0.5, 0.2, 0.3]]]))
-    found = logprobs.of_tokens(logits, jnp.array([[2]]), jnp.array([True]))
+    params = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingParams.of(Sampling()))
+    ids, wanted = jnp.array([[2]]), jnp.array([True])
+    found = logprobs.of_tokens(logits, lambda x: x, params, ids, wanted)
     assert found.top_ids.tolist() == [[[0, 2, 1]]]
     assert float(found.drawn[0, 0]) == pytest.approx(np.log(0.3), abs=1e-6)
 

@@ -1,0 +1,100 @@
+"""Options of a rollout engine, in the words of our configs, from Tunix's `RolloutConfig`."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dflash import errors
+from dflash.config import loader
+from dflash.config.rl_schema import UpkeepRun
+
+KEY = "dflash"  # Entry of `rollout_vllm_additional_config` and `rollout_vllm_kwargs`.
+CONFIG = "config"  # Option that names a config file.
+CHECKPOINT = "target.checkpoint"
+# Options that are not keys of a decode config: the LoRA's scale, and groups of `UpkeepRun`.
+LORA_ALPHA = "lora_alpha"
+UPKEEP = ("train.", "optimizer.", "loss.")
+# The number of steps is unknown, so the rate of the drafter's training is constant.
+UPKEEP_DEFAULTS = {
+    "optimizer.learning_rate": 3e-4,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_fraction": 0.0,
+}
+
+
+def find(rollout_config: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the options of a rollout engine, by dotted key.
+
+    Args:
+      rollout_config: Tunix's RolloutConfig, in whose `rollout_vllm_additional_config` or
+        `rollout_vllm_kwargs` the entry `dflash` holds options.
+      given: Options that the caller passes directly; they take precedence.
+    Raises:
+      ConfigError: The options are no mapping, or name neither a config file nor a target.
+    """
+    options: dict[str, Any] = {}
+    for name in ("rollout_vllm_additional_config", "rollout_vllm_kwargs"):
+        held = (getattr(rollout_config, name, None) or {}).get(KEY, {})
+        if not isinstance(held, Mapping):
+            raise errors.ConfigError(f"{name}: {KEY}: expected a mapping of options, got {held!r}")
+        options |= dict(_dotted(held, ""))
+    options |= dict(_dotted(given or {}, ""))
+    if CONFIG not in options and CHECKPOINT not in options:
+        raise errors.ConfigError(
+            "DFlashRollout: expected options such as dflash={'target': {'checkpoint': DIRECTORY}, "
+            "'drafter': {'name': 'ngram'}}, or 'config': FILE"
+        )
+    return options
+
+
+def overrides(options: Mapping[str, Any]) -> list[str]:
+    """Returns options as overrides `key=value` of a decode config."""
+    kept = {name: value for name, value in options.items() if name not in (CONFIG, LORA_ALPHA)}
+    return [f"{key}={_text(value)}" for key, value in kept.items() if not key.startswith(UPKEEP)]
+
+
+def upkeep(options: Mapping[str, Any]) -> UpkeepRun:
+    """Returns the options of the drafter's training.
+
+    Raises:
+      ConfigError: An option is unknown or invalid.
+    """
+    stated = {name: value for name, value in options.items() if name.startswith(UPKEEP)}
+    kept = UPKEEP_DEFAULTS | stated
+    return loader.load(None, [f"{key}={_text(value)}" for key, value in kept.items()], UpkeepRun)
+
+
+def defaults(options: Mapping[str, Any], rollout_config: Any) -> list[str]:
+    """Returns overrides that the options leave open: room for the sequences, and a prefix cache.
+
+    A config file states everything itself.
+    """
+    if CONFIG in options:
+        return []
+    length = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
+    found = {
+        "decode.max_length": length,
+        "decode.max_new_tokens": rollout_config.max_tokens_to_generate,
+        "decode.prefix_cache": True,
+    }
+    if getattr(rollout_config, "data_type", None) is not None:
+        found["dtype"] = _dtype_name(rollout_config.data_type)
+    return [f"{key}={_text(value)}" for key, value in found.items() if key not in options]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return getattr(dtype, "__name__", None) or str(dtype)
+
+
+def _dotted(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            yield f"{prefix}{name}", list(value)
+        else:
+            yield f"{prefix}{name}", value

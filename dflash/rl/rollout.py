@@ -1,0 +1,310 @@
+"""Rollout engine for Tunix and MaxText that decodes with a drafter.
+
+The output follows the policy exactly, at any temperature. In float32, the same seed gives the same
+tokens with every drafter and without one, so that drafting changes the time of a step and nothing
+else.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash import errors
+from dflash.checkpoints import foreign_trees
+from dflash.llm import LLM, Completion
+from dflash.rl import options as options_lib
+from dflash.rl.logps import TokenLogps
+from dflash.rl.upkeep import Rollout, Upkeep
+from dflash.sampling import Sampling
+from dflash.version import install_command
+
+try:
+    from tunix.rl.rollout import base_rollout
+except ImportError as error:
+    raise errors.ConfigError(
+        f"dflash.rl: needs google-tunix ({error}); {install_command('rl')}"
+    ) from error
+
+_PROBE = "What is 12 + 34? The answer is 46."
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutStats:
+    """Statistics of the rollouts since the last update of the weights.
+
+    Attributes:
+      tokens: Number of output tokens.
+      cycles: Number of forward passes of the policy per sequence, summed over sequences.
+      committed: Number of tokens that these passes committed.
+      seconds: Time of decoding, in seconds.
+      training_seconds: Time of training the drafter on these rollouts, in seconds.
+      ended_at: Time of the update that ends the step, in seconds of time.perf_counter.
+    """
+
+    tokens: int = 0
+    cycles: int = 0
+    committed: int = 0
+    seconds: float = 0.0
+    training_seconds: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length (τ); nan without cycles."""
+        return self.committed / self.cycles if self.cycles else float("nan")
+
+    def plus(self, completions: Sequence[Completion], seconds: float) -> "RolloutStats":
+        """Returns the statistics with those of further completions."""
+        lengths = [length for one in completions for length in one.acceptance_lengths]
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens + sum(len(one.token_ids) for one in completions),
+            cycles=self.cycles + len(lengths),
+            committed=self.committed + sum(lengths),
+            seconds=self.seconds + seconds,
+        )
+
+
+class DFlashRollout(base_rollout.BaseRollout):
+    """Rollout engine of Tunix's `ClusterConfig.rollout_engine`.
+
+    Attributes:
+      llm: Target and drafter that decode.
+      stats: Statistics of the rollouts with the present weights.
+      history: Statistics of the rollouts with each of the earlier weights that had any.
+      upkeep: Training of the drafter; None if `train.every` is 0.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh | None = None,
+        rollout_config: base_rollout.RolloutConfig | None = None,
+        *,
+        dflash: Mapping[str, Any] | None = None,
+        **ignored: Any,
+    ):
+        """Loads the drafter and the policy's config, and copies the policy's weights.
+
+        Args:
+          rollout_actor: Policy of the trainer: a model of Tunix or MaxText.
+          tokenizer: Tunix's tokenizer, in which prompts and outputs are written.
+          mesh: Mesh of the rollout role; unused, since `dflash` may state a mesh of its own.
+          rollout_config: Sizes and sampling; may hold options, see `options.find`.
+          dflash: Keys of our configs, such as {"target": {"checkpoint": …}, "drafter": {…}}, and
+            "config", the path of a config file, and "lora_alpha".
+          **ignored: Arguments for other engines, such as MaxText's `maxtext_config`.
+        Raises:
+          UserError: The options are unusable, or the tokenizer or weights do not fit the target.
+        """
+        del mesh, ignored
+        rollout_config = rollout_config or base_rollout.RolloutConfig()
+        found = options_lib.find(rollout_config, dflash)
+        upkeep = options_lib.upkeep(found)
+        self._lora_alpha = found.get(options_lib.LORA_ALPHA)
+        self.llm = LLM(
+            found.get(options_lib.CONFIG),
+            *options_lib.defaults(found, rollout_config),
+            *options_lib.overrides(found),
+            target=found.get(options_lib.CHECKPOINT),
+        )
+        self._actor, self._tokenizer = rollout_actor, tokenizer
+        self._check_tokenizer()
+        self.stats, self.history = RolloutStats(), []
+        self._logps = TokenLogps(self.llm.target)
+        self._num_sampled = 0  # Sequences so far; each draws with noise of its own.
+        self.upkeep = Upkeep(self.llm, upkeep) if upkeep.train.every else None
+        self._every, self._rollouts = upkeep.train.every, []  # Rollouts to train on.
+        self.update_params(nnx.state(rollout_actor, nnx.Param))
+
+    # --- the interface of Tunix -----------------------------------------------------------------
+
+    def generate(
+        self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
+    ) -> base_rollout.RolloutOutput:
+        """Decodes prompts; equal prompts share the full pages of one prefill.
+
+        Output tokens include the stop token. Log-probabilities are those of the distribution that
+        tokens were drawn from, or of the raw logits if `rollout_vllm_logprobs_mode` is
+        "raw_logprobs".
+
+        Args:
+          prompts: Texts.
+          rollout_config: Sampling of all prompts.
+          **kwargs: Arguments for other engines.
+        Raises:
+          InputError: A prompt is empty or too long.
+        """
+        del kwargs
+        ids = [self._encode(prompt) for prompt in prompts]
+        sampling = self._sampling(rollout_config)
+        begin = time.perf_counter()
+        completions = self.llm.generate(ids, sampling)
+        self.stats = self.stats.plus(completions, time.perf_counter() - begin)
+        self._num_sampled += len(prompts)
+        if self.upkeep is not None:
+            self._rollouts += [Rollout(one.prompt_token_ids, one.token_ids) for one in completions]
+        logprobs = None
+        if rollout_config.return_logprobs:
+            raw = rollout_config.rollout_vllm_logprobs_mode == "raw_logprobs"
+            logprobs = [
+                np.array(
+                    [t.logprob if raw else t.sampled_logprob for t in one.logprobs], np.float32
+                )
+                for one in completions
+            ]
+        return base_rollout.RolloutOutput(
+            text=[self._decode(one) for one in completions],
+            logits=None,
+            tokens=[np.array(one.token_ids, np.int32) for one in completions],
+            left_padded_prompt_tokens=self._left_padded(ids, rollout_config.max_prompt_length),
+            logprobs=logprobs,
+        )
+
+    def get_per_token_logps(
+        self,
+        prompt_tokens: jax.Array,
+        completion_tokens: jax.Array,
+        temperature: float = 1.0,
+        **kwargs: Any,
+    ) -> jax.Array:
+        """Returns the policy's log-probabilities of completion tokens, float32 [B, T].
+
+        Args:
+          prompt_tokens: int32 [B, P]; padded on the left.
+          completion_tokens: int32 [B, T]; padded on the right.
+          temperature: Divisor of the logits.
+          **kwargs: Arguments for other engines.
+        """
+        del kwargs
+        return self._logps(prompt_tokens, completion_tokens, self.pad_id(), temperature)
+
+    def update_params(
+        self, params: Any, filter_types: tuple[Any, ...] | type | None = None
+    ) -> None:
+        """Replaces the policy's weights, and then trains the drafter if it is time.
+
+        Parameters that are left out are those of the actor.
+
+        Raises:
+          CheckpointError: The weights do not fit, or hold NaN; the old ones stay.
+        """
+        tree = foreign_trees.flatten(params)
+        if filter_types is not None and _only_lora(filter_types):
+            tree = foreign_trees.flatten(self._actor) | tree
+        self.llm.update_weights(tree, lora_alpha=self._lora_alpha)
+        if self.stats.tokens:
+            with jax.transfer_guard("allow"):  # Tunix forbids transfers meanwhile.
+                self._finish_step()
+
+    def _finish_step(self) -> None:
+        """Trains the drafter if it is time, and begins new statistics."""
+        begin = time.perf_counter()
+        if self.upkeep is not None and (len(self.history) + 1) % self._every == 0:
+            self.upkeep.train(self._rollouts)
+            self._rollouts = []
+        jax.block_until_ready(nnx.state(self.llm.drafter))
+        end = time.perf_counter()
+        self.history.append(
+            dataclasses.replace(self.stats, training_seconds=end - begin, ended_at=end)
+        )
+        self.stats = RolloutStats()
+
+    def pad_id(self) -> int:
+        """Returns the token that pads prompts and outputs."""
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        """Returns the tokenizer's stop token."""
+        return self._tokenizer.eos_id()
+
+    def model(self) -> None:
+        """Returns None: the weights are copies under names of our own.
+
+        Tunix compares this model's arrays with the actor's to find out whether they are shared.
+        """
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """Mesh of the devices that decode."""
+        return self.llm.target.sharding.mesh
+
+    # --- metrics --------------------------------------------------------------------------------
+
+    def metrics(self, *args: Any, **kwargs: Any) -> dict[str, tuple[float, Any]]:
+        """Returns metrics of the step, for `metric_fns` of Tunix's learners."""
+        del args, kwargs
+        return {
+            "rollout/tau": (self.stats.tau, np.mean),
+            "rollout/tokens": (self.stats.tokens, np.max),
+            "rollout/seconds": (self.stats.seconds, np.max),
+        }
+
+    # --- tokens ---------------------------------------------------------------------------------
+
+    def _encode(self, text: str) -> list[int]:
+        """Returns the token ids of a prompt, with one token of begin, as Tunix's sampler has it."""
+        begin = self._tokenizer.bos_id()
+        ids = list(self._tokenizer.encode(text))
+        return list(self._tokenizer.dedup_bos_ids(([begin] if begin else []) + ids))
+
+    def _decode(self, completion: Completion) -> str:
+        stopped = completion.finish_reason == "stop"
+        ids = completion.token_ids[:-1] if stopped else completion.token_ids
+        return self._tokenizer.decode(list(ids))
+
+    def _sampling(self, rollout_config: base_rollout.RolloutConfig) -> Sampling:
+        top_k, top_p = rollout_config.top_k, rollout_config.top_p
+        return Sampling(
+            temperature=float(rollout_config.temperature),
+            top_k=0 if top_k is None or top_k < 0 else int(top_k),
+            top_p=1.0 if top_p is None else float(top_p),
+            max_tokens=int(rollout_config.max_tokens_to_generate),
+            seed=_seed(rollout_config.seed),
+            first_sequence=self._num_sampled,
+            stop_token_ids=list(rollout_config.eos_tokens or [self.eos_id()]),
+            ignore_eos=True,
+            logprobs=0 if rollout_config.return_logprobs else None,
+        )
+
+    def _left_padded(self, ids: Sequence[Sequence[int]], width: int) -> np.ndarray:
+        """Returns prompts [B, P]; P is a power of two if a prompt is longer than `width`."""
+        longest = max(map(len, ids))
+        width = width if longest <= width else 1 << (longest - 1).bit_length()
+        padded = np.full((len(ids), width), self.pad_id(), np.int32)
+        for row, prompt in zip(padded, ids, strict=True):
+            row[width - len(prompt) :] = prompt
+        return padded
+
+    def _check_tokenizer(self) -> None:
+        """Raises ConfigError if the target's tokenizer reads other texts from the same ids."""
+        ids = self._tokenizer.encode(_PROBE)
+        vocab_size = self.llm.target.arch.vocab_size
+        fits = all(0 <= token < vocab_size for token in ids)
+        if not fits or _PROBE not in self.llm.tokenizer.decode(list(ids)):
+            raise errors.ConfigError(
+                "DFlashRollout: the trainer's tokenizer is not that of target.checkpoint "
+                f"({self.llm.config.target.checkpoint}): they read other texts from the same ids"
+            )
+
+
+def _only_lora(filter_types: tuple[Any, ...] | type) -> bool:
+    types = filter_types if isinstance(filter_types, tuple) else (filter_types,)
+    return all(each is nnx.LoRAParam for each in types)
+
+
+def _seed(seed: Any) -> int:
+    """Returns a seed of ours for an integer, a jax key, or None."""
+    if seed is None:
+        return 0
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        seed = jax.random.key_data(seed)
+    words = [int(word) for word in np.atleast_1d(np.asarray(seed)).reshape(-1)[-2:]]
+    return words[0] if len(words) == 1 else (words[0] << 32 | words[1]) & (2**63 - 1)
