@@ -115,6 +115,15 @@ def _draft_model(config: Any) -> Iterator[Problem]:
         yield ("drafter.family",), f"unknown name {family!r}{near}"
 
 
+def _longest_context(config: Any) -> Iterator[Problem]:
+    """Checks that cycles without drafts are among the choices."""
+    drafter = config.drafter
+    stated = getattr(drafter, "longest_context", None)
+    if stated is not None and not drafter.adaptive:
+        keys = "drafter.longest_context", "drafter.block_size"
+        yield keys, "needs drafter.block_size=auto, which can decode plainly"
+
+
 def _block_verification(config: Any) -> Iterator[Problem]:
     """Checks that drafts which are verified as a block form a chain."""
     if config.decode.verify == "block" and getattr(config.drafter, "tree", None) is not None:
@@ -358,6 +367,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("target", "drafter"), _drafter_architecture),
     (("drafter",), _draft_model),
     (("drafter",), _one_block_size),
+    (("drafter", "decode"), _longest_context),
     (("drafter", "decode"), _block_verification),
     (("drafter", "decode"), _lookup),
     (("target", "decode"), _stop_ids),

@@ -139,6 +139,8 @@ class Drafter(nnx.Module):
           effect.
         "never": Not at all. The prefix cache then has no hits for this strategy.
       rows_ahead: Number of tokens after its own position that a row depends on.
+      longest_context: Length from which sequences are better decoded plainly; None if there is
+        none. It has an effect where the rows of cycles are chosen.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ()
@@ -148,6 +150,7 @@ class Drafter(nnx.Module):
     drafts_with_model: ClassVar[bool] = False
     prefix_cache_mode: ClassVar[Literal["rows", "tokens", "never"]] = "never"
     rows_ahead: ClassVar[int] = 0
+    longest_context: int | None = None
 
     @classmethod
     def create(

@@ -16,6 +16,7 @@ from dflash.checkpoints import hf_config
 from dflash.config import checks
 from dflash.config.schema import (
     MAX_BLOCK_SIZE,
+    MAX_TOKENS,
     DrafterConfig,
     Quantization,
     RecordsKeys,
@@ -63,6 +64,10 @@ class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
     """Keys of DFlash and its descendants."""
 
     short_pass: bool = False  # Compute only as many rows as block_size needs.
+    # Positions that a draft row sees, its own included. None: as many as in training.
+    window: int | None = option(None, minimum=1, maximum=2**30)
+    # Sequences of this many tokens or more decode plainly, with block_size=auto. None: none do.
+    longest_context: int | None = option(None, minimum=1, maximum=MAX_TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,6 +81,16 @@ class DFlashShape(DrafterShape):
         """True if no block row depends on a later row."""
         return all(view.causal for view in self.views)
 
+    def seen_through(self, window: int | None) -> Self:
+        """Returns this shape with no view wider than `window` positions, or as it is if None."""
+        if window is None:
+            return self
+        views = [
+            dataclasses.replace(view, window=min(view.window or window, window))
+            for view in self.views
+        ]
+        return dataclasses.replace(self, views=tuple(views))
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads config.json, in any published layout; see `DrafterShape.from_hf`."""

@@ -195,13 +195,19 @@ class Job:
         )
 
     def notes(self) -> list[str]:
-        """Returns lines on settings that cannot apply to the run's models."""
-        if not (self.config.decode.prefix_cache and self.target.has_recurrent_state):
-            return []
-        return [
-            "decode.prefix_cache: off, because the target keeps recurrent state, which exists at "
-            "the end of a sequence only; every prompt is computed in full"
-        ]
+        """Returns lines on settings that apply to a part of the run, or not at all."""
+        lines, longest = [], self.drafter.longest_context
+        if self.config.decode.prefix_cache and self.target.has_recurrent_state:
+            lines.append(
+                "decode.prefix_cache: off, because the target keeps recurrent state, which exists "
+                "at the end of a sequence only; every prompt is computed in full"
+            )
+        if longest is not None and longest < self.max_length:
+            lines.append(
+                f"drafter.longest_context: of at most {self.max_length} tokens of a sequence, "
+                f"those after the first {longest} are decoded plainly"
+            )
+        return lines
 
     def plan(self) -> decode_plan.Plan:
         """Returns the plan of the run: its memory and programs."""

@@ -65,6 +65,8 @@ def load(tmp_path, monkeypatch):
          "drafter.block_size: auto chooses between chains only; leave drafter.tree out"),
         ("decode.lookup=true drafter.tree.budget=8", "decode.lookup: "
          "copies replace chains, not trees; leave one of the two out"),
+        ("drafter.longest_context=99", "drafter.longest_context: "
+         "needs drafter.block_size=auto, which can decode plainly"),
         ("decode.verify=block drafter.tree.budget=8", "decode.verify: "
          "block is a rule for chains; leave drafter.tree out, or use rejection"),
         ("drafter.block_size=aut", "drafter.block_size: "

@@ -135,7 +135,7 @@ TINY = {
 TINY_TREE = {"budget": 6}
 
 # What a drafter is told itself, where it has such a key.
-SMALL = {"checkpoint": "random", "window": 3, "ngram_size": 3, "candidates": 2, "pool_size": 8}
+SMALL = {"checkpoint": "random", "ngram_size": 3, "candidates": 2, "pool_size": 8}
 
 # Tokens that the tiny target prefers: drafts of untrained drafters then hit now and then.
 FAVOURITES, EMPHASIS = 4, 3.0
@@ -200,6 +200,8 @@ def _drafter_config(config_class, block_size, tree, short_pass):
     options = {**SMALL, "short_pass": short_pass}
     if block_size is not None:
         options["block_size"] = block_size
+    if "ngram_size" in known:  # A window of Jacobi iterations, and not of a context.
+        options["window"] = 3
     groups = {"architecture": TINY, "tree": TINY_TREE} if tree else {"architecture": TINY}
     for group, values in groups.items():
         hint = typing.get_type_hints(config_class).get(group)

@@ -10,7 +10,7 @@ from dflash.checkpoints import hf_config
 from dflash.config.schema import DrafterConfig, TargetArchitecture
 from dflash.drafters import base_config
 from dflash.drafters.base import Drafter
-from dflash.drafters.base_config import DrafterShape, LayeredDrafterConfig
+from dflash.drafters.base_config import BlockDrafterConfig, DrafterShape, LayeredDrafterConfig
 from dflash.layers import cache as kv
 from dflash.layers.linear import Linear
 from dflash.parallel.sharding import Sharding
@@ -58,7 +58,11 @@ class WeightedDrafter(Drafter):
         if isinstance(config, LayeredDrafterConfig) and config.rope_scaling is not None:
             decoder = hf_config.with_rope_scaling(shape.decoder, config.rope_scaling)
             shape = dataclasses.replace(shape, decoder=decoder)
-        return cls(shape, dtype=dtype, sharding=sharding, **cls.options(config))
+        if isinstance(config, BlockDrafterConfig):
+            shape = shape.seen_through(config.window)
+        drafter = cls(shape, dtype=dtype, sharding=sharding, **cls.options(config))
+        drafter.longest_context = getattr(config, "longest_context", None)
+        return drafter
 
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:

@@ -136,8 +136,8 @@ def _choose(state: DecodeState, rules: Rules) -> DecodeState:
     """Chooses the block size of the next cycle if there are several."""
     if state.adaptive is None:
         return state
-    left = state.limit - state.length
-    chosen = state.adaptive.choose(state.active, left, rules.block_sizes, rules.division)
+    sizes, division = rules.block_sizes, rules.division
+    chosen = state.adaptive.choose(state.active, rules.left(state), sizes, division)
     return dataclasses.replace(state, adaptive=chosen)
 
 

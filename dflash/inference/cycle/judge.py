@@ -44,7 +44,7 @@ def divide(state: DecodeState, proposal: Proposal, mean_rows: int, rules: Rules)
     rates = proposal.confidence
     if rates is None:
         rates = block_choice.rates(state.adaptive.choice)
-    survival = block_choice.survival(rates, state.active, state.limit - state.length)
+    survival = block_choice.survival(rates, state.active, rules.left(state))
     replicas = rules.division.num_replicas
     counts = block_choice.divide(survival, state.active, mean_rows, replicas)
     total = state.active.shape[0] // replicas * mean_rows

@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
 from dflash.inference.cycle import block_choice
@@ -26,6 +29,7 @@ class Rules:
         the drafter's block size.
       division: Cycles that divide their rows among sequences.
       lookup: Whether copies of the context may replace a drafter's drafts; see `lookup`.
+      longest_context: See `Drafter`.
       verify: Rule that accepts drafts; see `verify`.
       revise: Function applied to every `VerifyResult`, for measurements only: the output becomes
         meaningless, but the work stays the same.
@@ -34,6 +38,7 @@ class Rules:
     block_sizes: tuple[int, ...]
     division: Division = WHOLE
     lookup: bool = False
+    longest_context: int | None = None
     verify: Literal["coupled", "rejection", "block"] = "coupled"
     revise: Revise | None = None
 
@@ -64,7 +69,7 @@ class Rules:
                 slots, replicas = layout.slots_per_replica, layout.num_replicas
                 division = block_choice.division(largest, slots, replicas)
         lookup = config.lookup and drafter.num_draft_tokens > 0
-        return cls(sizes, division, lookup, config.verify, revise)
+        return cls(sizes, division, lookup, drafter.longest_context, config.verify, revise)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -76,6 +81,17 @@ class Rules:
     def num_choices(self) -> int:
         """Number of choices of rows for a cycle: block sizes and divisions."""
         return len(self.block_sizes) + len(self.division.mean_rows)
+
+    def left(self, state: DecodeState) -> jax.Array:
+        """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].
+
+        That is the number of tokens until its limit, or until its drafter's longest context, from
+        which on it decodes plainly.
+        """
+        left = state.limit - state.length
+        if self.longest_context is None:
+            return left
+        return jnp.minimum(left, jnp.maximum(self.longest_context - state.length, 1))
 
     def sampler(self, state: DecodeState) -> SequenceSampler:
         """Returns the sampler that drafts and verifies the next block of every sequence."""

@@ -31,6 +31,19 @@ def test_views_are_read(form):
     assert shape.views == expected
 
 
+def test_a_window_of_the_run_narrows_every_view():
+    config = DFlashConfig(checkpoint="drafter", window=4, longest_context=99)
+    hf = make_config(layer_types=["full_attention", "sliding_attention"], sliding_window=3)
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    made = DFlash.create(config, hf, make_architecture(), **build)
+    assert [view.window for view in made.shape.views] == [4, 3]
+    assert made.longest_context == 99
+    plain = DFlash.create(
+        dataclasses.replace(config, window=None), hf, make_architecture(), **build
+    )
+    assert [view.window for view in plain.shape.views] == [None, 3]
+
+
 def test_both_layouts_say_the_same():
     old = make_config(rope_theta=1e5)
     new = make_config(rope_theta=1e5)

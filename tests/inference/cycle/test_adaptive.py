@@ -197,3 +197,30 @@ def check_divided(run, limits, temperature):
         assert [(one.output_ids, one.finish_reason) for one in done] == wanted
         assert len(set(sizes_of(done))) > 2, "all sequences verify as many rows"
     run.cycle_seconds = measured
+
+
+def test_from_the_longest_context_on_sequences_decode_plainly():
+    model = drafter("dflash", block_size=5)
+    model.longest_context = 24
+    run = engine(model, batch_size=2, max_length=64, adaptive_blocks=True)
+    run.cycle_seconds = tuple(adaptive.only(len(run.block_sizes), run.rules.num_choices).tolist())
+    limits = [20, 9, 1, 18, 2, 23]
+    done = decode(run, PROMPTS, limits, temperature=0.0)
+    wanted = expected(PROMPTS, limits, temperature=0.0)
+    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    assert max(done[0].block_sizes) > 1
+    long, length, late = done[3], len(PROMPTS[3]) + 1, []
+    for count, size in zip(long.acceptance_lengths, long.block_sizes, strict=True):
+        late += [size] * (length >= 24)
+        length += count
+    assert len(late) > 8
+    assert set(late) == {1}
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2)])
+def test_each_replica_divides_its_own_rows(mesh):
+    run = engine(
+        drafter("dflash", mesh=mesh, block_size=5),
+        mesh=mesh, batch_size=4, max_length=64, adaptive_blocks=True,
+    )  # fmt: skip
+    check_divided(run, [20, 9, 1, 18, 2, 23], 0.0)
