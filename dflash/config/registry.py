@@ -151,6 +151,9 @@ TARGETS: Mapping[str, Entry] = Entries(
         ),
         "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.gemma3_config:Gemma3Config"),
         "gemma4": Entry("dflash.models.gemma4:Gemma4", "dflash.models.gemma4_config:Gemma4Config"),
+        "gemma4_text": Entry(
+            "dflash.models.gemma4:Gemma4Text", "dflash.models.gemma4_config:Gemma4Config"
+        ),
         "smollm3": Entry(
             "dflash.models.smollm3:SmolLM3", "dflash.models.smollm3_config:SmolLM3Config"
         ),

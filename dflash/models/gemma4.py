@@ -14,6 +14,7 @@ from dflash.layers.linear import Float32RMSNorm
 from dflash.layers.transformer import grouped_attention
 from dflash.models.gemma3 import ROPE, Gemma, GemmaLayer
 from dflash.models.gemma4_config import Gemma4Architecture
+from dflash.models.language_model import LanguageModel
 from dflash.models.windows_config import FULL, SLIDING
 from dflash.parallel import parameters
 
@@ -50,7 +51,7 @@ class ScaledLayer(GemmaLayer):
         return x * self.layer_scalar[...], auxiliary
 
 
-class Gemma4(Gemma):
+class Gemma4Text(Gemma):
     """Target family `Gemma4ForCausalLM`: the models without embeddings for each layer.
 
     Source: transformers 5.24, models/gemma4/modeling_gemma4.py.
@@ -122,6 +123,18 @@ class Gemma4(Gemma):
         if full["rope_type"] in ("default", "linear"):
             full["rope_type"] = _PROPORTIONAL
         return config | {"hidden_size_per_layer_input": 0}
+
+
+class Gemma4(LanguageModel, Gemma4Text):
+    """Language model of `Gemma4ForConditionalGeneration`, as the published checkpoints are."""
+
+    hf_architectures = ("Gemma4ForConditionalGeneration",)
+    hf_model_type = "gemma4"
+    text_class = Gemma4Text
+    tower_names = (
+        *("model.vision_tower.*", "model.embed_vision.*"),
+        *("model.audio_tower.*", "model.embed_audio.*"),
+    )
 
 
 def _sizes_of_full_layers(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,17 +3,13 @@
 Published files hold a vision tower beside the language model. It is not read: prompts are text.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from dflash import errors
-from dflash.checkpoints import hf_config
-from dflash.checkpoints.tensor_map import Source, TensorRows, renamed
+from dflash.checkpoints.tensor_map import Source, TensorRows
 from dflash.layers.gated_delta_net import DeltaShape
+from dflash.models.language_model import LanguageModel
 from dflash.models.qwen3_next import Qwen3Next
 from dflash.models.qwen3_next_config import Qwen3NextArchitecture
-
-_TEXT = "text_config"
 
 
 class Qwen35Text(Qwen3Next):
@@ -40,7 +36,7 @@ class Qwen35Text(Qwen3Next):
         return config | {"architectures": [cls.hf_architectures[1]], "model_type": model_type}
 
 
-class Qwen35(Qwen35Text):
+class Qwen35(LanguageModel, Qwen35Text):
     """Language model of `Qwen3_5ForConditionalGeneration` and its counterpart with experts."""
 
     hf_architectures = (
@@ -48,40 +44,5 @@ class Qwen35(Qwen35Text):
         "Qwen3_5MoeForConditionalGeneration",
     )
     hf_model_type = "qwen3_5"
-
-    @property
-    def ignored_checkpoint_names(self) -> tuple[str, ...]:
-        """Returns names of the vision tensors, and those that `Qwen3Next` ignores."""
-        return (*super().ignored_checkpoint_names, "model.visual.*")
-
-    @property
-    def checkpoint_copies(self) -> dict[str, str]:
-        """Returns the copies of `Decoder`, by the names of these files."""
-        return {copy: _inner(name) for copy, name in super().checkpoint_copies.items()}
-
-    def checkpoint_name(self, path: str) -> Source:
-        """Returns the source of a parameter: Qwen3.5's, within the language model."""
-        return renamed(super().checkpoint_name(path), _inner)
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Qwen3NextArchitecture:
-        """Reads the language model's part of config.json; see `Decoder`."""
-        text = hf_config.read_group(config, _TEXT)
-        if not text:
-            raise errors.CheckpointError(f"{hf_config.FILE}: missing {_TEXT}")
-        ties = "tie_word_embeddings"
-        outer = {ties: config[ties]} if ties in config else {}
-        return super().architecture_from_hf({**outer, **text})
-
-    @classmethod
-    def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint with this architecture, without vision."""
-        text = Qwen35Text.config_to_hf(arch)
-        whole = super().config_to_hf(arch)
-        names = ("architectures", "model_type", "eos_token_id", "tie_word_embeddings")
-        return {name: whole[name] for name in names} | {_TEXT: text}
-
-
-def _inner(name: str) -> str:
-    """Returns the name of a tensor of the language model within the whole model."""
-    return name.replace("model.", "model.language_model.", 1)
+    text_class = Qwen35Text
+    tower_names = ("model.visual.*",)

@@ -67,6 +67,7 @@ _HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+_GEMMA4 = _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1}
 # What the shape of a family has beside that of a dense decoder, or instead.
 OWN_FIELDS = {
     "qwen3_5": _HYBRID,
@@ -87,7 +88,8 @@ OWN_FIELDS = {
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
     "gemma3": _WINDOWS,
-    "gemma4": _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1},
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
 }
 
 

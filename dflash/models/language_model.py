@@ -1,0 +1,57 @@
+"""Language models of checkpoints that hold vision or audio towers, too."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from dflash import errors
+from dflash.checkpoints import hf_config
+from dflash.checkpoints.tensor_map import Source, renamed
+from dflash.config.schema import TargetArchitecture
+
+_TEXT, _TIES = "text_config", "tie_word_embeddings"
+
+
+class LanguageModel:
+    """Mixin that reads a family's tensors and fields from within a multimodal checkpoint.
+
+    It precedes the family of the language model among the base classes. The other models are not
+    read: prompts are text.
+    """
+
+    text_class: ClassVar[type]  # The family of the language model alone.
+    tower_names: ClassVar[tuple[str, ...]]  # Names of the other models' tensors, with wildcards.
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        """Returns the names of the towers' tensors, and those that the family ignores."""
+        return (*super().ignored_checkpoint_names, *self.tower_names)
+
+    @property
+    def checkpoint_copies(self) -> dict[str, str]:
+        """Returns the copies of the family, by the names of these files."""
+        return {copy: _within(name) for copy, name in super().checkpoint_copies.items()}
+
+    def checkpoint_name(self, path: str) -> Source:
+        """Returns the source of a parameter: the family's, within the language model."""
+        return renamed(super().checkpoint_name(path), _within)
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> TargetArchitecture:
+        """Reads the language model's part of config.json; see `Decoder`."""
+        text = hf_config.read_group(config, _TEXT)
+        if not text:
+            raise errors.CheckpointError(f"{hf_config.FILE}: missing {_TEXT}")
+        outer = {_TIES: config[_TIES]} if _TIES in config else {}
+        return super().architecture_from_hf({**outer, **text})
+
+    @classmethod
+    def config_to_hf(cls, arch: TargetArchitecture) -> dict[str, Any]:
+        """Returns the config.json of a checkpoint with this architecture, without towers."""
+        whole = super().config_to_hf(arch)
+        names = ("architectures", "model_type", "eos_token_id", _TIES)
+        return {name: whole[name] for name in names} | {_TEXT: cls.text_class.config_to_hf(arch)}
+
+
+def _within(name: str) -> str:
+    """Returns the name of a tensor of the language model within the whole model."""
+    return name.replace("model.", "model.language_model.", 1)

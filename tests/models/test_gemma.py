@@ -1,0 +1,91 @@
+"""Tests of Gemma's checkpoints: the language model within a multimodal one, and bad fields."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from support.golden import import_transformers, load_target
+from support.models import family_architecture, make_cache
+from support.parity import check_rows, pad, reference, step
+
+from dflash import errors
+from dflash.models.gemma3 import Gemma3
+from dflash.models.gemma4 import Gemma4, Gemma4Text
+from dflash.models.windows_config import SLIDING
+
+TEXT = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "pad_token_id": 0,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path):
+    torch, transformers = import_transformers()
+    config = transformers.Gemma4Config(text_config=TEXT, vision_config=VISION, audio_config=None)
+    torch.manual_seed(0)
+    theirs = transformers.Gemma4ForConditionalGeneration(config).float().eval()
+    theirs.save_pretrained(tmp_path)
+    ours = load_target(tmp_path)
+    assert type(ours) is Gemma4
+    tokens = [np.arange(11) % 48, np.arange(3) + 20]
+    _, _, logits, _ = step(ours, pad(tokens), [0, 0], make_cache(ours, 2, 11))
+    check_rows(logits, [reference(theirs, each, ())[0] for each in tokens], [11, 3])
+
+
+BAD = {
+    "hidden_size_per_layer_input: 256 is not supported, only 0": {
+        "hidden_size_per_layer_input": 256
+    },
+    "num_kv_shared_layers: 4 is not supported, only 0": {"num_kv_shared_layers": 4},
+    "use_bidirectional_attention: 'all' is not supported, only null or 'vision'": {
+        "use_bidirectional_attention": "all"
+    },
+    "layer_types: the last layer is 'sliding_attention', expected 'full_attention'": {
+        "layer_types": [SLIDING] * 3
+    },
+    "layer_types: names 2 layers, but num_hidden_layers is 3": {
+        "layer_types": ["sliding_attention", "full_attention"]
+    },
+    "num_global_key_value_heads: num_attention_heads=4 does not divide into 3 groups": {
+        "num_global_key_value_heads": 3
+    },
+    "sliding_window: missing, but layer_types[0] is 'sliding_attention'": {"sliding_window": None},
+    "hidden_activation: 'silu' is not supported, only 'gelu_pytorch_tanh'": {
+        "hidden_activation": "silu"
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_field_is_named(message):
+    config = Gemma4Text.config_to_hf(family_architecture("gemma4_text")) | BAD[message]
+    with pytest.raises(errors.CheckpointError) as caught:
+        Gemma4Text.architecture_from_hf(config)
+    assert str(caught.value) == f"config.json: {message}"
+    with pytest.raises(errors.CheckpointError, match=r"^config\.json: missing text_config$"):
+        Gemma4.architecture_from_hf(config)
+
+
+def test_older_files_state_the_interval_of_full_layers():
+    arch = dataclasses.replace(family_architecture("gemma3"), layer_types=())
+    config = Gemma3.config_to_hf(arch) | {"sliding_window_pattern": 3}
+    expected = ("sliding_attention", "sliding_attention", "full_attention")
+    assert Gemma3.architecture_from_hf(config).layer_types == expected
