@@ -59,6 +59,7 @@ _WINDOWS = {
     "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
 }
 _HYBRID = {
+    "head_dim": 8,
     "num_hidden_layers": 2,
     "layer_types": ("full_attention", "linear_attention"),
     "partial_rotary_factor": 0.5,
@@ -71,6 +72,7 @@ _GEMMA4 = _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1}
 # What the shape of a family has beside that of a dense decoder, or instead.
 OWN_FIELDS = {
     "qwen3_5": _HYBRID,
+    "qwen3_5_text": _HYBRID,
     "qwen3_next": _HYBRID
     | {
         "num_experts": 8,
