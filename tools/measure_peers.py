@@ -218,6 +218,7 @@ class _Peer:
 
     def measure(self, ids: list[int], count: int) -> Answer:
         """Returns the answer, and the cost of its tokens but the first one."""
+        self._ask(ids, 1)  # A program for a new length of prompt may be compiled.
         first, answer = self._ask(ids, 1), self._ask(ids, count)
         later = max(1, len(answer["ids"]) - 1)
         costs = {name: (answer[name] - first[name]) / later for name in ("wall", "processor")}
