@@ -194,6 +194,7 @@ def plot(results: dict[str, dict], directory: pathlib.Path) -> None:
             values = [np.mean(value) for value in result[key]]
             axes.plot(range(1, len(values) + 1), values, style, label=LABELS[name])
         axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel(f"mean {label}")
         axes.legend()
         _save(figure, directory / file)
