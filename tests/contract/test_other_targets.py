@@ -18,6 +18,7 @@ from support.models import (
 )
 
 from dflash.config import registry, schema
+from dflash.inference.cycle import adaptive
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.sharding import make_sharding as make
@@ -96,6 +97,15 @@ def test_eight_devices_equal_one(family):
     """
     batch = ("expert",) if family in ("deepseek_v3", "qwen3_next") else ()
     run = engine(on=target(family, expert=4, tensor=2, batch=batch), **OPTIONS)
+    assert [outputs(run, how) for how in HOW] == plain(family)
+
+
+def test_rows_divided_among_sequences_change_nothing():
+    """With recurrent state and experts."""
+    family = "qwen3_next"
+    model = drafter("dflash", arch=ARCHITECTURES[family], block_size=4)
+    run = engine(model, on=target(family), adaptive_blocks=True, **OPTIONS)
+    run.cycle_seconds = tuple(adaptive.only(len(run.block_sizes), run.rules.num_choices).tolist())
     assert [outputs(run, how) for how in HOW] == plain(family)
 
 
