@@ -69,6 +69,19 @@ PLOTS = {
         title="The tiny family in float32 on one core",
         label="tokens per processor-second",
     ),
+    "smollm2_learning.png": TablePlot(
+        page="smollm2.md",
+        header="| tokens seen |",
+        place=0,
+        values={1: "held-out answers"},
+        groups=(),
+        labels={
+            "title": "A DFlash2 drafter of SmolLM2-135M-Instruct",
+            "x": "thousand tokens of training",
+            "y": "mean acceptance length (τ)",
+        },
+        even=1.0,
+    ),
     "verification_cost.png": TablePlot(
         page="tpu_compile.md",
         header="| rows | ideal |",
