@@ -42,6 +42,8 @@ PROMPTS = random_prompts((16, 9, 31, 12, 13, 30))
 LIMITS = (20, 1, 24, 7, 2, 13)
 HOW = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1})
 OPTIONS = {"batch_size": 4, "sync_every": 4, "max_length": 64}
+# Fewer pages than the sequences grow to need.
+PREEMPTED = {"sync_every": 1, "page_size": 8, "num_pages": 10}
 
 
 @functools.cache
@@ -63,7 +65,8 @@ def target(family: str, expert: int = 1, tensor: int = 1, batch: tuple = ()) -> 
     for path, parameter in parameters.named_parameters(model):
         if path.endswith(".bias"):  # They begin as zeros.
             rng = np.random.default_rng(len(path))
-            parameter.set_value(rng.normal(size=parameter.shape).astype(np.float32))
+            values = rng.normal(size=parameter.shape).astype(np.float32)
+            parameter.set_value(jax.device_put(values, parameter.get_value().sharding))
     kernel = model.lm_head.kernel
     emphasis = np.where(np.arange(ARCHITECTURE.vocab_size) < FAVOURITES, EMPHASIS, 1.0)
     kernel.set_value(kernel.get_value() * emphasis.astype(np.float32))
@@ -113,3 +116,24 @@ def test_recurrent_state_is_not_found_in_a_prefix_cache():
     """Cached pages have no state, so the engine has no prefix cache."""
     run = engine(on=target("qwen3_next"), prefix_cache=True, **OPTIONS)
     assert not run.prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({}, PREEMPTED),
+        ({}, {"partial_dispatches": True}),
+        ({"tensor": 2}, {}),
+        ({"tensor": 2, "expert": 2}, PREEMPTED | {"partial_dispatches": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_sinks_and_windows_hold_under_every_schedule_and_mesh(tree, mesh, options):
+    axes = (1, 1, mesh.get("tensor", 1), mesh.get("expert", 1))
+    model = drafter("dflash", block_size=4, arch=ARCHITECTURES["gpt_oss"], tree=tree, mesh=axes)
+    run = engine(model, on=target("gpt_oss", **mesh), **OPTIONS | options)
+    done = [decode(run, PROMPTS, LIMITS, **how) for how in HOW]
+    assert [[one.output_ids for one in each] for each in done] == plain("gpt_oss")
+    preemptions = sum(one.preemptions for each in done for one in each)
+    assert (preemptions > 0) == ("num_pages" in options)
