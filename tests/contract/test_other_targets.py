@@ -112,6 +112,19 @@ def test_rows_divided_among_sequences_change_nothing():
     assert [outputs(run, how) for how in HOW] == plain(family)
 
 
+def test_recurrent_state_in_slots_that_come_and_go():
+    """Too few pages for all slots, buckets of slots, and trees."""
+    family, prompts, limits = "qwen3_next", random_prompts([15, 14, 13, 5]), [32, 32, 31, 20]
+    options = {"batch_size": 3, "sync_every": 2, "max_length": 48}
+    model = drafter("dflash", arch=ARCHITECTURES[family], tree=True)
+    few = {"num_pages": 7, "partial_dispatches": True}
+    run = engine(model, on=target(family), **options, **few)
+    done = decode(run, prompts, limits, temperature=0.8)
+    alone = decode(engine(on=target(family), **options), prompts, limits, temperature=0.8)
+    assert [one.output_ids for one in done] == [one.output_ids for one in alone]
+    assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
+
+
 def test_recurrent_state_is_not_found_in_a_prefix_cache():
     """Cached pages have no state, so the engine has no prefix cache."""
     run = engine(on=target("qwen3_next"), prefix_cache=True, **OPTIONS)
