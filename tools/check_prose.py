@@ -200,9 +200,14 @@ def _word_problems(path: pathlib.Path) -> Iterator[Problem]:
 
 
 def _prose_lines(page: str) -> Iterator[tuple[int, str]]:
-    """Yields (line number, line) of a page without its code blocks, inline code and comments."""
+    """Yields (line number, line) of a page's prose.
+
+    Left out are code blocks, inline code, comments, and the front matter of a model card.
+    """
+    lines = page.splitlines()
+    first = lines.index("---", 1) + 1 if lines[:1] == ["---"] and "---" in lines[1:] else 0
     in_code = False
-    for i, line in enumerate(page.splitlines(), 1):
+    for i, line in enumerate(lines[first:], first + 1):
         if line.startswith("```"):
             in_code = not in_code
         elif not in_code and not line.startswith(("    ", "<!--", ":::")):

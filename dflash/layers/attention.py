@@ -69,32 +69,29 @@ class Attention(nnx.Module):
           output_bias: Whether the output projection has a bias.
           output_width: Size of an output row; None for `width`.
           takes_context: Some rows need keys and values but no queries; enables `keys_values`.
-          has_sinks: Each head has a learned attention sink: a score, `attention_sink_bias`, that
-            belongs to no row.
+          has_sinks: Each head has a learned score of no row, its attention sink.
           scale: Factor that multiplies attention scores; None for 1 / sqrt(head_dim).
           window: Positions up to its own that a row sees; None for all.
           rotated: Whether queries and keys are rotated by their positions.
         """
         build = {"dtype": dtype, "sharding": sharding}
         queries, rows = num_heads * head_dim, num_kv_heads * head_dim
-        self.q_proj = Linear(width, queries, ("embed", "heads"), bias=bias, **build)
-        self.k_proj = Linear(width, rows, ("embed", "kv_heads"), bias=bias, **build)
-        self.v_proj = Linear(width, rows, ("embed", "kv_heads"), bias=bias, **build)
-        self.o_proj = Linear(
-            queries, output_width or width, ("heads", "embed"), bias=output_bias, **build
+        self.q_proj, self.k_proj, self.v_proj = (
+            Linear(width, columns, ("embed", heads), bias=bias, **build)
+            for columns, heads in ((queries, "heads"), (rows, "kv_heads"), (rows, "kv_heads"))
         )
-        self.q_norm = norm_class(head_dim, eps, **build) if qk_norm else None
-        self.k_norm = norm_class(head_dim, eps, **build) if qk_norm else None
+        out = output_width or width
+        self.o_proj = Linear(queries, out, ("heads", "embed"), bias=output_bias, **build)
+        norms = [norm_class(head_dim, eps, **build) if qk_norm else None for _ in range(2)]
+        self.q_norm, self.k_norm = norms
         self.v_norm = UnscaledRMSNorm(head_dim, eps) if v_norm else None
         self.attention_sink_bias = (
             parameters.declare((num_heads,), ("heads",), stddev=1.0, **build) if has_sinks else None
         )
         # The parts that each projection computes: the columns of "kv_proj" are keys, then values.
         self.products = ("q", "k", "v")
-        self.heads_per_kv_head = num_heads // num_kv_heads
-        self.num_kv_heads = num_kv_heads
-        self.takes_context = takes_context
-        self.head_dim = head_dim
+        self.num_kv_heads, self.heads_per_kv_head = num_kv_heads, num_heads // num_kv_heads
+        self.takes_context, self.head_dim = takes_context, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window, self.rotated = window, rotated
         self.sharding = sharding

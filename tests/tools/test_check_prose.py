@@ -135,6 +135,8 @@ def test_a_good_page_passes(tmp_path):
     text = "# Decoding\n\nAfter this page you can decode.\n\n```sh\nwhoever\n```\n\n## Keys\n"
     assert page_problems(tmp_path, text) == []
     assert page_problems(tmp_path, "# Speed\n\nIt is 2 × as fast.\n", "results") == []
+    card = "---\nlicense: mit\n---\n\n# A drafter\n\nDrafts tokens.\n"
+    assert page_problems(tmp_path, card) == []
 
 
 @pytest.mark.parametrize(
