@@ -201,9 +201,11 @@ def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -
         if name := _component_of_weight(path, target):
             size = decode_plan.measure(param.get_value()).device_bytes
             sizes[name] += size * share_of(path).read
-    capacity = cache.pools[0].shape[1] * cache.page_size
-    share = context * cache.page_table.shape[0] / capacity
-    sizes[ATTENTION] += share * decode_plan.measure(cache.pools).device_bytes
+    in_use = context * cache.page_table.shape[0]
+    for pool in cache.pools:
+        # The pool of a layer with a window may hold less than the context.
+        share = min(1.0, in_use / (pool.shape[1] * cache.page_size))
+        sizes[ATTENTION] += share * decode_plan.measure(pool).device_bytes
     # Recurrent state is read, and written back.
     sizes[ATTENTION] += 2 * decode_plan.measure(cache.states).device_bytes
     return {name: Ideal(size) for name, size in sizes.items()}

@@ -80,6 +80,7 @@ class Engine:
             longest_path=drafter.longest_path,
             num_replicas=self.sharding.size("pages"),
             prefix_cache=self.prefix_cache,
+            window=target.window,
         )
         self.rules = Rules.of(
             drafter, config, self.layout, adaptive_blocks=adaptive_blocks, revise=revise

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dflash import errors
 from dflash.config.schema import DecodeConfig
 from dflash.inference import batch_buckets
+from dflash.layers.cache import SLOT_TILE, Ring
 
 # Fewest rows of a prefill chunk, padding included. On a TPU or GPU a pass over 16 rows takes as
 # long as one over 128, since reading the weights dominates; on a CPU fewer rows take less time.
@@ -142,6 +143,7 @@ class Layout:
       num_pages: Pages of all replicas together; None for enough to fill every slot.
       prefix_cache: Whether sequences may start with cached pages.
       partial: Whether dispatches may cover fewer than all slots; see `batch_buckets`.
+      window: Largest window of the target's layers; None if all see all positions.
     """
 
     batch_size: int
@@ -154,6 +156,7 @@ class Layout:
     num_pages: int | None = None
     prefix_cache: bool = False
     partial: bool = False
+    window: int | None = None
 
     def __post_init__(self):
         """Checks the sizes.
@@ -179,6 +182,7 @@ class Layout:
         longest_path: int,
         num_replicas: int,
         prefix_cache: bool,
+        window: int | None = None,
     ) -> "Layout":
         """Returns the layout of a config for a drafter.
 
@@ -189,6 +193,7 @@ class Layout:
           longest_path: Most tokens that one cycle commits.
           num_replicas: Number of data replicas.
           prefix_cache: Whether sequences may start with cached pages.
+          window: Largest window of the target's layers.
         Raises:
           ConfigError: `num_pages` is too small for the longest sequence.
         """
@@ -203,7 +208,24 @@ class Layout:
             num_pages=config.num_pages,
             prefix_cache=prefix_cache,
             partial=config.partial_dispatches,
+            window=window,
         )
+
+    @property
+    def ring(self) -> Ring | None:
+        """Pages of layers with a window, which keep only the rows that a call reads or writes.
+
+        None if no layer has a window, if rings would save nothing, or with a prefix cache: a later
+        prompt may need the window at the end of any page.
+        """
+        if self.window is None or self.prefix_cache:
+            return None
+        # Writing may overwrite stale rows up to the end of a tile.
+        rows = self.window + max(self.longest_chunk, self.block_size) + SLOT_TILE
+        pages = math.ceil(rows / self.page_size)
+        if pages >= self.pages_per_sequence:
+            return None
+        return Ring(pages, (self.slots_per_replica * pages + 1) * self.num_replicas)
 
     @property
     def longest_chunk(self) -> int:

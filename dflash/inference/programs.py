@@ -28,8 +28,13 @@ def new_state(shapes: Shapes, seconds: jax.Array) -> DecodeState:
     """Creates a batch of empty slots."""
     state = zeros(shapes.state())
     default = controls.default(shapes.layout.batch_size, shapes.layout.max_length)
+    cache = state.cache
+    if cache.slots is not None:
+        slots = jnp.arange(shapes.layout.batch_size, dtype=jnp.int32)
+        cache = dataclasses.replace(cache, slots=slots % shapes.layout.slots_per_replica)
     return dataclasses.replace(
         state,
+        cache=cache,
         # An empty slot has a length of 1: its rows go to the start of the scratch page.
         length=jnp.ones_like(state.length),
         controls=jax.tree.map(jnp.asarray, default),

@@ -130,6 +130,7 @@ class Shapes:
                 num_pages=layout.pages_per_replica * layout.num_replicas,
                 page_size=layout.page_size,
                 kv_dtype=self.config.kv_dtype,
+                ring=layout.ring,
             ),
             drafter=self._drafter_state(batch),
             adaptive=adaptive.abstract(

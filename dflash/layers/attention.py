@@ -132,7 +132,7 @@ class Attention(nnx.Module):
 
     def cache_spec(self) -> tuple[CacheArray, CacheArray]:
         """Returns the cache arrays of the layer: keys, values."""
-        rows = CacheArray(self.num_kv_heads, self.head_dim, "kv_heads")
+        rows = CacheArray(self.num_kv_heads, self.head_dim, "kv_heads", self.window)
         return rows, rows
 
     @property

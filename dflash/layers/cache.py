@@ -29,11 +29,26 @@ class CacheArray:
       heads: Rows per position; 1 if all query heads share a row.
       width: Elements per row.
       axis: Logical axis of the heads, which decides how they are sharded; None if they are not.
+      window: Positions up to its own that a row of the layer sees; None for all.
     """
 
     heads: int
     width: int
     axis: str | None
+    window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Pages that each slot owns permanently for the layers with a window, and uses in turn.
+
+    Attributes:
+      pages: Pages of each slot; the rows that a call reads or writes must fit.
+      num_pages: Pages of all slots together, with a scratch page for each data replica.
+    """
+
+    pages: int
+    num_pages: int
 
 
 @jax.tree_util.register_dataclass
@@ -51,11 +66,18 @@ class PagedCache:
         until `commit`.
       page_table: int32 [B, M].
       axes: Logical axis of the heads of each pool, in the order of `pools`.
+      slots: int32 [B]; slot of each sequence within its replica, which owns a ring. None if all
+        layers use the pages of the page table.
+      ring_pages: Pages of a ring; 0 without rings.
+      in_ring: Whether each layer uses the rings.
     """
 
     layers: tuple[Any, ...]
     page_table: jax.Array
     axes: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})
+    slots: jax.Array | None = None
+    ring_pages: int = dataclasses.field(default=0, metadata={"static": True})
+    in_ring: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def pools(self) -> list[Rows]:
@@ -67,6 +89,20 @@ class PagedCache:
     def page_size(self) -> int:
         """Rows per page."""
         return self.pools[0].shape[2]
+
+    @property
+    def tables(self) -> list[jax.Array]:
+        """Page table of each layer, int32 [B, M].
+
+        In a ring, position p is in page (p // S) mod the ring's pages, if the page table has a page
+        for it.
+        """
+        if self.slots is None:
+            return [self.page_table] * len(self.layers)
+        turn = jnp.arange(self.page_table.shape[1], dtype=jnp.int32) % self.ring_pages
+        own = 1 + self.slots[:, None] * self.ring_pages + turn
+        ring = jnp.where(self.page_table > 0, own, 0)
+        return [ring if is_ring else self.page_table for is_ring in self.in_ring]
 
     @property
     def states(self) -> list[RecurrentState | PendingState]:
@@ -101,14 +137,15 @@ class PagedCache:
         """
         batch, _ = batch_axes(slots.shape[0], sharding)
         states = [state.take(slots, fresh, batch, sharding) for state in self.states]
-        return self._replace_states(states, table)
+        owners = None if self.slots is None else slots
+        return dataclasses.replace(self._replace_states(states, table), slots=owners)
 
     def with_slots(self, other: "PagedCache", slots: jax.Array, sharding: Sharding) -> "PagedCache":
         """Returns `other`, the cache of some slots, as part of this one; see `at_slots`."""
         batch, _ = batch_axes(slots.shape[0], sharding)
         pairs = zip(self.states, other.states, strict=True)
         states = [mine.put(new, slots, batch, sharding) for mine, new in pairs]
-        return other._replace_states(states, self.page_table)
+        return dataclasses.replace(other._replace_states(states, self.page_table), slots=self.slots)
 
     def compact(self, start: jax.Array, path: jax.Array, sharding: Sharding) -> "PagedCache":
         """Moves the rows of an accepted path to contiguous positions.
@@ -118,17 +155,33 @@ class PagedCache:
           path: int32 [B, R]; entry i is the row to move to position start + i.
         """
         rows = start[:, None] + jnp.arange(path.shape[1])
+        layer_tables = self.tables
+        in_use = list({id(table): table for table in layer_tables}.values())
+        # Index of the table of each pool; all pools of a layer have the same one.
+        table_of = [
+            next(i for i, used in enumerate(in_use) if used is table)
+            for table, layer in zip(layer_tables, self.layers, strict=True)
+            for leaf in jax.tree.leaves(layer, is_leaf=_is_leaf)
+            if not _is_state(leaf)
+        ]
 
-        def move(table, start, path, rows, *pools):
-            source = paged.row_index(table, start[:, None] + path, self.page_size)
-            destination = paged.row_index(table, rows, self.page_size)
-            return tuple(paged.move_rows(pages, source, destination) for pages in pools)
+        def move(start, path, rows, *arrays):
+            tables, pools = arrays[: len(in_use)], arrays[len(in_use) :]
+            sources = [
+                paged.row_index(table, start[:, None] + path, self.page_size) for table in tables
+            ]
+            destinations = [paged.row_index(table, rows, self.page_size) for table in tables]
+            return tuple(
+                paged.move_rows(pages, sources[i], destinations[i])
+                for pages, i in zip(pools, table_of, strict=True)
+            )
 
         batch, pages = batch_axes(path.shape[0], sharding)
         stored = self._names(pages)
+        tables = [(batch, None)] * len(in_use)
         moved = sharding.map(
-            move, ((batch, None), (batch,), (batch, None), (batch, None), *stored), stored
-        )(self.page_table, start, path, rows, *self.pools)
+            move, ((batch,), (batch, None), (batch, None), *tables, *stored), stored
+        )(start, path, rows, *in_use, *self.pools)
         return self._replace_pools(moved, self.page_table)
 
     def _names(self, pages: str | None) -> list[tuple[str | None, ...]]:
@@ -166,6 +219,7 @@ def paged_cache(
     page_size: int,
     dtype: jnp.dtype,
     quantized: bool = False,
+    ring: Ring | None = None,
     sharding: Sharding,
 ) -> PagedCache:
     """Returns an abstract paged cache.
@@ -176,6 +230,7 @@ def paged_cache(
       specs: The `cache_spec` of each layer's attention, a pytree of `CacheArray`s or a
         `RecurrentSpec`.
       quantized: Store a scale for each row of `dtype`; scales are sharded like their rows.
+      ring: Pages of the layers with a window; None if they use those of the page table.
     """
     batch_name, pages_name = batch_axes(batch, sharding)
 
@@ -183,16 +238,28 @@ def paged_cache(
         if isinstance(spec, RecurrentSpec):
             return spec.abstract(batch, batch_name, sharding)
         names = (spec.axis, pages_name, None, None)
-        rows = sharding.abstract((spec.heads, num_pages, page_size, spec.width), names, dtype)
+        count = num_pages if ring is None or spec.window is None else ring.num_pages
+        rows = sharding.abstract((spec.heads, count, page_size, spec.width), names, dtype)
         if not quantized:
             return rows
-        scales = (spec.heads, num_pages, 1, page_size)
+        scales = (spec.heads, count, 1, page_size)
         return Quantized(rows, sharding.abstract(scales, names, jnp.float32))
 
     table = sharding.abstract((batch, pages_per_sequence), (batch_name, None), jnp.int32)
     leaves = jax.tree.leaves(tuple(specs))
     axes = tuple(spec.axis for spec in leaves if isinstance(spec, CacheArray))
-    return PagedCache(jax.tree.map(build, tuple(specs)), table, axes)
+    layers = jax.tree.map(build, tuple(specs))
+    if ring is None:
+        return PagedCache(layers, table, axes)
+    slots = sharding.abstract((batch,), (batch_name,), jnp.int32)
+    in_ring = tuple(window_of(spec) is not None for spec in specs)
+    return PagedCache(layers, table, axes, slots, ring.pages, in_ring)
+
+
+def window_of(spec: Any) -> int | None:
+    """Returns the window of a layer, given its `cache_spec`; None if it sees all positions."""
+    arrays = [leaf for leaf in jax.tree.leaves(spec) if isinstance(leaf, CacheArray)]
+    return arrays[0].window if arrays else None
 
 
 def _is_state(node: Any) -> bool:

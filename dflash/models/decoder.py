@@ -141,8 +141,9 @@ class Decoder(nnx.Module):
           packing: Packing of the rows that are computed; hidden states and features are then packed
             rows. None computes all T rows of every sequence.
         """
-        context = cache.page_table, positions[:, 0], tree_mask, count, packing
-        seen = [(kept, *context) for kept in cache.layers]
+        context = positions[:, 0], tree_mask, count, packing
+        by_layer = zip(cache.layers, cache.tables, strict=True)
+        seen = [(kept, table, *context) for kept, table in by_layer]
         if packing is not None:
             tokens, positions = packing.pack(tokens), packing.pack(positions)
         hidden, features, layers = self._run_layers(
@@ -258,8 +259,12 @@ class Decoder(nnx.Module):
         num_pages: int,
         page_size: int,
         kv_dtype: str = AUTO,
+        ring: kv.Ring | None = None,
     ) -> kv.PagedCache:
-        """Returns an abstract paged cache for `batch` sequences; see `DecodeConfig.kv_dtype`."""
+        """Returns an abstract paged cache for `batch` sequences; see `DecodeConfig.kv_dtype`.
+
+        Layers with a window use the pages of `ring`, if given.
+        """
         quantized = kv_dtype != AUTO
         return kv.paged_cache(
             [layer.self_attn.cache_spec() for layer in self.layers],
@@ -269,8 +274,15 @@ class Decoder(nnx.Module):
             page_size=page_size,
             dtype=jnp.dtype(kv_dtype) if quantized else self.dtype,
             quantized=quantized,
+            ring=ring,
             sharding=self.sharding,
         )
+
+    @property
+    def window(self) -> int | None:
+        """Largest window of the layers that have one; None if all see all positions."""
+        windows = (kv.window_of(layer.self_attn.cache_spec()) for layer in self.layers)
+        return max((window for window in windows if window is not None), default=None)
 
     @property
     def has_recurrent_state(self) -> bool:

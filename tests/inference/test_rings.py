@@ -1,0 +1,88 @@
+"""Tests of rings: layers with a window keep its rows alone, and nothing else changes."""
+
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from support.engines import decode, engine, random_prompts
+from support.models import (
+    ARCHITECTURE,
+    EMPHASIS,
+    FAVOURITES,
+    drafter,
+    family_architecture,
+    make_sharding,
+)
+
+from dflash.inference.pages import Layout
+from dflash.layers.cache import Ring
+from dflash.models.gemma3 import Gemma3
+from dflash.parallel import parameters
+
+WINDOWS = {"sliding_window": 7, "layer_types": ("sliding_attention", "full_attention")}
+ARCH = family_architecture("gemma3", ARCHITECTURE, **WINDOWS)
+PROMPTS = random_prompts((90, 5, 33, 61, 17))
+LIMITS = (40, 30, 60, 9, 50)
+HOW = {"temperature": 0.8, "seed": 1}
+OPTIONS = {"batch_size": 2, "sync_every": 4, "max_length": 160, "page_size": 8}
+PAGES = 7  # A window of 7, a chunk of 16 and a tile of 32 rows.
+
+
+@functools.cache
+def target():
+    model = Gemma3(ARCH, dtype=np.dtype("float32"), sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(0))
+    emphasis = np.where(np.arange(ARCH.vocab_size) < FAVOURITES, EMPHASIS, 1.0)
+    kernel = model.lm_head.kernel
+    kernel.set_value(kernel.get_value() * emphasis.astype(np.float32))
+    return model
+
+
+def outputs(run):
+    return [one.output_ids for one in decode(run, PROMPTS, LIMITS, **HOW)]
+
+
+@functools.cache
+def without_rings():
+    with mock.patch.object(Layout, "ring", None):
+        run = engine(on=target(), **OPTIONS)
+        assert run.abstract_state().cache.slots is None
+        return outputs(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "options"),
+    [
+        ("ngram", False, {"num_pages": 30, "partial_dispatches": True}),  # and preemption
+        ("dflash", True, {}),
+        ("dflash", False, {"kv_dtype": "int8", "page_size": 8}),
+    ],
+)
+def test_output_is_that_of_one_pool(name, tree, options):
+    if "kv_dtype" in options:
+        with mock.patch.object(Layout, "ring", None):
+            expected = outputs(engine(on=target(), **OPTIONS | options))
+    else:
+        expected = without_rings()
+    run = engine(drafter(name, arch=ARCH, tree=tree), on=target(), **OPTIONS | options)
+    assert run.layout.ring == Ring(PAGES, 2 * PAGES + 1)
+    sliding, full = ([pool.shape[1] for pool in layer] for layer in pools_by_layer(run))
+    assert set(sliding) == {2 * PAGES + 1}
+    assert set(full) == {run.layout.pages_per_replica}
+    assert outputs(run) == expected
+
+
+def pools_by_layer(run):
+    cache = run.abstract_state().cache
+    per_layer = len(cache.pools) // len(cache.layers)
+    return [cache.pools[:per_layer], cache.pools[per_layer:]]
+
+
+def test_a_prefix_cache_and_short_sequences_need_all_rows():
+    sizes = {"block_size": 4, "page_size": 8, "prefill_chunk": 16, "num_replicas": 1, "window": 7}
+    assert Layout(2, max_length=160, **sizes).ring == Ring(PAGES, 2 * PAGES + 1)
+    assert Layout(2, max_length=160, prefix_cache=True, **sizes).ring is None
+    assert Layout(2, max_length=40, **sizes).ring is None
+    assert Layout(2, max_length=160, **sizes | {"window": None}).ring is None
