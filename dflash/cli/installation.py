@@ -30,6 +30,12 @@ EXTRAS = (
     ("gcs", ("gcsfs",), "paths in buckets: gs://bucket/name"),
     ("grammar", ("llguidance",), "structured output: JSON schemas, regular expressions"),
     ("tfds", ("tensorflow-datasets",), "training on data sets of tensorflow-datasets"),
+    ("rl", ("google-tunix",), "rollouts in Tunix, dflash.rl"),
+    (
+        "clients",
+        ("langchain-openai", "openai-agents", "pydantic-ai-slim"),
+        "tests of the server with frameworks for agents",
+    ),
     ("tpu", ("libtpu",), "TPUs; dflash compile, on any Linux host"),
     ("parity", ("torch", "transformers"), "tests against reference implementations"),
     ("docs", ("mkdocs-material", "mkdocstrings"), "the documentation site"),
