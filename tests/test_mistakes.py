@@ -372,7 +372,7 @@ MISTAKES = {
     ),
     "half a download": Mistake(f"decode c.yml {M}", "m/model.safetensors: truncated", 2, cut),
     "target as drafter": Mistake(
-        f"decode c.yml drafter.checkpoint={TARGET}", "is no 'dflash' drafter (DFlashDraftModel)"
+        f"decode c.yml drafter.checkpoint={TARGET}", "is no 'dflash' drafter (DFlashDraftModel, "
     ),
     "drafter as target": Mistake(
         f"decode c.yml target.checkpoint={DRAFT}", "DFlashDraftModel is not supported, only Qwen3"

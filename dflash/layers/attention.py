@@ -80,21 +80,18 @@ class Attention(nnx.Module):
             Linear(width, columns, ("embed", heads), bias=bias, **build)
             for columns, heads in ((queries, "heads"), (rows, "kv_heads"), (rows, "kv_heads"))
         )
-        out = output_width or width
-        self.o_proj = Linear(queries, out, ("heads", "embed"), bias=output_bias, **build)
-        norms = [norm_class(head_dim, eps, **build) if qk_norm else None for _ in range(2)]
+        self.o_proj = Linear(
+            queries, output_width or width, ("heads", "embed"), bias=output_bias, **build
+        )
+        norms = (norm_class(head_dim, eps, **build) if qk_norm else None for _ in range(2))
         self.q_norm, self.k_norm = norms
         self.v_norm = UnscaledRMSNorm(head_dim, eps) if v_norm else None
-        self.attention_sink_bias = (
-            parameters.declare((num_heads,), ("heads",), stddev=1.0, **build) if has_sinks else None
-        )
-        # The parts that each projection computes: the columns of "kv_proj" are keys, then values.
-        self.products = ("q", "k", "v")
+        self.attention_sink_bias = _sinks(num_heads, **build) if has_sinks else None
+        self.products = ("q", "k", "v")  # The parts of each projection, in order of its columns.
         self.num_kv_heads, self.heads_per_kv_head = num_kv_heads, num_heads // num_kv_heads
         self.takes_context, self.head_dim = takes_context, head_dim
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.window, self.rotated = window, rotated
-        self.sharding = sharding
+        self.scale = scale or head_dim**-0.5
+        self.window, self.rotated, self.sharding = window, rotated, sharding
 
     def project(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
@@ -263,6 +260,11 @@ class Attention(nnx.Module):
         names = [(batch, None, columns[parts[0]]), (batch, None, None, None), (None,)]
         out = [(batch, None, columns[part], None) for part in parts]
         return self.sharding.map(split, names, out)(*arrays)
+
+
+def _sinks(num_heads: int, **build) -> nnx.Param:
+    """Returns abstract attention sinks, one per query head."""
+    return parameters.declare((num_heads,), ("heads",), stddev=1.0, **build)
 
 
 class ContextAttention(Attention):

@@ -392,11 +392,9 @@ def widen_late(x: jax.Array, weights: jax.Array, sharding: Sharding) -> jax.Arra
       weights: Weights, returned bit for bit unless x begins with a NaN.
       sharding: Mesh and platform of the arrays.
     """
-    is_narrow = weights.dtype.itemsize < jnp.dtype(jnp.float32).itemsize
-    if sharding.platform != "cpu" or not is_narrow:
+    if sharding.platform != "cpu" or weights.dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return weights
-    # XLA recognizes and removes simpler dependencies.
-    first = x.reshape(-1)[0]
-    is_float = jnp.issubdtype(weights.dtype, jnp.floating)
-    other = jnp.asarray(jnp.nan if is_float else 0, weights.dtype)
+    first = x.reshape(-1)[0]  # XLA recognizes and removes simpler dependencies.
+    filler = jnp.nan if jnp.issubdtype(weights.dtype, jnp.floating) else 0
+    other = jnp.asarray(filler, weights.dtype)
     return jnp.where(first != first, other, weights)

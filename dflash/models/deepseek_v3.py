@@ -9,6 +9,7 @@ from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
 from dflash.config.schema import subset
 from dflash.layers import moe, rotary
 from dflash.layers.latent_attention import LatentAttention, LatentShape
+from dflash.layers.routing import Routing
 from dflash.models.decoder import Decoder
 from dflash.models.deepseek_v3_config import DeepseekV3Architecture
 
@@ -42,7 +43,7 @@ class DeepseekV3(Decoder):
 
     def _experts(self, **build) -> moe.SparseMlp:
         arch = self.arch
-        routing = moe.Routing(
+        routing = Routing(
             arch.n_routed_experts,
             arch.num_experts_per_tok,
             scoring="sigmoid",

@@ -11,6 +11,7 @@ from dflash.layers import moe
 from dflash.layers.attention import Attention
 from dflash.layers.linear import Float32RMSNorm
 from dflash.layers.mlp import ClampedSwiglu
+from dflash.layers.routing import Routing
 from dflash.layers.transformer import grouped_attention
 from dflash.models.decoder import Decoder
 from dflash.models.gpt_oss_config import GptOssArchitecture
@@ -43,7 +44,7 @@ class GptOss(Decoder):
     def make_mlp(self, i, **build) -> nnx.Module:
         """Returns the experts of layer `i`."""
         arch = self.arch
-        routing = moe.Routing(arch.num_local_experts, arch.num_experts_per_tok, has_bias=True)
+        routing = Routing(arch.num_local_experts, arch.num_experts_per_tok, has_bias=True)
         gate = ClampedSwiglu(arch.swiglu_limit, arch.swiglu_alpha)
         form = moe.ExpertForm(gate, interleaved=True, bias=True)
         sizes = arch.hidden_size, arch.intermediate_size

@@ -4,6 +4,7 @@ from flax import nnx
 
 from dflash.checkpoints.tensor_map import Source, Stack
 from dflash.layers import moe
+from dflash.layers.routing import Routing
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe_config import Qwen3MoeArchitecture
 
@@ -23,9 +24,7 @@ class Qwen3Moe(Qwen3):
         if not has_experts(self.arch, i):
             return super().make_mlp(i, **build)
         arch = self.arch
-        routing = moe.Routing(
-            arch.num_experts, arch.num_experts_per_tok, normalize=arch.norm_topk_prob
-        )
+        routing = Routing(arch.num_experts, arch.num_experts_per_tok, normalize=arch.norm_topk_prob)
         return moe.SparseMlp(routing, arch.hidden_size, arch.moe_intermediate_size, **build)
 
     def checkpoint_name(self, path: str) -> Source:

@@ -14,6 +14,7 @@ from dflash.layers import moe, rotary
 from dflash.layers.gated_attention import GatedAttention
 from dflash.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from dflash.layers.linear import ZeroCenteredRMSNorm
+from dflash.layers.routing import Routing
 from dflash.layers.transformer import TargetAttention, attention_sizes
 from dflash.models.decoder import Decoder
 from dflash.models.qwen3_next_config import Qwen3NextArchitecture
@@ -49,9 +50,7 @@ class Qwen3Next(Decoder):
         arch = self.arch
         if not arch.has_experts(i):
             return super().make_mlp(i, **build)
-        routing = moe.Routing(
-            arch.num_experts, arch.num_experts_per_tok, normalize=arch.norm_topk_prob
-        )
+        routing = Routing(arch.num_experts, arch.num_experts_per_tok, normalize=arch.norm_topk_prob)
         shared = {"shared_hidden": arch.shared_expert_intermediate_size, "gates_shared": True}
         return moe.SparseMlp(
             routing, arch.hidden_size, arch.moe_intermediate_size, **shared, **build

@@ -12,7 +12,8 @@ from support.models import make_sharding, move
 from dflash.config import schema
 from dflash.layers import moe
 from dflash.layers.mlp import ClampedSwiglu
-from dflash.layers.moe import Routing, SparseMlp
+from dflash.layers.moe import SparseMlp
+from dflash.layers.routing import Routing, route
 from dflash.parallel import parameters, sharding
 
 WIDTH, HIDDEN = 16, 12
@@ -183,7 +184,7 @@ def test_sigmoid_routing_is_transformers(groups):
         8, 3, "sigmoid", scale=2.5, num_groups=groups[0], groups_per_token=groups[1],
         has_correction=True,
     )  # fmt: skip
-    found, ours = moe.route(jnp.asarray(x @ kernel.T), routing, jnp.asarray(correction))
+    found, ours = route(jnp.asarray(x @ kernel.T), routing, jnp.asarray(correction))
     order, theirs_order = np.argsort(found), np.argsort(expected.numpy())
     np.testing.assert_array_equal(
         np.take_along_axis(np.asarray(found), order, 1),
