@@ -61,7 +61,7 @@ SUBCOMMAND = cli.Subcommand(
         "dflash convert hf:Qwen/Qwen3-4B /data/qwen3_4b --to=orbax",
         "dflash convert /data/qwen3_4b /data/qwen3_4b_hf --to=hf --dtype=bfloat16",
         "dflash convert /data/drafter drafter.gguf --tokenizer=hf:Qwen/Qwen3-4B",
-        "dflash convert gs://bucket/run/checkpoints /data/policy --to=hf --like=hf:Qwen/Qwen3-4B",
+        "dflash convert gs://bucket/run /data/policy --to=hf --like=hf:Qwen/Qwen3-4B",
     ),
     arguments=("SOURCE", "DESTINATION"),
     define_flags=_define_flags,

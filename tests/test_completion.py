@@ -44,7 +44,7 @@ def test_flags_and_their_values(offered):
         "--num_processes=", "--print_config ", "--process_id=", "--profile_dir=", "--shard=",
         "--stream ", "--workdir=",
     ]  # fmt: skip
-    assert offered("dflash convert a b --to=") == ["--to=hf ", "--to=orbax "]
+    assert offered("dflash convert a b --to=") == ["--to=hf ", "--to=maxtext ", "--to=orbax "]
     assert offered("dflash convert a b --to o") == ["orbax "]
     assert offered(TINY + "--workdir=r") == ["--workdir=runs/"]
     assert offered(TINY + "--workdir ru") == ["runs/"]

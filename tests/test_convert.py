@@ -117,7 +117,7 @@ def known_architectures():
     return [
         f"{one} ({name})"
         for name, entry in {**registry.TARGETS, **registry.DRAFTERS}.items()
-        for one in getattr(registry.load(entry.implementation), "hf_architectures", ())
+        for one in getattr(registry.load(entry.implementation), "hf_architectures", ())[:1]
     ]
 
 

@@ -146,7 +146,8 @@ def test_strategies_batches_and_blocks_agree(run):
 def test_baseline_is_decoded_beside_the_run_and_resumed_like_it(run):
     status, out, err = run("--workdir=w", "decode.baseline=true")
     assert status == 0, err
-    assert [line.split()[-1] for line in err.splitlines()[-len(PROMPTS) - 1 :]] == ["yes"] * 6
+    ends = [line.split()[-1:] for line in err.splitlines()]  # A slow run ends with advice.
+    assert [end for end in ends if end in (["yes"], ["no"])] == [["yes"]] * 6
     with open("w/baseline.jsonl") as file:
         plain = {record["index"]: record for record in map(json.loads, file)}
     drafted = {record["index"]: record for record in read_outputs()}
@@ -230,7 +231,7 @@ def test_drafter_of_another_target(run, models):
 def test_target_where_a_drafter_belongs(run, models):
     status, _, err = run(f"drafter.checkpoint={models / 'target'}")
     assert status == 2
-    assert "is no 'dflash' drafter (DFlashDraftModel)" in err
+    assert "is no 'dflash' drafter (DFlashDraftModel, " in err
 
 
 def test_target_name_in_conflict(run, models):

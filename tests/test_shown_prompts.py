@@ -32,6 +32,8 @@ OTHER_TARGETS = {
     "How many divisors does 196 have?",
     "What is 12 × 7?",
     "One, two, three",
+    "Do I need a coat in Oslo?",
+    "3 °C, rain",
 }
 QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
 PLACES = (

@@ -201,7 +201,7 @@ def find_class(
         kind = registry.load(entry.implementation)
         if set(stated) & set(kind.hf_architectures):
             return name, kind
-        known += [f"{one} ({name})" for one in kind.hf_architectures]
+        known += [f"{one} ({name})" for one in kind.hf_architectures[:1]]
     what = ", ".join(stated) or f"none (model_type {hf.get('model_type')!r})"
     raise errors.CheckpointError(
         f"{directory / files.CONFIG}: architectures: {what[:_MAX_QUOTED]} is not supported, only "

@@ -424,7 +424,13 @@ def test_live_state_drafts_as_a_freshly_prefilled_one(form):
     mine, after = propose(form)(live.drafter, live.anchor, position)
     wanted, _ = propose(form)(fresh.drafter, fresh.anchor, position)
     if type(run.drafter).review is Drafter.review:
-        jax.tree.map(np.testing.assert_array_equal, mine, wanted)
+        # Confidences are sums over rows that arrived in other groups.
+        rounded = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+        jax.tree.map(rounded, mine.confidence, wanted.confidence)
+        mine_rest, wanted_rest = (
+            dataclasses.replace(one, confidence=None) for one in (mine, wanted)
+        )
+        jax.tree.map(np.testing.assert_array_equal, mine_rest, wanted_rest)
     again, _ = propose(form)(after, live.anchor, position)
     jax.tree.map(np.testing.assert_array_equal, mine, again)
 

@@ -79,8 +79,8 @@ def test_a_strategy_has_one_color_everywhere(tmp_path):
 
 
 def test_known_strategies_keep_their_colors_and_others_share_none():
-    assert palette.slots(["none", "a", "dflash", "b"]) == {"dflash": 0, "a": 8, "b": 9}
-    assert palette.slots(["b", "eagle3", "a"]) == {"eagle3": 1, "b": 8, "a": 9}
+    assert palette.slots(["none", "a", "dflash", "b"]) == {"dflash": 0, "a": 9, "b": 10}
+    assert palette.slots(["b", "eagle3", "a"]) == {"eagle3": 1, "b": 9, "a": 10}
     assert palette.line_slots(["batch 1", "batch 8"]) == {"batch 1": 0, "batch 8": 1}
     assert palette.line_slots(["none", "dflash2"]) == {"dflash2": 4}
     numbers = palette.slots(map(str, range(20))).values()

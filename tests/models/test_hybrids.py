@@ -191,7 +191,7 @@ BAD = {
     "linear_num_value_heads: 5 is no multiple of linear_num_key_heads=2": {
         "linear_num_value_heads": 5
     },
-    "partial_rotary_factor: 0.1 rotates 1 of 16 head dimensions; expected a positive even number": {
+    "partial_rotary_factor: 0.1 rotates 0 of 8 head dimensions; expected a positive even number": {
         "partial_rotary_factor": 0.1
     },
     "num_experts_per_tok: 9 exceeds num_experts=8": {"num_experts_per_tok": 9},
