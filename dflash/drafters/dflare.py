@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash.drafters.dflare_config import DFlareShape
 from dflash.drafters.dflash import DFlash
 from dflash.layers.attention import ContextAttention
-from dflash.layers.transformer import TransformerLayer, attention_sizes
+from dflash.layers.transformer import TransformerLayer, grouped_attention
 from dflash.parallel import parameters
 
 _FUSION = "layer_fusion_weights"
@@ -39,14 +39,8 @@ class DFlare(DFlash):
     @staticmethod
     def make_layer(shape, **build):
         """Returns an abstract draft layer."""
-        sizes = attention_sizes(shape.decoder)
-        attention = ContextAttention(
-            shape.decoder.hidden_size,
-            **sizes,
-            qk_norm=True,
-            has_sinks=shape.attention_sink_bias,
-            **build,
-        )
+        form = {"qk_norm": True, "has_sinks": shape.attention_sink_bias}
+        attention = grouped_attention(shape.decoder, ContextAttention, **form, **build)
         return TransformerLayer(shape.decoder, attention=attention, **build)
 
     def context_rows(self, features, *, gather=False):

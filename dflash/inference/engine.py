@@ -164,11 +164,8 @@ class Engine:
     def _constraints(self, chunks: Mapping[int, PrefillChunk]) -> FirstTokenConstraints:
         """Returns the first-token constraints of all prefill slots."""
         default = self._unconstrained(self.num_prefill_slots)
-        stated = {
-            slot: chunk.constraints
-            for slot, chunk in chunks.items()
-            if chunk.constraints is not None
-        }
+        asked = ((slot, chunk.constraints) for slot, chunk in chunks.items())
+        stated = {slot: constraints for slot, constraints in asked if constraints is not None}
         if not stated:
             return default
         host = jax.tree.map(np.array, default)

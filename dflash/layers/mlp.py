@@ -72,22 +72,22 @@ class Mlp(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiglu:
-    """Gate with (up + 1) · gate · sigmoid(slope · gate), after clamping both.
+    """Gate with (up + 1) · gate · sigmoid(alpha · gate), after clamping both.
 
     Source: gpt-oss model card, arXiv 2508.10925.
 
     Attributes:
       limit: Largest gate, and largest magnitude of up.
-      slope: Factor in the sigmoid.
+      alpha: Factor of the gate in the sigmoid.
     """
 
     limit: float
-    slope: float
+    alpha: float
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """Returns hidden rows, of the shape of `gate` and `up`."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + 1) * gate * jax.nn.sigmoid(self.slope * gate)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:

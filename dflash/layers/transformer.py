@@ -124,17 +124,13 @@ def grouped_attention(
       kind: Class of the attention.
       **options: Arguments of `Attention`; they take precedence over sizes of `arch`.
     """
-    return kind(arch.hidden_size, **attention_sizes(arch) | options)
-
-
-def attention_sizes(arch: TargetArchitecture) -> dict[str, Any]:
-    """Returns the arguments of `Attention` that `arch` states."""
-    return {
+    sizes = {
         "num_heads": arch.num_attention_heads,
         "num_kv_heads": arch.num_key_value_heads,
         "head_dim": arch.head_dim,
         "eps": arch.rms_norm_eps,
     }
+    return kind(arch.hidden_size, **sizes | options)
 
 
 def run_layer(

@@ -15,7 +15,7 @@ from dflash.layers.gated_attention import GatedAttention
 from dflash.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from dflash.layers.linear import ZeroCenteredRMSNorm
 from dflash.layers.routing import Routing
-from dflash.layers.transformer import TargetAttention, attention_sizes
+from dflash.layers.transformer import TargetAttention, grouped_attention
 from dflash.models.decoder import Decoder
 from dflash.models.qwen3_next_config import Qwen3NextArchitecture
 
@@ -41,7 +41,7 @@ class Qwen3Next(Decoder):
         arch = self.arch
         if arch.is_full(i):
             norms = {"qk_norm": True, "norm_class": self.norm_class}
-            return GatedAttention(arch.hidden_size, **attention_sizes(arch), **norms, **build)
+            return grouped_attention(arch, GatedAttention, **norms, **build)
         shape = DeltaShape(**subset(arch, DeltaShape))
         return GatedDeltaNet(arch.hidden_size, shape, eps=arch.rms_norm_eps, **build)
 
