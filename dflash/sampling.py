@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
@@ -67,13 +67,19 @@ class Sampling:
         for names, kind, expected in (
             (_INTEGERS, numbers.Integral, "an integer"),
             (_NUMBERS, numbers.Real, "a number"),
+            (("ignore_eos",), bool, "True or False"),
             (("regex", "lark"), str, "a string"),
         ):
             for name in names:
                 _check_type(name, getattr(self, name), kind, expected)
+        _check_type("first_sequence", self.first_sequence, numbers.Integral, "an integer", False)
+        _check_type("logit_bias", self.logit_bias, Mapping, "biases by token id", False)
+        _check_type("stop_token_ids", self.stop_token_ids, Collection, "token ids", False)
+        for token in self.stop_token_ids:
+            _check_type("stop_token_ids", token, numbers.Integral, "token ids", False)
         for token, bias in self.logit_bias.items():
-            _check_type("logit_bias", token, numbers.Integral, "token ids that are integers")
-            _check_type("logit_bias", bias, numbers.Real, "biases that are numbers")
+            _check_type("logit_bias", token, numbers.Integral, "token ids that are integers", False)
+            _check_type("logit_bias", bias, numbers.Real, "biases that are numbers", False)
         constraints = [name for name in _GRAMMARS if getattr(self, name) is not None]
         if len(constraints) > 1:
             names = " and ".join(constraints)
@@ -129,11 +135,13 @@ _INTEGERS = (
     "max_tokens",
     "min_tokens",
     "logprobs",
-    "first_sequence",
 )
 _NUMBERS = tuple(name for name, kind in _SAMPLING.items() if kind is float)
 
 
-def _check_type(name: str, value: Any, kind: type, expected: str) -> None:
-    if value is not None and not isinstance(value, kind):
+def _check_type(name: str, value: Any, kind: type, expected: str, is_optional: bool = True) -> None:
+    if value is None and is_optional:
+        return
+    # Python counts True and False as integers.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise errors.InputError(f"Sampling: {name}: expected {expected}, got {value!r}")

@@ -250,6 +250,12 @@ def test_unusable_models_are_the_commands_errors(arguments, given, kind, message
         (["a"], {"logit_bias": {"5": 1.0}}, "Sampling: logit_bias: expected token ids that are"),
         (["a"], {"logit_bias": {5: "x"}}, "Sampling: logit_bias: expected biases that are numbers"),
         (["a"], {"logit_bias": {70000: 1.0}}, "prompt 0: logit_bias: token 70000 is outside"),
+        (["a"], {"logit_bias": [5]}, "Sampling: logit_bias: expected biases by token id, got [5]"),
+        (["a"], {"stop_token_ids": 3}, "Sampling: stop_token_ids: expected token ids, got 3"),
+        (["a"], {"stop_token_ids": "1"}, "Sampling: stop_token_ids: expected token ids, got '1'"),
+        (["a"], {"first_sequence": None}, "Sampling: first_sequence: expected an integer, got"),
+        (["a"], {"temperature": True}, "Sampling: temperature: expected a number, got True"),
+        (["a"], {"ignore_eos": 1e39}, "Sampling: ignore_eos: expected True or False, got 1e+39"),
         (["a"], {"regex": 3}, "Sampling: regex: expected a string, got 3"),
         (
             ["a"],

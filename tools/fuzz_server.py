@@ -6,7 +6,8 @@
 A fuzzed request has a number at the edge of float32, int32 or int64 in one of its fields, malformed
 framing, or a client that reads its answer slowly or not at all. The honest clients' outputs must be
 those that they get alone, the process must live, and no answer may have status 500. Prints how many
-honest answers took more than twice their time alone and a second, and the resident memory.
+honest answers took more than twice their time without fuzzed requests and a second, with the fuzzed
+requests that were then under way, and the resident memory.
 """
 
 import argparse
@@ -18,22 +19,23 @@ import json
 import pathlib
 import random
 import re
+import statistics
 import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
 from support import served
 
-from dflash.serving import bodies
+from dflash.serving import bodies, chat_bodies, response_bodies
 
 OPTIONS = ("serve.read_s=2", "serve.send_s=2", "serve.queue=1024")
 NUM_HONEST = 8
 PATIENCE_S = 120.0
-LEAVE_S = 5.0  # Clients that send malformed requests leave after this time.
+ALONE_S = 15.0  # Time during which the honest clients are measured without fuzzed requests.
 EDGES = (
     *(0, -0.0, 0.5, 1, -1, True, None, "1", "", [], {}, [1], {"1": 1}, "\ud800", "a" * 70_000),
     *(2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32 - 1, 2**32, 2**53 + 1),
@@ -45,7 +47,8 @@ USER = {"role": "user", "content": "abc"}
 # A valid body of each endpoint, and the model of its fields.
 TARGETS = {
     "/v1/completions": ({"prompt": "abcabc", "max_tokens": 4}, bodies.CompletionBody),
-    "/v1/chat/completions": ({"messages": [USER], "max_tokens": 4}, bodies.ChatBody),
+    "/v1/chat/completions": ({"messages": [USER], "max_tokens": 4}, chat_bodies.ChatBody),
+    "/v1/responses": ({"input": "abc", "max_output_tokens": 4}, response_bodies.ResponsesBody),
     "/generate": ({"text": "abc", "sampling_params": {"max_new_tokens": 4}}, bodies.GenerateBody),
     "/tokenize": ({"prompt": "abc"}, bodies.TokenizeTextBody),
     "/detokenize": ({"tokens": [1, 2, 3]}, bodies.DetokenizeBody),
@@ -145,7 +148,7 @@ def _number(draw: random.Random) -> Fuzz:
     inside = valid
     if path == "/generate" and draw.random() < 0.7:
         inside, model = valid["sampling_params"], bodies.SGLangSampling
-    elif path.startswith("/v1"):
+    elif path in ("/v1/completions", "/v1/chat/completions"):
         inside.update(draw.choice(BESIDE))
     names = [field.alias or name for name, field in model.model_fields.items()]
     name, value = draw.choice(names), draw.choice(EDGES)
@@ -159,11 +162,17 @@ def _number(draw: random.Random) -> Fuzz:
 
 @dataclasses.dataclass(frozen=True)
 class Honest:
-    """A body of /v1/completions, its outputs without other requests, and their time in seconds."""
+    """An honest request.
+
+    Attributes:
+      body: Body of /v1/completions.
+      outputs: Texts of its outputs without other requests.
+      seconds: Median of its time beside the other honest requests alone, in seconds.
+    """
 
     body: dict
-    outputs: tuple[str, ...] = ()
-    seconds: float = 0.0
+    outputs: tuple[str, ...]
+    seconds: float = float("inf")
 
 
 def honest_bodies() -> list[dict]:
@@ -226,28 +235,28 @@ class Findings:
     Attributes:
       statuses: Number of fuzzed requests by kind and status; "-" is no answer.
       problems: One line per problem.
-      answers: Number of honest answers.
-      late: Number of them that took more than twice their time alone and a second.
-      slowest: Largest ratio of an honest answer's time to its time alone.
+      seconds: Times of the honest answers, by client.
+      late: For each answer that took more than twice its time without fuzzed requests and a second:
+        its time, that time, and the fuzzed requests that were under way when it was due.
     """
 
     statuses: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
-    answers: int = 0
-    late: int = 0
-    slowest: float = 0.0
+    seconds: list[list[float]] = dataclasses.field(
+        default_factory=lambda: [[] for _ in range(NUM_HONEST)]
+    )
+    late: list[str] = dataclasses.field(default_factory=list)
 
 
-async def alone(client: Client) -> list[Honest]:
-    """Returns the honest requests with their outputs and times alone; all are sent twice."""
-    found = []
-    for body in honest_bodies():
-        first = await client.outputs(body)
-        begin = time.perf_counter()
-        outputs = await client.outputs(body)
-        assert first == outputs, (first, outputs)
-        found.append(Honest(body, outputs, time.perf_counter() - begin))
-    return found
+async def measure(client: Client, seconds: float) -> tuple[list[Honest], Findings]:
+    """Returns the honest requests with their outputs alone and their times beside each other."""
+    cases = [Honest(body, await client.outputs(body)) for body in honest_bodies()]
+    findings, over = Findings(), asyncio.Event()
+    asyncio.get_running_loop().call_later(seconds, over.set)
+    await _repeat_all(client, cases, findings, over, {})
+    medians = map(statistics.median, findings.seconds)
+    timed = [dataclasses.replace(case, seconds=s) for case, s in zip(cases, medians, strict=True)]
+    return timed, findings
 
 
 async def attack(
@@ -255,35 +264,55 @@ async def attack(
 ) -> Findings:
     """Sends all fuzzed requests while each honest client repeats its request."""
     findings, free, over = Findings(), asyncio.Semaphore(at_a_time), asyncio.Event()
+    under_way: dict[int, tuple[str, float]] = {}
 
-    async def one(fuzz: Fuzz) -> None:
+    async def one(number: int, fuzz: Fuzz) -> None:
         async with free:
+            under_way[number] = fuzz.name, time.perf_counter()
             try:
                 answer = await asyncio.wait_for(client.send(fuzz.content, fuzz.pause_s), PATIENCE_S)
             except TimeoutError:
                 findings.problems.append(f"{fuzz.name}: no end within {PATIENCE_S:g} s")
                 return
+            finally:
+                del under_way[number]
         status = answer[9:12].decode(errors="replace") or "-"
         findings.statuses[fuzz.name.split()[0], status] += 1
         if status[0] == "5" or (fuzz.answered and status == "-"):
             findings.problems.append(f"{fuzz.name}: status {status}")
 
-    async def repeat(case: Honest) -> None:
+    repeating = asyncio.create_task(_repeat_all(client, honest, findings, over, under_way))
+    await asyncio.gather(*(one(number, fuzz) for number, fuzz in enumerate(every)))
+    over.set()
+    await repeating
+    return findings
+
+
+async def _repeat_all(
+    client: Client,
+    cases: list[Honest],
+    findings: Findings,
+    over: asyncio.Event,
+    under_way: Mapping[int, tuple[str, float]],
+) -> None:
+    """Repeats the honest requests, each in a client of its own, until `over` is set."""
+
+    async def repeat(index: int, case: Honest) -> None:
         while not over.is_set():
-            begin = time.perf_counter()
-            outputs = await client.outputs(case.body)
+            begin, limit = time.perf_counter(), 2 * case.seconds + 1
+            answer = asyncio.create_task(client.outputs(case.body))
+            await asyncio.wait([answer], timeout=None if limit == float("inf") else limit)
+            beside = [(name, time.perf_counter() - since) for name, since in under_way.values()]
+            outputs = await answer
             took = time.perf_counter() - begin
-            findings.answers += 1
-            findings.late += took > 2 * case.seconds + 1
-            findings.slowest = max(findings.slowest, took / case.seconds)
+            findings.seconds[index].append(took)
+            if took > limit:
+                slow = ", ".join(f"{name} ({since:.1f} s)" for name, since in beside)
+                findings.late.append(f"{took:.2f} s, alone {case.seconds:.2f} s; beside {slow}")
             if outputs != case.outputs:
                 findings.problems.append(f"{case.body}: {outputs}, alone {case.outputs}")
 
-    repeating = [asyncio.create_task(repeat(case)) for case in honest]
-    await asyncio.gather(*map(one, every))
-    over.set()
-    await asyncio.gather(*repeating)
-    return findings
+    await asyncio.gather(*(repeat(index, case) for index, case in enumerate(cases)))
 
 
 def resident_mib(pid: int) -> float:
@@ -292,19 +321,24 @@ def resident_mib(pid: int) -> float:
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
 
 
-def fuzz(server: served.Server, count: int, seed: int, at_a_time: int) -> Findings:
-    """Runs the honest clients alone, then beside `count` fuzzed requests."""
+def fuzz(
+    server: served.Server, count: int, seed: int, at_a_time: int, alone_s: float
+) -> tuple[list[Honest], Findings]:
+    """Runs the honest clients without, then beside `count` fuzzed requests."""
 
-    async def both() -> Findings:
+    async def both() -> tuple[list[Honest], Findings]:
         client = Client(server.url)
-        return await attack(client, await alone(client), list(fuzzed(count, seed)), at_a_time)
+        honest, quiet = await measure(client, alone_s)
+        findings = await attack(client, honest, list(fuzzed(count, seed)), at_a_time)
+        findings.problems += quiet.problems
+        return honest, findings
 
-    findings = asyncio.run(both())
+    honest, findings = asyncio.run(both())
     if server.process.poll() is not None:
         findings.problems.append(f"the server ended with status {server.process.poll()}")
     if "Traceback" in (log := server.log.read_text()):
         findings.problems.append(log[log.index("Traceback") :][:3000])
-    return findings
+    return honest, findings
 
 
 def main() -> None:
@@ -312,6 +346,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at_a_time", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1, help="the memory is read after each")
     parser.add_argument("--config", type=pathlib.Path, help="default: a small random target")
     given = parser.parse_args()
     text = given.config.read_text() if given.config else served.CONFIG
@@ -319,21 +354,33 @@ def main() -> None:
         tempfile.TemporaryDirectory() as directory,
         served.serving(pathlib.Path(directory), *OPTIONS, config_text=text) as server,
     ):
-        fuzz(server, given.requests // 4, given.seed + 1, given.at_a_time)  # warms up
-        before, begin = resident_mib(server.process.pid), time.perf_counter()
-        findings = fuzz(server, given.requests, given.seed, given.at_a_time)
-        seconds = time.perf_counter() - begin
-        after = resident_mib(server.process.pid)
+        fuzz(server, given.requests // 4, given.seed, given.at_a_time, 1.0)  # warms up
+        before = resident_mib(server.process.pid)
+        problems = []
+        for number in range(given.rounds):
+            seed, begin = given.seed + 1 + number, time.perf_counter()
+            honest, findings = fuzz(server, given.requests, seed, given.at_a_time, ALONE_S)
+            print(f"{given.requests} fuzzed requests in {time.perf_counter() - begin:.0f} s")
+            report(honest, findings)
+            after = resident_mib(server.process.pid)
+            print(f"resident memory {before:.0f} -> {after:.0f} MiB", flush=True)
+            problems += findings.problems
+    print("\n".join(problems[:20]) or "no problems")
+    sys.exit(bool(problems))
+
+
+def report(honest: list[Honest], findings: Findings) -> None:
+    """Prints what happened in a round."""
     for (kind, status), count in sorted(findings.statuses.items()):
         print(f"{kind:24} {status:4} {count}")
-    print(f"{given.requests} fuzzed requests in {seconds:.0f} s")
-    print(
-        f"{findings.answers} honest answers, {findings.late} later than 2 x alone + 1 s, the "
-        f"slowest {findings.slowest:.1f} x alone"
-    )
-    print(f"resident memory {before:.0f} -> {after:.0f} MiB")
-    print("\n".join(findings.problems[:20]) or "no problems")
-    sys.exit(bool(findings.problems))
+    for case, seconds in zip(honest, findings.seconds, strict=True):
+        print(
+            f"honest {case.seconds:.2f} s alone; beside: {len(seconds)} answers, median "
+            f"{statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
+        )
+    total = sum(map(len, findings.seconds))
+    print(f"{total} honest answers, {len(findings.late)} later than 2 x alone + 1 s")
+    print("\n".join(line[:600] for line in findings.late[:20]))
 
 
 if __name__ == "__main__":

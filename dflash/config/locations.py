@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash.config import schema
+from dflash.storage import hub
 
 
 def locations(config: Any, prefix: str = "") -> Iterator[tuple[str, schema.Place, str]]:
@@ -20,3 +21,15 @@ def locations(config: Any, prefix: str = "") -> Iterator[tuple[str, schema.Place
             if dataclasses.is_dataclass(group):
                 inner = key if name is None else f"{key}.{name}"
                 yield from locations(group, f"{inner}.")
+
+
+def pin_checkpoints(config: Any) -> Any:
+    """Returns a config whose checkpoints of the hub name the commits that this process has read."""
+    changes = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata.get(schema.PLACE) == "checkpoint" and isinstance(value, str):
+            changes[field.name] = hub.pinned(value)
+        elif dataclasses.is_dataclass(value):
+            changes[field.name] = pin_checkpoints(value)
+    return dataclasses.replace(config, **changes)

@@ -11,10 +11,10 @@ from dflash.checkpoints import checkpoint
 from dflash.config import loader, strict_yaml
 from dflash.config.distill_schema import DistillRun
 from dflash.loading import models
+from dflash.storage import hub
 
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
 _LICENSE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
-_HUB = "hf:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,12 @@ def write(config: DistillRun, figures: DistillationFigures) -> str:
       config: Config of the distillation.
       figures: Figures of the distillation.
     """
-    target = config.target.checkpoint
+    target = hub.pinned(config.target.checkpoint)
     licence = target_licence(target)
     lines = [
         "---",
         *([f"license: {licence}"] if licence else []),
-        *([f"base_model: {target.removeprefix(_HUB)}"] if target.startswith(_HUB) else []),
+        *([f"base_model: {name_of(target)}"] if target.startswith(hub.PREFIX) else []),
         "library_name: dflash",
         "tags:",
         "- speculative-decoding",
@@ -100,7 +100,9 @@ def write(config: DistillRun, figures: DistillationFigures) -> str:
 
 def name_of(target: str) -> str:
     """Returns a target's name, such as Qwen/Qwen3-4B."""
-    return target.removeprefix(_HUB) if target.startswith(_HUB) else pathlib.Path(target).name
+    if target.startswith(hub.PREFIX):
+        return hub.repository_of(target).removeprefix(hub.PREFIX)
+    return pathlib.Path(target).name
 
 
 def target_licence(target: str) -> str | None:

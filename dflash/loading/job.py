@@ -26,6 +26,7 @@ from dflash.parallel import agreement, distributed, sharding
 from dflash.runs import shards
 from dflash.runs.outputs import Record
 from dflash.runs.shards import Shard
+from dflash.storage import hub
 from dflash.text import prompts, tokenizer_loading
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import Tokenizer
@@ -261,6 +262,7 @@ def prepare_models(
     )
     if not dry:
         agreement.check_same("tokenizer", words.fingerprint)
+        agreement.check_same("commits of the hub's checkpoints", hub.commits)
     return Job(
         config,
         target,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.config import loader, strict_yaml
+from dflash.config import loader, locations, strict_yaml
 from dflash.runs.shards import Shard
-from dflash.storage import files, paths
+from dflash.storage import files, hub, paths
 
 CONFIG = "config.yml"
 _LOCK = ".lock"
@@ -50,7 +50,8 @@ class RunDirectory:
 
         Args:
           path: Path of the directory; `~` is the home directory.
-          config: The run's resolved config, stored as config.yml.
+          config: The run's resolved config, stored as config.yml. There, checkpoints of the hub
+            name the commit that the run reads, and a run that resumes must read the same.
           is_used: Returns whether a directory holds results that belong to its config.yml.
           may_change: Returns whether a resumed run may have another value of a dotted key.
           take: Lock and write the directory. False for processes other than the first, which only
@@ -62,6 +63,7 @@ class RunDirectory:
         """
         self.path = None if path is None else paths.to_path(path)
         self.config_hash = loader.config_hash(config)
+        config = locations.pin_checkpoints(config)
         self._held = contextlib.ExitStack()
         if self.path is None or not take:
             return
@@ -133,6 +135,7 @@ def check_config(
         f"{key}: {_show(stored, key)} there, {_show(here, key)} here"
         for key in {**stored, **here}
         if _show(stored, key) != _show(here, key)
+        and not hub.name_the_same(stored.get(key), here.get(key))
     ]
     if len(differences) > _MAX_KEYS_SHOWN:
         differences[_MAX_KEYS_SHOWN:] = [f"{len(differences) - _MAX_KEYS_SHOWN} more"]

@@ -15,11 +15,12 @@ from dflash.text import template_process
 Messages = Sequence[Mapping[str, Any]]
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+NAMED_TEMPLATES = "additional_chat_templates"  # directory of templates such as tool_use.jinja
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:
-    """Jinja template of a checkpoint, from chat_template.jinja or tokenizer_config.json."""
+    """Jinja template of a checkpoint, from a file of its own or tokenizer_config.json."""
 
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
         """Stores the arguments; the template is read when it is first rendered.
@@ -46,7 +47,7 @@ class ChatTemplate:
           InputError: The template is missing, fails, or exceeds a limit of its process.
           UserError: The process that renders was ended from outside.
         """
-        path, source = self._tool_use if variables.get("tools") else self._source
+        path, source = self._with_tools if variables.get("tools") else self._default
         given = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -63,44 +64,46 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         """Returns whether the checkpoint has a template, which may still be unusable."""
-        return self._stored is not None
+        return "default" in self._named
 
     @property
     def source(self) -> str:
         """Text of the template for conversations with tools; "" if there is none."""
-        return self._tool_use[1] if self.exists else ""
+        return self._with_tools[1] if self.exists else ""
 
     @property
-    def _tool_use(self) -> tuple[pathlib.Path, str]:
-        path, source = self._source
-        return path, self._named.get("tool_use", source)
+    def _with_tools(self) -> tuple[pathlib.Path, str]:
+        return self._named.get("tool_use", self._default)
 
     @property
-    def _source(self) -> tuple[pathlib.Path, str]:
-        if self._stored is None:
+    def _default(self) -> tuple[pathlib.Path, str]:
+        if not self.exists:
             raise errors.InputError(
                 f"{self._directory}: no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give plain text prompts or prompt_ids"
             )
-        return self._stored
+        return self._named["default"]
 
     @functools.cached_property
-    def _stored(self) -> tuple[pathlib.Path, str] | None:
-        path = self._directory / "chat_template.jinja"
-        if path.exists():
-            return path, _read(path)
-        if "default" not in self._named:
-            return None
-        return self._directory / TOKENIZER_CONFIG, self._named["default"]
+    def _named(self) -> dict[str, tuple[pathlib.Path, str]]:
+        """Templates by name, each with its file.
 
-    @functools.cached_property
-    def _named(self) -> dict[str, str]:
-        """Templates of tokenizer_config.json by name."""
+        As in transformers, those of tokenizer_config.json count only where there are no others.
+        """
+        return self._in_files() or self._in_config()
+
+    def _in_files(self) -> dict[str, tuple[pathlib.Path, str]]:
+        paths = {path.stem: path for path in (self._directory / NAMED_TEMPLATES).glob("*.jinja")}
+        if (default := self._directory / "chat_template.jinja").exists():
+            paths["default"] = default
+        return {name: (path, _read(path)) for name, path in paths.items()}
+
+    def _in_config(self) -> dict[str, tuple[pathlib.Path, str]]:
         template = tokenizer_config(self._directory).get("chat_template")
         entries = template if isinstance(template, list) else [{"template": template}]
         entries = [{"name": "default"} | entry for entry in entries if isinstance(entry, dict)]
         return {
-            entry["name"]: entry["template"]
+            entry["name"]: (self._directory / TOKENIZER_CONFIG, entry["template"])
             for entry in entries
             if isinstance(entry.get("template"), str) and isinstance(entry["name"], str)
         }

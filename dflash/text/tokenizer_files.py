@@ -351,7 +351,10 @@ def fingerprint_of(
 ) -> str:
     """Hashes the files of a tokenizer and the variables that its chat template depends on."""
     digest = hashlib.sha256()
-    patterns = ("tokenizer*", TIKTOKEN_MODEL, "special_tokens_map.json", "chat_template*")
+    patterns = (
+        *("tokenizer*", TIKTOKEN_MODEL, "special_tokens_map.json", "chat_template*"),
+        f"{chat_template.NAMED_TEMPLATES}/*.jinja",
+    )
     paths = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
     names = set()  # variables and functions whose names occur in the files
     for path in sorted(paths):

@@ -4,6 +4,8 @@ import collections
 import itertools
 import random
 
+import pytest
+
 from dflash.serving.fair_queue import FairQueue
 
 
@@ -62,6 +64,24 @@ def test_nobody_waits_forever():
         if not large:
             break
         assert id < 1000
+
+
+@pytest.mark.parametrize("level", ["clients", "requests"])
+def test_a_newcomer_passes_older_requests_that_had_their_turn(level):
+    """Eight owners of 16 outputs each, and only four places, of which they have one at most."""
+    queue = FairQueue(4)
+    of = (lambda name: (name, name)) if level == "clients" else (lambda name: ("a", name))
+    for id in range(128):
+        queue.add(id, of(f"large{id // 16}"))
+    running = list(queue.take())
+    assert running == [0, 16, 32, 48]
+    queue.add(200, of("small"))
+    ends = 0
+    while 200 not in running:
+        queue.remove(running.pop(0))
+        running += queue.take()
+        ends += 1
+    assert ends == 9, "it waits for one place of each that came before it"
 
 
 def test_requests_that_end_while_they_wait():

@@ -33,6 +33,31 @@ def test_named_templates(tmp_path):
     assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "plain"
 
 
+@pytest.mark.parametrize("default", ["file", None])
+@pytest.mark.parametrize("tool_use", ["tools", None])
+def test_templates_in_files_replace_those_of_the_config(tmp_path, default, tool_use):
+    train_byte_level(tmp_path)
+    named = [
+        {"name": "tool_use", "template": "config, tools"},
+        {"name": "default", "template": "config"},
+    ]
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
+    (tmp_path / "additional_chat_templates").mkdir()
+    if default:
+        (tmp_path / "chat_template.jinja").write_text(default)
+    if tool_use:
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    reference = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(
+        tmp_path
+    )
+    template = chat_template.ChatTemplate(tmp_path, {}, DATE)
+    for tools in [None, [{"type": "function", "function": {"name": "f"}}]]:
+        if default or not tool_use:
+            expected = reference.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+            assert template.render(MESSAGES, tools=tools) == expected
+    assert template.exists == bool(default or not tool_use)
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
