@@ -139,13 +139,14 @@ class Endpoints:
           RequestError: The grammar is invalid, or the service does not admit the request.
           ClientDisconnected: The client disconnected.
         """
+        address = http_request.client.host if http_request.client else ""
+        client = http_request.scope["key_name"] or address
         if request.structure is not None:
             vocabulary = self._service.served().vocabulary
-            compiling = self._grammars.compile(request.structure, vocabulary)
+            compiling = self._grammars.compile(request.structure, vocabulary, client)
             grammar = await http.until_disconnect(http_request.receive, compiling)
             request = dataclasses.replace(request, grammar=grammar)
-        address = http_request.client.host if http_request.client else ""
-        return self._service.admit(request, http_request.scope["key_name"] or address)
+        return self._service.admit(request, client)
 
     async def _wait(
         self, http_request: Request, group: RequestGroup, outputs: Sequence[Output]

@@ -3,16 +3,20 @@
 import asyncio
 import concurrent.futures
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable
 
 from dflash import errors
+from dflash.serving.fair_queue import FairQueue
 from dflash.serving.request_error import RequestError
 from dflash.text import grammar
 from dflash.text.grammar import Grammar, Kind, Vocabulary
 
 _WORKERS = 2  # grammars that are compiled at the same time
-_MAX_WAITING = 8  # further grammars, each of which may take `grammar_compiler.COMPILE_SECONDS`
+_MAX_WAITING = (
+    8  # further grammars of a client, each of which may take `grammar_compiler.COMPILE_SECONDS`
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,33 +57,52 @@ class StructuredOutput:
 
 
 class GrammarQueue:
-    """Compiles the grammars of requests, a few at a time; used on the event loop."""
+    """Compiles the grammars of requests, a few at a time; used on the event loop.
+
+    As with slots, clients take turns, so the grammars of one do not hold up those of others.
+    """
 
     def __init__(self):
         """Creates the queue; its threads start with the first grammars."""
         self._pool = concurrent.futures.ThreadPoolExecutor(_WORKERS, "grammar")
-        self._pending = 0
+        self._queue = FairQueue(_WORKERS)
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._ids = itertools.count()
 
     async def compile(
-        self, structure: StructuredOutput, vocabulary: Callable[[], Vocabulary]
+        self, structure: StructuredOutput, vocabulary: Callable[[], Vocabulary], client: str = ""
     ) -> Grammar:
         """Compiles a constraint in its turn; cancelling this ends the work, too.
 
+        Args:
+          structure: Constraint to compile.
+          vocabulary: Function that returns the target's vocabulary; may raise InputError.
+          client: Name of the client.
         Raises:
-          RequestError: The constraint cannot be used, or too many others wait.
+          RequestError: The constraint cannot be used, or too many others of the client wait.
         """
-        if self._pending >= _WORKERS + _MAX_WAITING:
+        if self._queue.count(client) >= _WORKERS + _MAX_WAITING:
             waiting = f"{_MAX_WAITING} other grammars wait to be compiled; try again later"
             raise _unavailable(f"{structure.param}: {waiting}", 429)
-        abandoned = threading.Event()
-        self._pending += 1
+        loop, abandoned, id = asyncio.get_running_loop(), threading.Event(), next(self._ids)
+        self._turns[id] = loop.create_future()
+        self._queue.add(id, (client,))
         try:
-            return await asyncio.get_running_loop().run_in_executor(
+            self._start()
+            await self._turns[id]
+            return await loop.run_in_executor(
                 self._pool, structure.compile, vocabulary, abandoned.is_set
             )
         finally:
             abandoned.set()
-            self._pending -= 1
+            del self._turns[id]
+            self._queue.remove(id)
+            self._start()
+
+    def _start(self) -> None:
+        for id in self._queue.take():
+            if not self._turns[id].done():  # else it is cancelled, and about to leave
+                self._turns[id].set_result(None)
 
 
 def _unavailable(message: str, status: int) -> RequestError:

@@ -62,6 +62,29 @@ def test_too_many_grammars_are_refused(monkeypatch, tmp_path):
     assert "guided_regex: 8 other grammars wait to be compiled" in error.message
 
 
+def test_clients_take_turns(monkeypatch):
+    """A client's only grammar is compiled after one of each of the others."""
+    order = []
+
+    def compile(self, vocabulary, is_abandoned):
+        order.append(self.source)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(StructuredOutput, "compile", compile)
+
+    async def storm() -> None:
+        queue = GrammarQueue()
+        sent = [
+            asyncio.ensure_future(queue.compile(constraint(source), grammars.vocabulary, source[0]))
+            for source in [f"{client}{i}" for client in "abc" for i in range(10)] + ["d"]
+        ]
+        await asyncio.gather(*sent)
+
+    asyncio.run(storm())
+    assert len(order) == 31
+    assert order.index("d") < 8
+
+
 def test_an_interrupted_check_may_be_tried_again(monkeypatch, tmp_path):
     grammars.replace_check(monkeypatch, tmp_path, "killed", "os.kill(os.getpid(), 9)")
     with pytest.raises(RequestError) as caught:
