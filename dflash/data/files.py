@@ -24,11 +24,11 @@ from dflash.text import jsonl
 
 TASK = "jsonl"
 ASSISTANT = "assistant"
-_PLAIN = {"role", "content", "name"}  # fields of an answer without calls or reasoning
-_EMPTY = (None, "", [], {})
-_VARIABLES = ("tools", "documents")  # fields of a line that chat templates know
 # Fields that belong into messages; others of a line, such as ids, are ignored.
-_UNREAD = ("system", "weight", "tool_calls", "reasoning_content", "functions")
+_UNREAD = (
+    *("system", "system_prompt", "history", "weight", "tool_calls", "functions"),
+    *("reasoning_content", "reasoning", "thinking", "images", "chat_template_kwargs"),
+)
 _KINDS = "messages, prompt and response, or prompt_ids and output_ids"
 
 
@@ -106,8 +106,8 @@ def example_of(fields: Mapping[str, Any], task: str = TASK) -> Example:
             raise errors.InputError(f"token id {invalid[0]} is not in the range 0 to 2**31 - 1")
         return Example(task, _source_of_ids(fields, prompt), prompt_ids=prompt, output_ids=output)
     for name in _UNREAD:
-        if fields.get(name) not in _EMPTY:
-            raise errors.InputError(f"{name}: is not read here; put it into messages")
+        if fields.get(name) not in jsonl.EMPTY:
+            raise errors.InputError(f"{name}: is not read here; put it into messages, or remove it")
     if "messages" in fields:
         return _conversation(fields, task)
     if "prompt" in fields and "response" in fields:
@@ -122,21 +122,17 @@ def example_of(fields: Mapping[str, Any], task: str = TASK) -> Example:
 
 
 def _conversation(fields: Mapping[str, Any], task: str) -> Example:
-    messages = _check_messages(fields["messages"])
+    messages = [dict(message) for message in jsonl.check_messages(fields["messages"])]
     if messages[-1]["role"] != "assistant" or len(messages) < 2:
         raise errors.InputError("messages: expected a question, and an answer at the end")
-    variables = {name: fields[name] for name in _VARIABLES if fields.get(name)}
-    for name, value in variables.items():
-        if not isinstance(value, list):
-            raise errors.InputError(f"{name}: expected a list, not {jsonl.quote(value)}")
-        jsonl.check_unicode(json.dumps(value, ensure_ascii=False), name)
+    variables = jsonl.check_variables(fields)
     answers = _answers(messages)
     context_only = [place for place in answers if messages[place].get("weight", 1) == 0]
     if context_only == answers:
         raise errors.InputError("messages: no answer to learn: all have weight 0")
     for place, message in enumerate(messages):
         _check_weight(message.pop("weight", None), place in answers, f"messages[{place}]")
-        empty = not (message["content"] or "").strip() and message.keys() <= _PLAIN
+        empty = not (message["content"] or "").strip() and message.keys() <= jsonl.PLAIN_FIELDS
         if empty and place in answers and place not in context_only:
             raise errors.InputError(
                 f'messages[{place}]: the answer is empty: remove it, or give it "weight": 0 to '
@@ -149,29 +145,6 @@ def _conversation(fields: Mapping[str, Any], task: str) -> Example:
         context_only=tuple(context_only),
         variables=variables,
     )
-
-
-def _check_messages(value: Any) -> list[dict[str, Any]]:
-    """Checks messages, and returns them without empty fields, such as `"tool_calls": null`.
-
-    As in OpenAI's format, the content may be null in an answer with other fields.
-    """
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        return list(jsonl.check_messages(value))
-    messages = [
-        {key: item for key, item in message.items() if key == "content" or item not in _EMPTY}
-        for message in value
-    ]
-    texts = []
-    for place, message in enumerate(messages):
-        further = message.keys() - {"role", "content"}
-        null = message.get("content", "") is None and message.keys() - _PLAIN - {"weight"}
-        is_call = null and message.get("role") == ASSISTANT
-        texts.append({**message, "content": ""} if is_call else message)
-        if further:
-            jsonl.check_unicode(json.dumps(message, ensure_ascii=False), f"messages[{place}]")
-    jsonl.check_messages(texts)
-    return messages
 
 
 def _check_weight(weight: Any, is_answer: bool, where: str) -> None:

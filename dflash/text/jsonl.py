@@ -16,6 +16,9 @@ MAX_DEPTH = 100  # nesting depth of values
 MAX_LINE_BYTES = schema.MAX_TOKENS
 MAX_PROBLEMS_SHOWN = 10
 MAX_QUOTED_CHARACTERS = 60
+EMPTY = (None, "", [], {})  # values of fields that mean the same as no field
+PLAIN_FIELDS = frozenset(("role", "content", "name"))  # of messages without calls or reasoning
+_VARIABLES = ("tools", "documents")  # fields of a line that chat templates know
 
 
 def entries(file: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
@@ -181,23 +184,48 @@ def check_unicode(text: str, where: str) -> str:
 
 
 def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Checks that a field is a non-empty list of messages with role and content."""
+    """Checks that a field is a non-empty list of messages with role and content.
+
+    As in OpenAI's format, an answer with other fields, such as a call, may have no content.
+
+    Returns:
+      The messages without empty fields, such as `"tool_calls": null`.
+    """
     if not isinstance(value, list):
         raise errors.InputError(f"messages: expected a list, not {quote(value)}")
     if not value:
         raise errors.InputError("empty prompt: no messages")
-    for place, message in enumerate(value):
-        where = f"messages[{place}]"
-        if not isinstance(message, dict):
-            raise errors.InputError(f"{where}: expected an object, not {quote(message)}")
-        for key in ("role", "content"):
-            if key not in message:
-                raise errors.InputError(f"{where}: no {key}")
-            if not isinstance(message[key], str):
-                quoted = quote(message[key])
-                raise errors.InputError(f"{where}.{key}: expected a string, not {quoted}")
-            check_unicode(message[key], f"{where}.{key}")
-    return tuple(value)
+    return tuple(_check_message(message, f"messages[{i}]") for i, message in enumerate(value))
+
+
+def _check_message(message: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(message, dict):
+        raise errors.InputError(f"{where}: expected an object, not {quote(message)}")
+    message = {key: item for key, item in message.items() if key == "content" or item not in EMPTY}
+    if message.get("role") == "assistant" and message.keys() - PLAIN_FIELDS - {"weight"}:
+        message.setdefault("content", None)
+        texts = {**message, "content": message["content"] or ""}
+    else:
+        texts = message
+    for key in ("role", "content"):
+        if key not in texts:
+            raise errors.InputError(f"{where}: no {key}")
+        if not isinstance(texts[key], str):
+            raise errors.InputError(f"{where}.{key}: expected a string, not {quote(texts[key])}")
+        check_unicode(texts[key], f"{where}.{key}")
+    if message.keys() - {"role", "content"}:
+        check_unicode(json.dumps(message, ensure_ascii=False), where)
+    return message
+
+
+def check_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a line that are variables of chat templates, such as tools."""
+    variables = {name: fields[name] for name in _VARIABLES if fields.get(name) not in EMPTY}
+    for name, value in variables.items():
+        if not isinstance(value, list):
+            raise errors.InputError(f"{name}: expected a list, not {quote(value)}")
+        check_unicode(json.dumps(value, ensure_ascii=False), name)
+    return variables
 
 
 def check_ids(value: Any, what: str = "prompt_ids") -> tuple[int, ...]:

@@ -39,6 +39,7 @@ class Prompt:
       later_turns: Further messages of the user, each of which follows an answer of the model.
       dropped_answer: The line of a file ended with a reference answer, which is not a part of the
         prompt.
+      variables: Variables of the chat template, such as "tools".
     """
 
     index: int
@@ -48,6 +49,7 @@ class Prompt:
     source: str = ""
     later_turns: tuple[str, ...] = ()
     dropped_answer: bool = False
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def indices(self) -> range:
@@ -68,10 +70,10 @@ def read_prompts(
 
     Prompts come from `config.text`, `config.file` or `config.dataset`, otherwise from `stdin`. A
     line of the file has exactly one of the keys `prompt`, `messages`, `turns` (messages of the
-    user, each answered by the model) and `prompt_ids`. Other keys are ignored, since data sets
-    often have ids and answers. Messages of the assistant at the end of a conversation are dropped,
-    since they answer the question that the prompt asks. Each line of `stdin` is a prompt. Blank
-    lines are skipped.
+    user, each answered by the model) and `prompt_ids`. `tools` and `documents` are variables of the
+    chat template. Other keys are ignored, since data sets often have ids and answers. Messages of
+    the assistant at the end of a conversation are dropped, since they answer the question that the
+    prompt asks. Each line of `stdin` is a prompt. Blank lines are skipped.
 
     Args:
       config: Source of the prompts, and whether the chat template is applied to plain text.
@@ -214,7 +216,8 @@ def continued(
     messages = (*so_far, reply, {"role": "user", "content": prompt.later_turns[turn - 1]})
     source = f"{prompt.source}, turn {turn + 1}"
     try:
-        later = _make_prompt({"messages": list(messages)}, tokenizer, vocab_size=vocab_size)
+        fields = {**prompt.variables, "messages": list(messages)}
+        later = _make_prompt(fields, tokenizer, vocab_size=vocab_size)
     except errors.InputError as error:
         raise errors.InputError(f"{source}: {error}") from error
     return dataclasses.replace(later, index=prompt.index + turn, source=source)
@@ -312,16 +315,40 @@ def _make_prompt(
         messages = ({"role": "user", "content": first},)
     if tokenizer is None:
         raise errors.InputError("text needs a tokenizer and the target has none: give prompt_ids")
+    variables = jsonl.check_variables(fields)
     if messages is not None:
-        ids = tuple(tokenizer.encode_chat(messages))
+        ids = _encode_chat(messages, variables, tokenizer)
     elif in_chat(chat, tokenizer):
-        ids = tuple(tokenizer.encode_chat([{"role": "user", "content": text}]))
+        ids = _encode_chat([{"role": "user", "content": text}], variables, tokenizer)
+    elif variables:
+        raise errors.InputError(f"{next(iter(variables))}: only chat templates render this field")
     else:
         ids = tuple(tokenizer.encode(text, special_tokens=special_tokens))
     if not ids:
         raise errors.InputError("empty prompt: the text has no tokens")
     _check_vocabulary(ids, vocab_size, "the tokenizer does not fit the target: token id")
-    return Prompt(0, ids, text, messages, later_turns=tuple(later_turns), dropped_answer=dropped)
+    return Prompt(
+        *(0, ids, text, messages),
+        later_turns=tuple(later_turns),
+        dropped_answer=dropped,
+        variables=variables,
+    )
+
+
+def _encode_chat(
+    messages: Messages, variables: Mapping[str, Any], tokenizer: tokenizer_lib.Tokenizer
+) -> tuple[int, ...]:
+    """Encodes a conversation; raises InputError if the chat template ignores a variable."""
+    ids = tokenizer.encode_chat(messages, **variables)
+    for name in variables:
+        others = {key: value for key, value in variables.items() if key != name}
+        try:
+            without = tokenizer.encode_chat(messages, **others)
+        except errors.InputError:
+            continue  # the template needs the variable
+        if without == ids:
+            raise errors.InputError(f"{name}: the chat template does not render this field")
+    return tuple(ids)
 
 
 def _without_answer(messages: Messages) -> tuple[Mapping[str, Any], ...]:

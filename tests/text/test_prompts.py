@@ -109,6 +109,55 @@ def test_reference_answers_at_the_end_of_a_line_are_dropped(jsonl, messages, lef
     assert len(prompts.dropped_answers(found)) == (left is not None)
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+
+
+def test_tools_of_a_line_reach_the_chat_template(jsonl):
+    class Tokenizer(BytesTokenizer):
+        has_chat_template = True
+
+        def encode_chat(self, messages, tools=None):
+            names = "".join(tool["function"]["name"] for tool in tools or ())
+            return [*range(len(messages)), *self.encode(names)]
+
+    lines = {"messages": [USER]}, {"prompt": "a"}, {"turns": ["a", "b"]}
+    for line in lines:
+        (prompt,) = read(tokenizer=Tokenizer, file=jsonl({**line, "tools": TOOLS}), chat=None)
+        assert prompt.ids == (0, ord("f"))
+    later = prompts.continued(prompt, 1, prompt.messages, "b", Tokenizer(), vocab_size=VOCAB_SIZE)
+    assert later.ids == (0, 1, 2, ord("f"))
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_variables_of_a_line_are_never_dropped(jsonl, name):
+    class Tokenizer(BytesTokenizer):
+        def encode_chat(self, messages, **variables):
+            return super().encode_chat(messages)
+
+    line = {"messages": [USER], name: TOOLS}
+    message = f"prompts.jsonl:1: {name}: the chat template does not render this field"
+    assert failure(tokenizer=Tokenizer, file=jsonl(line)) == message
+    message = f"prompts.jsonl:1: {name}: only chat templates render this field"
+    assert failure(file=jsonl({"prompt": "a", name: TOOLS})) == message
+    assert read(file=jsonl({"prompt_ids": [1], name: TOOLS}))[0].ids == (1,)
+
+
+def test_calls_without_content_are_messages_of_a_prompt(jsonl):
+    class Tokenizer(BytesTokenizer):
+        def encode_chat(self, messages):
+            return [len(message.get("tool_calls", ())) for message in messages]
+
+    result = {"role": "tool", "content": "r"}
+    for call in CALL, {key: CALL[key] for key in ("role", "tool_calls")}:
+        (prompt,) = read(
+            tokenizer=Tokenizer, file=jsonl({"messages": [USER, call, result, ANSWER]})
+        )
+        assert prompt.ids == (0, 1, 0)
+    no_call = {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}
+    assert "messages[0].content: expected a string, not null" in failure(file=jsonl(no_call))
+
+
 def test_a_conversation_of_answers_alone_asks_nothing(jsonl):
     assert "expected a question, not answers alone" in failure(file=jsonl({"messages": [ANSWER]}))
 
