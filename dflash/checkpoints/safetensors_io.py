@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import files, outgoing, tensor_map
+from dflash.checkpoints import files, fused_tensors, outgoing, tensor_map
 from dflash.checkpoints.outgoing import OutgoingTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
@@ -76,7 +76,9 @@ def load_tensors(
     """
     leaves = dict(parameters.named_arrays(module))
     expected = parameters.readable(module)
-    _check(tensors, expected, module, listing)
+    held = tensor_map.by_tensor(module, ((path, leaf.shape) for path, leaf in expected.items()))
+    tensors = fused_tensors.split(tensors, {name: _shape(pieces) for name, pieces in held.items()})
+    _check(tensors, expected, held, module, listing)
     parts = {}
     for path, abstract in expected.items():
         pieces = tensor_map.pieces(tensor_map.source_of(module, path), path, abstract.shape)
@@ -140,14 +142,18 @@ def save(
     return len(weight_map)
 
 
-def _check(tensors, expected, module, listing) -> None:
-    """Checks the stored tensors against the module's parameters.
+def _shape(held: Sequence[tuple[str, TensorPiece]]) -> tuple[int, ...]:
+    """Returns the shape of the tensor that holds the pieces of these parameters."""
+    return held[0][1].shape
+
+
+def _check(tensors, expected, names, module, listing) -> None:
+    """Checks the stored tensors against the module's parameters, by `tensor_map.by_tensor`.
 
     Raises:
       CheckpointError: Tensors are missing, unexpected, or of another shape or dtype.
     """
     misfit = "these weights do not belong to this config.json"
-    names = tensor_map.by_tensor(module, ((path, leaf.shape) for path, leaf in expected.items()))
     missing = names.keys() - tensors.keys()
     if missing:
         raise errors.CheckpointError(

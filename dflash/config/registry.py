@@ -150,6 +150,9 @@ TARGETS: Mapping[str, Entry] = Entries(
             "dflash.models.mistral:Mistral", "dflash.models.mistral_config:MistralConfig"
         ),
         "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.gemma3_config:Gemma3Config"),
+        "gemma3_text": Entry(
+            "dflash.models.gemma3:Gemma3Text", "dflash.models.gemma3_config:Gemma3Config"
+        ),
         "gemma4": Entry("dflash.models.gemma4:Gemma4", "dflash.models.gemma4_config:Gemma4Config"),
         "gemma4_text": Entry(
             "dflash.models.gemma4:Gemma4Text", "dflash.models.gemma4_config:Gemma4Config"

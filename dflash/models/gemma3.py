@@ -16,9 +16,23 @@ from dflash.layers.mlp import Mlp
 from dflash.layers.transformer import TransformerLayer, grouped_attention
 from dflash.models.decoder import Decoder
 from dflash.models.gemma3_config import Gemma3Architecture
+from dflash.models.language_model import LanguageModel
 from dflash.models.windows_config import FULL, SLIDING, WindowedArchitecture
 
 ROPE = "rope_parameters"
+# Fields of config.json that a file may leave out, with the values of transformers.
+_DEFAULTS = {"tie_word_embeddings": True}
+_DEFAULTS_OF_GEMMA3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1e6,
+}
 
 
 class GemmaLayer(TransformerLayer):
@@ -84,7 +98,8 @@ class Gemma(Decoder):
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> WindowedArchitecture:
         """Reads config.json, whose rotary embedding may be stated by kind of layer."""
-        config = {**config, "layer_types": config.get("layer_types") or _pattern(config)}
+        config = _DEFAULTS | dict(config)
+        config["layer_types"] = config.get("layer_types") or _pattern(config)
         rope = hf_config.read_group(config, ROPE)
         if SLIDING in rope or FULL in rope:
             local = hf_config.read_group(rope, SLIDING).get("rope_theta")
@@ -106,7 +121,7 @@ class Gemma(Decoder):
         }
 
 
-class Gemma3(Gemma):
+class Gemma3Text(Gemma):
     """Target family `Gemma3ForCausalLM`.
 
     Source: Gemma 3 technical report, arXiv 2503.19786.
@@ -127,6 +142,21 @@ class Gemma3(Gemma):
             window=self.arch.window(i),
             **build,
         )
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Gemma3Architecture:
+        """Reads config.json; published files leave out what they have in common."""
+        return super().architecture_from_hf(_DEFAULTS_OF_GEMMA3 | dict(config))
+
+
+class Gemma3(LanguageModel, Gemma3Text):
+    """Language model of `Gemma3ForConditionalGeneration`, as checkpoints of 4B and more are."""
+
+    hf_architectures = ("Gemma3ForConditionalGeneration",)
+    hf_model_type = "gemma3"
+    text_class = Gemma3Text
+    text_prefix = "language_model.model."
+    tower_names = ("vision_tower.*", "multi_modal_projector.*")
 
 
 def _pattern(config: Mapping[str, Any]) -> list[str]:

@@ -1,16 +1,22 @@
-"""Gemma 4: Gemma 3 with wider heads and shared keys and values in full layers."""
+"""Gemma 4: Gemma 3 with wider heads and shared keys and values in full layers, and experts."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.layers import rotary
+from dflash.checkpoints.tensor_map import Source, Stack
+from dflash.layers import moe, rotary
 from dflash.layers.attention import Attention
 from dflash.layers.linear import Float32RMSNorm
+from dflash.layers.mlp import gated
+from dflash.layers.routing import Router, Routing
 from dflash.layers.transformer import grouped_attention
 from dflash.models.gemma3 import ROPE, Gemma, GemmaLayer
 from dflash.models.gemma4_config import Gemma4Architecture
@@ -20,6 +26,19 @@ from dflash.parallel import parameters
 
 _BIDIRECTIONAL, _BY_LAYER = "use_bidirectional_attention", "per_layer_config"
 _PROPORTIONAL = "proportional"  # Rotary embedding of the first pairs of a head.
+_EXPERT_FORM = moe.ExpertForm(functools.partial(gated, activation="gelu_pytorch_tanh"))
+_EXPERT_NORMS = (
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
+# Parameters whose names in checkpoints are not those of `Decoder`.
+_NAMES = {
+    ".router.kernel": ".router.proj.weight",
+    ".router.norm.scale": ".router.scale",
+    ".router.per_expert_scale": ".router.per_expert_scale",
+    ".layer_scalar": ".layer_scalar",
+}
 
 
 class SharedValueAttention(Attention):
@@ -51,6 +70,45 @@ class ScaledLayer(GemmaLayer):
         return x * self.layer_scalar[...], auxiliary
 
 
+class ScaledRouter(Router):
+    """Router that normalizes its rows, and scales the weights of each expert."""
+
+    def __init__(self, arch: Gemma4Architecture, **build):
+        super().__init__(arch.hidden_size, Routing(arch.num_experts, arch.top_k_experts), **build)
+        self.norm = Float32RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        count = (arch.num_experts,)
+        self.per_expert_scale = parameters.declare(count, (None,), stddev=None, **build)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns experts int32 [..., k] and weights float32 [..., k] for rows x [..., D]."""
+        experts, weights = super().__call__(self.norm(x) * x.shape[-1] ** -0.5)
+        return experts, weights * self.per_expert_scale[...].astype(jnp.float32)[experts]
+
+
+class ExpertLayer(ScaledLayer):
+    """Layer with an MLP and routed experts side by side, each with norms of its own."""
+
+    def __init__(self, arch: Gemma4Architecture, **options):
+        super().__init__(arch, **options)
+        build = {name: options[name] for name in ("dtype", "sharding")}
+        self.router = ScaledRouter(arch, **build)
+        sizes = arch.hidden_size, arch.moe_intermediate_size
+        self.experts = moe.Experts(self.router.routing, *sizes, _EXPERT_FORM, **build)
+        for name in _EXPERT_NORMS:
+            setattr(self, name, Float32RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build))
+
+    def mlp_norm(self, x):
+        """Returns the residual stream, which each branch normalizes on its own."""
+        return x
+
+    def mlp_branch(self, x):
+        """Returns the normalized sum of the outputs of MLP and experts."""
+        dense = self.mlp(self.pre_feedforward_layernorm(x))
+        routed = self.experts(self.pre_feedforward_layernorm_2(x), *self.router(x))
+        both = self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(routed)
+        return self.post_feedforward_layernorm(both)
+
+
 class Gemma4Text(Gemma):
     """Target family `Gemma4ForCausalLM`: the models without embeddings for each layer.
 
@@ -60,7 +118,6 @@ class Gemma4Text(Gemma):
     hf_architectures = ("Gemma4ForCausalLM",)
     hf_model_type = "gemma4_text"
     norm_class = Float32RMSNorm
-    layer_class = ScaledLayer
     architecture_class = Gemma4Architecture
 
     def make_attention(self, i, **build) -> Attention:
@@ -93,9 +150,21 @@ class Gemma4Text(Gemma):
             SLIDING: rotary.angles_at(positions, local),
         }
 
-    def checkpoint_name(self, path: str) -> str:
-        """Returns the checkpoint's name of a parameter; see `Decoder.checkpoint_name`."""
-        return f"model.{path}" if path.endswith("layer_scalar") else super().checkpoint_name(path)
+    def make_layer(self, i: int, **build) -> nnx.Module:
+        """Returns layer `i`, with experts if the architecture has any."""
+        kind = ExpertLayer if self.arch.enable_moe_block else ScaledLayer
+        modules = {"attention": self.make_attention(i, **build), "mlp": self.make_mlp(i, **build)}
+        return kind(self.arch, norm_class=self.norm_class, **modules, **build)
+
+    def checkpoint_name(self, path: str) -> Source:
+        """Returns the source of a parameter; see `Decoder.checkpoint_name`."""
+        names = moe.stacked_names(path, self.arch.num_experts)
+        if names is not None:
+            return Stack(tuple(f"model.{name}" for name in names))
+        for ours, theirs in _NAMES.items():
+            if path.endswith(ours):
+                return f"model.{path.removesuffix(ours)}{theirs}"
+        return super().checkpoint_name(path)
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> Gemma4Architecture:

@@ -20,6 +20,8 @@ class LanguageModel:
 
     text_class: ClassVar[type]  # The family of the language model alone.
     tower_names: ClassVar[tuple[str, ...]]  # Names of the other models' tensors, with wildcards.
+    # Beginning of the names of the language model's tensors, but the head's.
+    text_prefix: ClassVar[str] = "model.language_model."
 
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
@@ -29,11 +31,11 @@ class LanguageModel:
     @property
     def checkpoint_copies(self) -> dict[str, str]:
         """Returns the copies of the family, by the names of these files."""
-        return {copy: _within(name) for copy, name in super().checkpoint_copies.items()}
+        return {copy: self._within(name) for copy, name in super().checkpoint_copies.items()}
 
     def checkpoint_name(self, path: str) -> Source:
         """Returns the source of a parameter: the family's, within the language model."""
-        return renamed(super().checkpoint_name(path), _within)
+        return renamed(super().checkpoint_name(path), self._within)
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> TargetArchitecture:
@@ -51,7 +53,6 @@ class LanguageModel:
         names = ("architectures", "model_type", "eos_token_id", _TIES)
         return {name: whole[name] for name in names} | {_TEXT: cls.text_class.config_to_hf(arch)}
 
-
-def _within(name: str) -> str:
-    """Returns the name of a tensor of the language model within the whole model."""
-    return name.replace("model.", "model.language_model.", 1)
+    def _within(self, name: str) -> str:
+        """Returns the name of a tensor of the language model within the whole model."""
+        return name.replace("model.", self.text_prefix, 1)

@@ -18,7 +18,7 @@ from support.models import (
 
 from dflash.inference.pages import Layout
 from dflash.layers.cache import Ring
-from dflash.models.gemma3 import Gemma3
+from dflash.models.gemma3 import Gemma3Text
 from dflash.parallel import parameters
 
 WINDOWS = {"sliding_window": 7, "layer_types": ("sliding_attention", "full_attention")}
@@ -32,7 +32,7 @@ PAGES = 7  # A window of 7, a chunk of 16 and a tile of 32 rows.
 
 @functools.cache
 def target():
-    model = Gemma3(ARCH, dtype=np.dtype("float32"), sharding=make_sharding())
+    model = Gemma3Text(ARCH, dtype=np.dtype("float32"), sharding=make_sharding())
     parameters.initialize(model, jax.random.key(0))
     emphasis = np.where(np.arange(ARCH.vocab_size) < FAVOURITES, EMPHASIS, 1.0)
     kernel = model.lm_head.kernel

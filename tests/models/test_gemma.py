@@ -9,7 +9,7 @@ from support.models import family_architecture, make_cache
 from support.parity import check_rows, pad, reference, step
 
 from dflash import errors
-from dflash.models.gemma3 import Gemma3
+from dflash.models.gemma3 import Gemma3Text
 from dflash.models.gemma4 import Gemma4, Gemma4Text
 from dflash.models.windows_config import SLIDING
 
@@ -86,6 +86,6 @@ def test_a_bad_field_is_named(message):
 
 def test_older_files_state_the_interval_of_full_layers():
     arch = dataclasses.replace(family_architecture("gemma3"), layer_types=())
-    config = Gemma3.config_to_hf(arch) | {"sliding_window_pattern": 3}
+    config = Gemma3Text.config_to_hf(arch) | {"sliding_window_pattern": 3}
     expected = ("sliding_attention", "sliding_attention", "full_attention")
-    assert Gemma3.architecture_from_hf(config).layer_types == expected
+    assert Gemma3Text.architecture_from_hf(config).layer_types == expected

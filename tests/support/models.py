@@ -90,6 +90,7 @@ OWN_FIELDS = {
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
     "gemma3": _WINDOWS,
+    "gemma3_text": _WINDOWS,
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
 }
