@@ -145,7 +145,7 @@ class Grammar:
             self.vocabulary.index,
             grammar_compiler.serialize(self.kind, self.source),
             log_level=0,
-            limits=library.LLParserLimits(**grammar_compiler.LIMITS),
+            limits=library.LLParserLimits(**grammar_compiler.limits(self.kind)),
         )
         if compiled.is_error():
             raise grammar_compiler.unusable(self.kind, compiled.get_error())

@@ -21,15 +21,18 @@ _MAX_CHECKED = 1024  # grammars whose check is remembered
 # Real schemas stay far below these limits; grammars that exceed them are rejected, when they are
 # compiled or in the middle of an output. The time of a mask grows with the product of both numbers
 # of items: with these, the most ambiguous grammars that we know take 0.1 s.
-LIMITS = {
+_LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
-    "max_items_in_row": 500,
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
 }
+
+# A place of an object takes four items per property that it may go on with. Schemas are hardly
+# ambiguous: with 4000 items their masks take some milliseconds.
+_ROW_ITEMS = {"json_object": 4000, "json_schema": 4000, "regex": 500, "lark": 500}
 
 _JSON_OPTIONS = {
     # Reject unsupported keywords, even if the schema asks for lenient treatment.
@@ -50,6 +53,11 @@ _OPEN = frozenset(
 
 _PROGRAM = "dflash.text.grammar_check"
 _problems: dict[tuple[Kind, str], str] = {}  # results of finished checks, oldest first
+
+
+def limits(kind: Kind) -> dict[str, Any]:
+    """Returns the limits of llguidance's parser for a kind of grammars."""
+    return {**_LIMITS, "max_items_in_row": _ROW_ITEMS[kind]}
 
 
 def check(
@@ -94,7 +102,7 @@ def _find_problem(
     Raises:
       UserError: See `check`.
     """
-    values = [serialize(kind, source), num_tokens, LIMITS, COMPILE_SECONDS, _COMPILE_BYTES]
+    values = [serialize(kind, source), num_tokens, limits(kind), COMPILE_SECONDS, _COMPILE_BYTES]
     try:
         process = limited_process.start(_PROGRAM)
     except OSError as error:

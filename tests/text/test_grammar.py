@@ -60,6 +60,21 @@ def test_rows_of_a_chain():
     assert matcher.may_end
 
 
+def test_objects_of_many_optional_properties():
+    """Four states per property: 900 exceed the limit of grammars, but not that of schemas."""
+    names = ["".join("ab"[i >> k & 1] for k in range(10)) for i in range(900)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"const": 0} for name in names},
+        "additionalProperties": False,
+    }
+    matcher = grammar.json_schema(schema, VOCABULARY).matcher(timed=False)
+    first, second = names[3], names[800]
+    text = f'{{"{first}":0,"{second}":0}}'
+    matcher.advance([TEXTS.index(character) for character in text])
+    assert matcher.may_end
+
+
 def test_rows_of_a_tree():
     matcher = grammar.regex("a(b|0)?1|b", VOCABULARY).matcher()
     tokens = [A, B, B, TEXTS.index("0"), TEXTS.index("1"), TEXTS.index("01")]
