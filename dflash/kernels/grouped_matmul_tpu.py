@@ -22,6 +22,7 @@ from dflash.kernels import flash_tpu
 from dflash.kernels.tuning import GROUPED_ROWS, GROUPED_WEIGHTS
 
 OP = "grouped_matmul"
+_DEPTH_UNIT = 32  # Rows of a tile of 8-bit weights.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
         functools.partial(_kernel, tile=tiles.rows, in_vmem=in_vmem, inputs=block and block[0]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(width // columns, jnp.maximum(tiles.num_used, 1)),
+            grid=(pl.cdiv(width, columns), jnp.maximum(tiles.num_used, 1)),
             in_specs=[row_spec, *specs],
             out_specs=outputs,
         ),
@@ -104,12 +105,17 @@ def fits_vmem(rows: jax.Array) -> bool:
 def columns_per_step(depth: int, width: int) -> int | None:
     """Returns the columns of weights per grid step, or None if no number of columns fits.
 
-    The number of column tiles is even where possible, for chips with two cores.
+    The last step has fewer columns if no number of whole lanes divides the width. The number of
+    column tiles is even where possible, for chips with two cores.
     """
-    whole = width if width % flash_tpu.LANES else flash_tpu.LANES
+    if width % flash_tpu.LANES:
+        if depth * width <= GROUPED_WEIGHTS:
+            return width
+        fitting = GROUPED_WEIGHTS // depth // flash_tpu.LANES
+        return fitting * flash_tpu.LANES or None
     fitting = [
         columns
-        for columns in range(whole, width + 1, whole)
+        for columns in range(flash_tpu.LANES, width + 1, flash_tpu.LANES)
         if width % columns == 0 and depth * columns <= GROUPED_WEIGHTS
     ]
     even = [columns for columns in fitting if (width // columns) % 2 == 0]
@@ -119,8 +125,8 @@ def columns_per_step(depth: int, width: int) -> int | None:
 def unsupported(rows, weights, block) -> str | None:
     """Returns why the kernel does not support a call, or None if it does."""
     depth, width = weights.shape[1:]
-    if depth % flash_tpu.LANES:
-        return f"{OP}: rows of {depth} elements, expected a multiple of {flash_tpu.LANES}"
+    if depth % _DEPTH_UNIT:
+        return f"{OP}: rows of {depth} elements, expected a multiple of {_DEPTH_UNIT}"
     if columns_per_step(depth, width) is None:
         return f"{OP}: weights {depth} × {width} are too large for VMEM"
     unit = flash_tpu.row_tile(weights.dtype)

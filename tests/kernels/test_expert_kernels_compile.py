@@ -67,6 +67,8 @@ def test_shapes_of_latent_attention(length, heads, kv_dtype, tree):
         (V5P, 128, (32, 768, 2048), INT8, None),
         (V5P, 128, (8, 7168, 2048), FP8, (128, 128)),
         (V5P, 4096, (32, 2048, 768), BF16, None),
+        (V5P, 32, (32, 2880, 5760), INT8, (32, 1)),  # gpt-oss
+        (V5P, 4096, (32, 2880, 2880), BF16, None),
     ],
 )
 def test_grouped_products(chip, count, shape, dtype, block):

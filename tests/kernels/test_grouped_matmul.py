@@ -78,6 +78,20 @@ def test_the_kernel_is_the_product_of_each_group(monkeypatch, few, count, groups
     np.testing.assert_allclose(found, by_loop(rows, weights, sizes), atol=1e-4)
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_widths_that_are_no_multiple_of_the_lanes(monkeypatch, few):
+    """As in gpt-oss, whose rows have 2880 elements: the last step has fewer columns."""
+    monkeypatch.setattr(grouped_matmul_tpu, "GROUPED_ROWS", 512 if few else 0)
+    monkeypatch.setattr(grouped_matmul_tpu, "GROUPED_WEIGHTS", 96 * 200)
+    rng = np.random.default_rng(6)
+    assert grouped_matmul_tpu.columns_per_step(96, 328) == 128
+    sizes = np.array([3, 0, 9], np.int32)
+    rows = rng.normal(size=(16, 96)).astype(np.float32)
+    weights = rng.normal(size=(3, 96, 328)).astype(np.float32)
+    found = on_tpu(rows, weights, sizes)
+    np.testing.assert_allclose(found, by_loop(rows, weights, sizes), atol=1e-4)
+
+
 @pytest.mark.parametrize("block", [None, (32, 1), (64, 128)])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_the_kernel_widens_eight_bits_as_it_reads_them(block, dtype):
@@ -115,7 +129,7 @@ def test_the_kernel_s_gradients_are_those_of_the_loop():
 @pytest.mark.parametrize(
     ("depth", "width", "block", "message"),
     [
-        (60, 128, None, "rows of 60 elements, expected a multiple of 128"),
+        (60, 128, None, "rows of 60 elements, expected a multiple of 32"),
         (2**15, 2**15 - 1, None, "weights 32768 × 32767 are too large for VMEM"),
         (128, 128, (48, 1), "blocks of 48 inputs, expected a divisor of 128 and a multiple of 8"),
     ],
