@@ -21,7 +21,7 @@ def tool():
 
 def test_fuzzed_requests_change_no_honest_output(tool, tmp_path):
     with served.serving(tmp_path, *tool.OPTIONS) as server:
-        _, findings = tool.fuzz(server, 150, seed=2, at_a_time=12, alone_s=1.0)
+        _, _, findings = tool.fuzz(server, 150, seed=2, at_a_time=12, alone_s=1.0)
         assert findings.problems == []
         assert all(findings.seconds)
         assert {"200", "400"} <= {status for _, status in findings.statuses}
