@@ -69,9 +69,15 @@ def build_from_json(
     return (None if built is INVALID else built), [], builder.problems
 
 
+def _kinds(cls: type) -> dict[str, Any]:
+    """Returns the types of a dataclass's fields, without those of its other attributes."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
 def _stated(content: Mapping[str, Any], schema_class: type, source: str) -> Node:
     """Returns the fields of `schema_class` that a JSON mapping states, as config nodes."""
-    kinds = typing.get_type_hints(schema_class)
+    kinds = _kinds(schema_class)
     known = {name: content[name] for name in kinds if content.get(name) is not None}
     return Node({name: _json_node(known[name], kinds[name], source) for name in known}, source)
 
@@ -128,7 +134,7 @@ class Builder:
         cls = self._chosen(declared, content, path)
         if cls is None:
             return INVALID
-        kinds = typing.get_type_hints(cls)
+        kinds = _kinds(cls)
         # Keys may be known to a schema that is named in an unreadable file; do not report them.
         judged = self.complete or declared not in self.choices or "name" in content
         for key in content:

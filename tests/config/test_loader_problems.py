@@ -171,6 +171,13 @@ def test_all_problems_are_reported_at_once(write):
     ]
 
 
+def test_an_attribute_of_a_group_is_no_key(write):
+    write("c.yml", MINIMAL)
+    overrides = "drafter.name=dflash", "drafter.checkpoint=random", "drafter.architecture.given=1"
+    (problem,) = problems("c.yml", *overrides)
+    assert "drafter.architecture.given: unknown key; expected one of intermediate_size" in problem
+
+
 def test_a_check_is_silent_about_values_already_reported(write):
     write("c.yml", MINIMAL)
     found = problems("c.yml", "decode.max_new_tokens=x", "decode.max_length=8")
