@@ -15,8 +15,10 @@ import pytest
 from support import program_cache, tiers, xla_flags
 
 # What a worker may hold between modules; within one, twice as much. See `pytest_runtest_teardown`.
-MOST_MAPPINGS = 15_000
+MOST_MAPPINGS = 20_000
 MOST_MEMORY_KIB = 3 * 2**20
+TESTS_PER_CHECK = 4  # Within a module; between two modules it is always checked.
+_num_unchecked = 0
 
 os.environ["XLA_FLAGS"] = xla_flags.quick(devices=8)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -80,10 +82,15 @@ def pytest_runtest_teardown(item, nextitem):
     the kernel of Linux allows 65,530 to a process: past them, loading a program crashes it. Its
     code takes memory too, some GiB after a thousand tests.
     """
-    if nextitem is None:
+    global _num_unchecked
+    _num_unchecked += 1
+    # Counting mappings takes milliseconds, as long as a small test.
+    same_module = nextitem is not None and nextitem.module is item.module
+    if nextitem is None or (same_module and _num_unchecked < TESTS_PER_CHECK):
         return
+    _num_unchecked = 0
     share = max(_num_mappings() / MOST_MAPPINGS, _memory_kib() / MOST_MEMORY_KIB)
-    if share < (2 if nextitem.module is item.module else 1):
+    if share < (2 if same_module else 1):
         return
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)

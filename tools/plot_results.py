@@ -11,13 +11,16 @@ import collections
 import pathlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from dflash.measure import plots
+from dflash.measure import palette, plots
 
+# The first figure of a cell: "1,559, 1,048" and "24.3–25.2" have two.
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 
 
@@ -61,7 +64,100 @@ class BarPlot(NamedTuple):
     label: str
 
 
+class GroupPlot(NamedTuple):
+    """Plot of one table, in which each row is a group of bars.
+
+    Rows without a figure in one of the columns are left out.
+
+    Attributes:
+      page: Page in docs/results.
+      header: Beginning of the table's first line, which no other table of the page has.
+      values: Columns with the heights of the bars, and their names in the legend. A name that
+        begins with a strategy and a comma gets a shade of the strategy's color.
+      labels: Title of the plot, and label of its vertical axis.
+      name: Column with the names of the groups.
+      only: Columns and the value that a row needs there to be drawn.
+      even: Height of a thin line that marks neither gain nor loss, or None.
+    """
+
+    page: str
+    header: str
+    values: Mapping[int, str]
+    labels: Mapping[str, str]
+    name: int = 0
+    only: Mapping[int, str] = {}
+    even: float | None = None
+
+
 PLOTS = {
+    "tiny_benchmark.png": GroupPlot(
+        page="tiny_benchmark.md",
+        header="| speed-up |",
+        values={1: "dflash2", 2: "dflash2, chosen", 3: "dflash", 4: "eagle3"},
+        labels={"title": "The embedded tiny family on two CPU cores", "ylabel": "speed-up"},
+        even=1.0,
+    ),
+    "tiny_family.png": GroupPlot(
+        page="tiny_family.md",
+        header="| | prompts | tokens, DFlash2 |",
+        values={3: "dflash2, 2,870 steps", 4: "dflash2, 1,070 steps", 5: "dflash, run 6"},
+        labels={
+            "title": "Drafters of the embedded tiny family",
+            "ylabel": "mean acceptance length (τ)",
+        },
+    ),
+    "trees.png": GroupPlot(
+        page="trees.md",
+        header="| greedy |",
+        values={1: "dflash2, chain", 2: "dflash2, tree of 32", 4: "dflash2, tree of 64"},
+        labels={
+            "title": "Trees of the embedded DFlash2 drafter, greedy",
+            "ylabel": "mean acceptance length (τ)",
+        },
+    ),
+    "forecast.png": GroupPlot(
+        page="forecast.md",
+        header="| context | strategy | batch 1 | batch 4 | batch 16 | batch 64 |\n"
+        "|---|---|---|---|---|---|\n| 512 | block_4 |",
+        values={2: "batch 1", 3: "batch 4", 4: "batch 16", 5: "batch 64"},
+        labels={
+            "title": "Qwen3-4B on one v5p chip after 512 tokens, by roofline",
+            "ylabel": "expected speed-up (not measured)",
+        },
+        name=1,
+        only={0: "512"},
+        even=1.0,
+    ),
+    "draft_vocabulary.png": GroupPlot(
+        page="draft_vocabulary.md",
+        header="| draft vocabulary | math |",
+        values={1: "math", 2: "code", 3: "chat", 4: "mean"},
+        labels={
+            "title": "DFlash drafters by the size of their vocabulary",
+            "ylabel": "mean acceptance length (τ)",
+        },
+    ),
+    "quantization.png": GroupPlot(
+        page="quantization.md",
+        header="| | change of logits |",
+        values={4: "roofline", 5: "cycles"},
+        labels={
+            "title": "Cycle of Qwen3-4B on v5p, by the TPU compiler",
+            "ylabel": "relative to bfloat16 (estimated)",
+        },
+        even=1.0,
+    ),
+    "decode_cpu.png": GroupPlot(
+        page="decode_cpu.md",
+        header="| | texts equal | cycles, of equal length | cycle, reference |",
+        values={
+            3: "cycle, PyTorch reference",
+            4: "cycle, this package",
+            6: "plain token, PyTorch reference",
+            7: "plain token, this package",
+        },
+        labels={"title": "DFlash on two CPU cores, beside the public reference", "ylabel": "ms"},
+    ),
     "smollm2_peers.png": BarPlot(
         page="smollm2_peers.md",
         header="| tiny family |",
@@ -150,12 +246,54 @@ def bars(plot: BarPlot, rows: Sequence[Sequence[str]]) -> bytes:
     return plots.png(figure)
 
 
+def groups(plot: GroupPlot, rows: Sequence[Sequence[str]]) -> bytes:
+    """Returns a plot of groups of bars, one group for each row, as a PNG file."""
+    rows = [
+        row
+        for row in rows
+        if all(row[column] == value for column, value in plot.only.items())
+        and all(_NUMBER.search(row[column]) for column in plot.values)
+    ]
+    figure = Figure(figsize=(max(6.0, 1.5 + 0.55 * len(rows) * len(plot.values)), 4.2),
+                    layout="constrained")  # fmt: skip
+    axes = figure.add_subplot()
+    width = 0.8 / len(plot.values)
+    for place, (column, name) in enumerate(plot.values.items()):
+        heights = [_number(row[column]) for row in rows]
+        places = [group + place * width for group in range(len(rows))]
+        color = _colors(plot.values.values())[name]
+        drawn = axes.bar(places, heights, 0.92 * width, label=name, color=color)
+        axes.bar_label(drawn, padding=2, fontsize=7)
+    if plot.even is not None:
+        axes.axhline(plot.even, color=palette.LIGHT.ink, linewidth=0.9, linestyle=":")
+    middle = 0.4 - width / 2
+    names = [textwrap.fill(row[plot.name].strip("`").rpartition("=")[2], 16) for row in rows]
+    axes.set_xticks([group + middle for group in range(len(rows))], names)
+    axes.margins(y=0.12)
+    axes.set(**plot.labels)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return plots.png(figure)
+
+
+def _colors(names: Iterable[str]) -> dict[str, str]:
+    """Returns the color of each name; further names of one strategy are lighter."""
+    slots = palette.line_slots(name.partition(",")[0] for name in names)
+    seen: collections.Counter[str] = collections.Counter()
+    colors = {}
+    for name in names:
+        strategy = name.partition(",")[0]
+        own = palette.color(palette.LIGHT, slots.get(strategy))
+        colors[name] = palette.shade(palette.LIGHT, own, min(0.3 * seen[strategy], 0.75))
+        seen[strategy] += 1
+    return colors
+
+
 def _group_name(cell: str) -> str:
     return f"batch {cell}" if cell.isdecimal() else cell
 
 
 def _number(cell: str) -> float:
-    return float(re.sub(r"[^\d.]", "", cell))
+    return float(_NUMBER.search(cell)[0].replace(",", ""))
 
 
 def draw(name: str) -> bytes:
@@ -165,6 +303,8 @@ def draw(name: str) -> bytes:
     rows = read_table(page, plot.header)
     if isinstance(plot, BarPlot):
         return bars(plot, rows)
+    if isinstance(plot, GroupPlot):
+        return groups(plot, rows)
     curves = lines(plot, rows)
     return plots.curves(curves, **plot.labels, log="x", even=plot.even)
 

@@ -15,7 +15,7 @@ class TfdsConfig:
     """
 
     name: str | None = None  # As in tfds.data_source: "name", "name/config:1.0.0".
-    data_dir: str | None = location("disk")  # None: ~/tensorflow_datasets.
+    data_dir: str | None = location("disk")  # None stands for ~/tensorflow_datasets.
     # Split of tfds for train, validation and test, such as {validation: "train[:1%]"}. Without one,
     # validation and test are held_out_percent of the questions of train.
     splits: Mapping[str, str] = option({})

@@ -139,7 +139,8 @@ class _Parser:
             degree = self._sum()
             self._take("]")
         elif self._peek().isdigit() and len(self._peek()) > 1:
-            raise _NoValue  # TeX reads one digit, but writers mean all of them
+            # TeX reads one digit of \sqrt12, but its author means all of them.
+            raise _NoValue
         return _power(self._argument(), 1 / degree)
 
     def _number(self, token: str) -> Value:

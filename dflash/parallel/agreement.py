@@ -148,7 +148,8 @@ class ProcessGroup:
         """
         self._closing.acquire()
         own = Failure(self.process, status, lines)
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another failure came first
+        # Setting the key raises if another process has reported its failure before.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             message = json.dumps(dataclasses.asdict(own)).encode()
             self._client.key_value_set(_FAILURE, _signed(_FAILURE, message).decode())
         try:

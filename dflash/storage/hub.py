@@ -41,7 +41,7 @@ def download(reference: str) -> pathlib.Path:
     """Fetches a repository, or finds it in the local cache, and prints its commit.
 
     Args:
-      reference: hf:org/name or hf:org/name@revision.
+      reference: Reference hf:org/name or hf:org/name@revision.
     Raises:
       CheckpointError: The repository or its revision is missing, or cannot be downloaded.
     """

@@ -174,7 +174,8 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 def _reported_damage(file: pathlib.Path) -> Iterator[None]:
     """Turns an error or a panic of the `tokenizers` library into InputError, which names the file.
 
-    The library checks a file only in part. What is wrong with it may appear with any text.
+    The library checks only a part of the file when it loads it; an error may surface with any
+    text that is tokenized later.
     """
     try:
         yield

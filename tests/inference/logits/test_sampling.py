@@ -231,6 +231,13 @@ def test_candidates_at_a_falling_temperature_become_greedy_ones():
     assert np.mean(cold.tokens == greedy.tokens) > 0.99
 
 
+@jax.jit
+def sample_request(params: SamplingParams, logits, positions):
+    """Samples for one request, whose parameters come as the host has them."""
+    params = jax.tree.map(lambda x: x[None], params).with_keys()
+    return SequenceSampler(params).sample(logits, positions)
+
+
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_extreme_temperatures_are_greedy_or_uniform(top_k):
     """Neither overflows nor vanishes in float32, with and without masked logits."""
@@ -238,11 +245,8 @@ def test_extreme_temperatures_are_greedy_or_uniform(top_k):
     positions = jnp.arange(40)[None]
 
     def draw(temperature):
-        params = jax.tree.map(
-            lambda x: jnp.asarray(x)[None],
-            SamplingParams.of(Sampling(temperature=temperature, top_k=top_k)),
-        ).with_keys()
-        return np.asarray(SequenceSampler(params).sample(logits, positions))
+        params = SamplingParams.of(Sampling(temperature=temperature, top_k=top_k))
+        return np.asarray(sample_request(params, logits, positions))
 
     np.testing.assert_array_equal(draw(1.2e-38), np.argmax(logits, axis=-1))
     np.testing.assert_array_equal(draw(3e38), draw(1e30))
@@ -254,9 +258,8 @@ def test_extreme_temperatures_are_greedy_or_uniform(top_k):
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
 def test_tiny_temperatures_are_greedy_also_among_equal_logits(temperature, filters):
     logits = jnp.zeros((1, 30, VOCAB)).at[..., VOCAB - 3 :].set(7.0)
-    sampling = Sampling(temperature=temperature, seed=1, **filters)
-    params = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingParams.of(sampling)).with_keys()
-    tokens = SequenceSampler(params).sample(logits, jnp.arange(30)[None])
+    params = SamplingParams.of(Sampling(temperature=temperature, seed=1, **filters))
+    tokens = sample_request(params, logits, jnp.arange(30)[None])
     assert np.asarray(tokens).tolist() == [[VOCAB - 3] * 30]
 
 
