@@ -10,9 +10,9 @@ class FairQueue:
 
     The next request is one of the owner that holds the fewest places. Owners form levels, such as
     (client, HTTP request): clients share the places evenly, and so do the requests of a client.
-    Equals take turns: an owner that gets a place goes to the end of the line, where new ones begin. So
-    nobody waits longer than for one place of each of the others. Requests with a lower priority
-    number go before all others.
+    Equals take turns: an owner that gets a place goes to the end of the line, where new owners
+    begin. So nobody waits longer than for one place of each of the others. Requests with a lower
+    priority number go before all others.
     """
 
     def __init__(self, places: int):

@@ -41,7 +41,7 @@ def download(reference: str) -> pathlib.Path:
     """Fetches a repository, or finds it in the local cache, and prints its commit.
 
     Args:
-      reference: Reference hf:org/name or hf:org/name@revision.
+      reference: Repository as hf:org/name or hf:org/name@revision.
     Raises:
       CheckpointError: The repository or its revision is missing, or cannot be downloaded.
     """
