@@ -4,7 +4,7 @@ Three namings are known: Hugging Face's tensors, the models of Tunix (LoRA inclu
 decoder, with layers stacked or one by one. Each maps a parameter to an `Origin`: the arrays of the
 tree from which it follows, and how.
 
-Sources: tunix/models/qwen3/params.py and llama3/params.py of google-tunix 0.1.7;
+Sources: tunix/models/{qwen2,qwen3,llama3,gemma3}/ of google-tunix 0.1.7;
 maxtext/checkpoint_conversion/utils/param_mapping.py of maxtext 0.2.5.
 """
 
@@ -96,7 +96,7 @@ def find_naming(
     if any(name.endswith("token_embedder.embedding") for name in flat):
         return MaxTextNames(module, flat)
     if "embedder.input_embedding" in flat:
-        return TunixNames(flat, lora_alpha)
+        return TunixNames(module, flat, lora_alpha)
     if any(name.endswith(".weight") for name in flat):
         return HfNames(module)
     some = ", ".join(map(repr, itertools.islice(flat, 3))) or "no arrays"
@@ -158,81 +158,103 @@ class _Pieces:
 # --- Tunix --------------------------------------------------------------------------------------
 
 
+_TUNIX_RULES = (
+    (r"embed_tokens\.embedding", "embedder.input_embedding"),
+    (r"norm\.scale", "final_norm.w"),
+    (r"lm_head\.kernel", "lm_head.w"),
+    (r"(layers\.\d+)\.self_attn\.(\w_proj)\.kernel", r"\1.attn.\2.w"),
+    (r"(layers\.\d+)\.self_attn\.(\w)_proj\.bias", r"\1.attn.\2_bias"),
+    (r"(layers\.\d+)\.self_attn\.(\w_norm)\.scale", r"\1.attn.\2.w"),
+    (r"(layers\.\d+\.\w+_layernorm)\.scale", r"\1.w"),
+    (r"(layers\.\d+\.mlp\.\w+_proj\.kernel)", r"\1"),
+    (r"(layers\.\d+\.mlp)\.gate\.kernel", r"\1.router.kernel"),
+    (r"(layers\.\d+\.mlp)\.experts\.(\w+_proj)\.kernel", r"\1.\2"),
+)
+_GEMMA_RULES = (
+    (r"norm\.scale", "final_norm.scale"),
+    (r"(layers\.\d+)\.self_attn\.q_norm\.scale", r"\1.attn._query_norm.scale"),
+    (r"(layers\.\d+)\.self_attn\.k_norm\.scale", r"\1.attn._key_norm.scale"),
+    (r"(layers\.\d+)\.self_attn\.([qkv])_proj\.kernel", r"\1.attn.\2_einsum.w"),
+    (r"(layers\.\d+)\.self_attn\.o_proj\.kernel", r"\1.attn.attn_vec_einsum.w"),
+    (r"(layers\.\d+)\.input_layernorm\.scale", r"\1.pre_attention_norm.scale"),
+    (r"(layers\.\d+)\.post_attention_layernorm\.scale", r"\1.post_attention_norm.scale"),
+    (r"(layers\.\d+)\.(\w+)_feedforward_layernorm\.scale", r"\1.\2_ffw_norm.scale"),
+    *_TUNIX_RULES,
+)
+
+
 class TunixNames:
-    """Names of the models of Tunix, whose projections to heads keep one dimension per head."""
+    """Names of the models of Tunix, whose projections to heads keep one dimension per head.
 
-    _RULES = (
-        (r"embed_tokens\.embedding", "embedder.input_embedding"),
-        (r"norm\.scale", "final_norm.w"),
-        (r"lm_head\.kernel", "lm_head.w"),
-        (r"(layers\.\d+)\.self_attn\.(\w_proj)\.kernel", r"\1.attn.\2.w"),
-        (r"(layers\.\d+)\.self_attn\.(\w_norm)\.scale", r"\1.attn.\2.w"),
-        (r"(layers\.\d+\.\w+_layernorm)\.scale", r"\1.w"),
-        (r"(layers\.\d+\.mlp\.\w+_proj\.kernel)", r"\1"),
-    )
+    Gemma's projections to heads are stored as [N, D, H], and keys and values, or all three, in one
+    array.
+    """
 
-    def __init__(self, flat: Mapping[str, Any], lora_alpha: float | None):
+    def __init__(self, module: nnx.Module, flat: Mapping[str, Any], lora_alpha: float | None):
         """Creates the naming of a tree; see `find_naming`."""
-        self._shapes = {name: tuple(array.shape) for name, array in flat.items()}
-        self._lora_alpha = lora_alpha
-        self._lora = {name[: -len(LORA_A)] for name in flat if name.endswith(LORA_A)}
-        if self._lora and lora_alpha is None:
+        self._head_dim = module.arch.head_dim
+        self._rules = _GEMMA_RULES if "final_norm.scale" in flat else _TUNIX_RULES
+        self._names, self._lora_alpha = flat.keys(), lora_alpha
+        ranks = {name[: -len(LORA_A)]: array for name, array in flat.items() if LORA_A in name}
+        self._ranks = {name: array.shape[-1] for name, array in ranks.items()}
+        if self._ranks and lora_alpha is None:
             raise errors.CheckpointError(
-                f"weights: {min(self._lora)}{LORA_A!s}: LoRA parameters need their scale; give "
+                f"weights: {min(self._ranks)}{LORA_A!s}: LoRA parameters need their scale; give "
                 "lora_alpha"
             )
 
     def origin(self, path: str, shape: tuple[int, ...]) -> Origin:
         """Returns the array of a parameter, with those of its LoRA if it has one."""
-        name = _rename(self._RULES, path)
-        # Heads are apart in the tree: [D, N, H] or [N, H, D] where the parameter is a matrix.
-        stored = self._shapes.get(name, shape)
-        heads_apart = name.endswith("_proj.w") and _is_split(stored, shape)
-        stored = stored if heads_apart else shape
-        if name not in self._lora:
-            return Origin((name,), (stored,), _Reshaped(shape))
-        rank = self._shapes[name + LORA_A][-1]
-        names = name, name + LORA_A, name + LORA_B
-        return Origin(names, (stored, None, None), _Merged(shape, self._lora_alpha / rank))
+        shape, name = tuple(shape), _rename(self._rules, path)
+        stored, form = _heads_apart(path, shape, self._head_dim), TunixForm(shape)
+        projection = re.fullmatch(r"(.*\.)([qkv])_einsum\.w", name)
+        if projection:
+            stored = stored[1], stored[0], stored[2]
+            form = TunixForm(shape, input_inside=True)
+            for joined in ("kv", "qkv"):
+                whole = f"{projection[1]}{joined}_einsum.w"
+                if projection[2] in joined and whole in self._names:
+                    name, stored = whole, (len(joined), *stored)
+                    form = dataclasses.replace(form, part=joined.index(projection[2]))
+        if name not in self._ranks:
+            return Origin((name,), (stored,), form)
+        form = dataclasses.replace(form, lora_scale=self._lora_alpha / self._ranks[name])
+        return Origin((name, name + LORA_A, name + LORA_B), (stored, None, None), form)
 
     def ignores(self, name: str) -> bool:
         """Returns False: the models have no other arrays."""
         return False
 
 
-def _is_split(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Returns whether `stored` splits one dimension of a matrix in two."""
-    if len(stored) != 3 or len(shape) != 2:
-        return False
-    joined = {(stored[0], stored[1] * stored[2]), (stored[0] * stored[1], stored[2])}
-    return tuple(shape) in joined
-
-
 @dataclasses.dataclass(frozen=True)
-class _Reshaped:
-    """Reshapes an array to a parameter's shape."""
+class TunixForm:
+    """Converts an array of Tunix to a parameter.
+
+    Attributes:
+      shape: Shape of the parameter.
+      part: Index of the parameter in an array of several; None for an array of its own.
+      input_inside: The array is [N, D, H] where the parameter is [D, N · H].
+      lora_scale: Factor of the product of LoRA parameters.
+    """
 
     shape: tuple[int, ...]
+    part: int | None = None
+    input_inside: bool = False
+    lora_scale: float = 0.0
 
-    def __call__(self, array: jax.Array) -> jax.Array:
+    def __call__(self, array: jax.Array, *lora: jax.Array) -> jax.Array:
+        if lora:
+            array = array + self.lora_scale * self._product(*lora).reshape(array.shape)
+        if self.part is not None:
+            array = array[self.part]
+        if self.input_inside:
+            array = array.swapaxes(0, 1)
         return array.reshape(self.shape)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Merged:
-    """Adds scale · A · B to an array, and reshapes it to a parameter's shape."""
-
-    shape: tuple[int, ...]
-    scale: float
-
-    def __call__(self, array: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        rank = a.shape[-1]
-        product = jnp.matmul(
-            a.reshape(-1, rank).astype(jnp.float32),
-            b.reshape(rank, -1).astype(jnp.float32),
-            precision="highest",
-        )
-        return (array + self.scale * product.reshape(array.shape)).reshape(self.shape)
+    def _product(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        product = jnp.tensordot(a, b, axes=1, precision="highest")
+        return jnp.moveaxis(product, 0, -2) if self.input_inside else product
 
 
 # --- MaxText ------------------------------------------------------------------------------------
@@ -303,15 +325,10 @@ class MaxTextNames:
 
     def _form(self, path: str, shape: tuple[int, ...]) -> tuple["MaxTextForm", tuple[int, ...]]:
         """Returns the form of a parameter and its shape in the tree, without layers."""
-        attention = re.search(r"self_attn\.(\w)_proj", path)
-        if attention is None:
-            return MaxTextForm(shape), shape
-        size = self._arch.head_dim
-        if attention[1] == "o":
-            return MaxTextForm(shape), (shape[0] // size, size, shape[1])
-        interleaved = self._interleaves and attention[1] in "qk"
+        size, attention = self._arch.head_dim, re.search(r"self_attn\.([qk])_proj", path)
+        interleaved = self._interleaves and attention is not None
         scale = size**0.5 if interleaved and attention[1] == "q" else 1.0
-        return MaxTextForm(shape, interleaved, scale), (shape[0], shape[1] // size, size)
+        return MaxTextForm(shape, interleaved, scale), _heads_apart(path, shape, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,6 +361,16 @@ class MaxTextForm:
             halves = jnp.split(array, 2, axis=-1)
             array = jnp.stack(halves, axis=-1).reshape(stored)
         return array
+
+
+def _heads_apart(path: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Returns the shape of a parameter, whose heads have a dimension of their own in the tree."""
+    projection = re.search(r"self_attn\.(\w)_proj\.kernel", path)
+    if projection is None:
+        return shape
+    if projection[1] == "o":
+        return shape[0] // size, size, shape[1]
+    return shape[0], shape[1] // size, size
 
 
 def _rename(rules: Iterable[tuple[str, str]], path: str) -> str:

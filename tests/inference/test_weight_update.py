@@ -17,6 +17,7 @@ from dflash import errors
 from dflash.inference import weight_update
 from dflash.layers.transformer import join_projections
 from dflash.loading import quantization
+from dflash.models.deepseek_v3 import DeepseekV3
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
@@ -190,10 +191,10 @@ def test_nan_elsewhere_changes_nothing():
 
 
 def test_what_cannot_be_named_is_refused():
-    moe = fresh(Qwen3Moe, arch=family_architecture("qwen3_moe"))
+    latent = fresh(DeepseekV3, arch=family_architecture("deepseek_v3"))
     tree = tunix_tree(fresh())
-    with pytest.raises(errors.CheckpointError, match=r"experts.*: this tree has no name for it"):
-        weight_update.update(moe, tree)
+    with pytest.raises(errors.CheckpointError, match=r"_proj.*: this tree has no name for it"):
+        weight_update.update(latent, tree)
     lora = tunix_tree(fresh(), lora=True)
     with pytest.raises(errors.CheckpointError, match=r"w_lora_a: .*give lora_alpha"):
         weight_update.update(fresh(), lora)
