@@ -242,10 +242,10 @@ class LLM:
         if not values:
             return []
         job, engine, batch = self._prepare(values, sampling)
-        done: dict[int, requests.Completion] = {}
+        done: dict[int, requests.RequestOutput] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {request.id: [] for request in batch}
         for event in decode(engine, batch):
-            if isinstance(event, requests.Completion):
+            if isinstance(event, requests.RequestOutput):
                 done[event.id] = event
             else:
                 logprobs[event.id] += event.logprobs
@@ -357,7 +357,7 @@ def _pieces(
     silent = frozenset(batch[0].stop_ids)
     logprobs: list[TokenLogprobs] = []
     for event in decode(engine, batch):
-        if isinstance(event, requests.Completion):
+        if isinstance(event, requests.RequestOutput):
             tail = words.flush()
             if tail:
                 yield Piece(tail, (), drafted=False)
@@ -379,7 +379,7 @@ def _pieces(
 def _completion(
     value: prompts_lib.Value,
     prompt: Prompt,
-    completion: requests.Completion,
+    completion: requests.RequestOutput,
     tokenizer: Tokenizer,
     logprobs: Sequence[TokenLogprobs],
 ) -> Completion:

@@ -36,7 +36,7 @@ def forward(target, drafter, tokens, position, cache):
 @nnx.jit
 def cycle(target, drafter, anchor, position, cache, state):
     """Drafts a block after the anchor, verifies it, and shows the drafter the committed tokens."""
-    params = sampling.SamplingParams.of(request.Sampling(temperature=0.0))
+    params = sampling.SamplingParams.of(request.RequestSampling(temperature=0.0))
     greedy = sampling.SequenceSampler(jax.tree.map(lambda x: jnp.array([x]), params).with_keys())
     proposal, state = drafter.draft(state, anchor, position, greedy, target)
     block = jnp.concatenate([anchor[:, None], proposal.tokens], axis=1)

@@ -34,7 +34,7 @@ from dflash.config.tpu_schema import CompileDecode
 from dflash.inference.cycle import cycle
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
-from dflash.inference.request import Request, Sampling
+from dflash.inference.request import Request, RequestSampling
 from dflash.loading import decode_plan, models
 from dflash.models.decoder import Decoder
 from dflash.parallel.chips import Chip
@@ -309,7 +309,9 @@ def _compile_cycle(engine: Engine) -> jax.stages.Compiled:
 def _as_configured(state, engine: Engine):
     """Replaces the sampling parameters and controls of a state by constants from the config."""
     config = engine.config
-    request = Request(0, (), 1, Sampling.from_config(config), min_new_tokens=config.min_new_tokens)
+    request = Request(
+        0, (), 1, RequestSampling.from_config(config), min_new_tokens=config.min_new_tokens
+    )
     of_request = controls.of_request(request, (), engine.layout.max_length)
 
     def broadcast(array: jax.Array, value: Any) -> jax.Array:

@@ -181,7 +181,7 @@ class DrafterConfig:
 class SamplingConfig:
     """Sampling parameters of a sequence, with their defaults and bounds.
 
-    Configs (`DecodeConfig`) and requests (`inference.request.Sampling`) derive from it.
+    Configs (`DecodeConfig`) and requests (`inference.request.RequestSampling`) derive from it.
     """
 
     temperature: float = option(0.0, minimum=0.0)  # 0: greedy.

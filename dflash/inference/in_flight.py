@@ -11,7 +11,7 @@ from dflash import errors
 from dflash.inference.cycle.state import Report
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits.logprobs import Logprobs
-from dflash.inference.request import Completion, Request, TokenLogprobs
+from dflash.inference.request import Request, RequestOutput, TokenLogprobs
 from dflash.text.grammar import Matcher
 
 
@@ -88,7 +88,7 @@ class ActiveRequest:
 
     @property
     def finish_reason(self) -> str:
-        """Reason of the request's end; see `Completion`."""
+        """Reason of the request's end; see `RequestOutput`."""
         if self.error is not None:
             return "error"
         if self.output_ids[-1] not in self.request.stop_ids:
@@ -100,14 +100,14 @@ class ActiveRequest:
         """Number of tokens to prefill: the prompt, or all tokens before a known anchor."""
         return self.length - bool(self.output_ids)
 
-    def completion(self, now: float, clock_s: float) -> Completion:
+    def completion(self, now: float, clock_s: float) -> RequestOutput:
         """Returns the completion of the request.
 
         Args:
           now: Time of its last token, in seconds of time.perf_counter.
           clock_s: Total time of all dispatches of cycles so far, in seconds.
         """
-        return Completion(
+        return RequestOutput(
             id=self.request.id,
             output_ids=tuple(self.output_ids),
             finish_reason=self.finish_reason,

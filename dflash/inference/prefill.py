@@ -19,11 +19,11 @@ from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout, Slot
-from dflash.inference.request import Sampling
+from dflash.inference.request import RequestSampling
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 
-GREEDY = Sampling()
+GREEDY = RequestSampling()
 UNKNOWN = -1  # Placeholder for the token after a chunk that the target samples.
 
 
@@ -47,7 +47,7 @@ class PrefillChunk:
     following: int
     slot: int
     pages: Sequence[int]
-    sampling: Sampling
+    sampling: RequestSampling
     fresh: bool
     constraints: FirstTokenConstraints | None = None
 
@@ -58,7 +58,7 @@ class PrefillChunk:
         start: int,
         end: int,
         slot: Slot,
-        sampling: Sampling,
+        sampling: RequestSampling,
         *,
         fresh: bool,
         constraints: FirstTokenConstraints | None = None,

@@ -16,7 +16,7 @@ from dflash.inference.logits import controls, nonfinite
 from dflash.inference.logits.controls import Controls
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.prefill import ChunkInputs, prefill_chunk, replay_chunk
-from dflash.inference.request import Sampling
+from dflash.inference.request import RequestSampling
 from dflash.inference.shapes import Shapes
 from dflash.models.decoder import Decoder
 from dflash.parallel.sharding import zeros
@@ -143,7 +143,7 @@ def occupied(shapes: Shapes) -> Callable:
     return functools.partial(
         timing.occupy,
         layout=shapes.layout,
-        sampling=Sampling.from_config(shapes.config),
+        sampling=RequestSampling.from_config(shapes.config),
         vocab_size=shapes.vocab_size,
     )
 

@@ -19,7 +19,7 @@ MAX_BIASED = 300  # Most tokens that a request may bias.
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling(SamplingConfig):
+class RequestSampling(SamplingConfig):
     """Sampling parameters of one sequence.
 
     Attributes:
@@ -40,7 +40,7 @@ class Sampling(SamplingConfig):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @classmethod
-    def from_config(cls, config: SamplingConfig, sequence: int = 0) -> "Sampling":
+    def from_config(cls, config: SamplingConfig, sequence: int = 0) -> "RequestSampling":
         """Returns the config's sampling parameters for sequence number `sequence` of the run."""
         return cls(**subset(config, SamplingConfig), sequence=sequence)
 
@@ -69,7 +69,7 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: RequestSampling = RequestSampling()
     stop_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
     logprobs: int | None = None
@@ -146,7 +146,7 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
+class RequestOutput:
     """Output and statistics of a finished request.
 
     Attributes:
@@ -183,7 +183,7 @@ class Completion:
     error: errors.UserError | None = None
 
     @classmethod
-    def failed(cls, request: Request, error: errors.UserError) -> "Completion":
+    def failed(cls, request: Request, error: errors.UserError) -> "RequestOutput":
         """Returns the completion of a request that failed before it was prefilled."""
         now = time.perf_counter()
         return cls(request.id, (), "error", (), (), 0.0, 0.0, 0.0, now, error=error)
@@ -200,7 +200,7 @@ class Completion:
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
-Event = Tokens | Completion
+Event = Tokens | RequestOutput
 
 
 def max_length(requests: Iterable[Request]) -> int:
@@ -259,7 +259,7 @@ def bounds_of(field: dataclasses.Field) -> tuple[float, float]:
     return low, high
 
 
-def _check_sampling(where: str, sampling: Sampling) -> None:
+def _check_sampling(where: str, sampling: RequestSampling) -> None:
     for field in dataclasses.fields(sampling):
         if not field.metadata:
             continue

@@ -36,7 +36,7 @@ from dflash.inference.in_flight import (
     rejected,
 )
 from dflash.inference.logits import controls, nonfinite
-from dflash.inference.request import Completion, Event, Request, TokenLogprobs, Tokens
+from dflash.inference.request import Event, Request, RequestOutput, TokenLogprobs, Tokens
 from dflash.inference.stats import COUNTERS, SchedulerStats
 
 
@@ -116,8 +116,8 @@ class Scheduler:
 
         Returns:
           The events of the finished work: Tokens as they are committed, the first token of a
-            request by itself, and a Completion after the last Tokens of each request. Empty after a
-            chunk that completes no prompt.
+            request by itself, and a RequestOutput after the last Tokens of each request. Empty
+            after a chunk that completes no prompt.
         """
         self._keep_busy()
         events = self._collect() if self._pending else []
@@ -345,11 +345,11 @@ class Scheduler:
             events.append(self._finish(active, begin + len(ran) / max(cycles, 1) * (end - begin)))
         return events
 
-    def _finish(self, active: ActiveRequest, now: float) -> Completion:
+    def _finish(self, active: ActiveRequest, now: float) -> RequestOutput:
         self._batch.vacate(active)
         return self._completion(active, now)
 
-    def _completion(self, active: ActiveRequest, now: float) -> Completion:
+    def _completion(self, active: ActiveRequest, now: float) -> RequestOutput:
         self._ids.discard(active.request.id)
         return active.completion(now, self._clock_s)
 

@@ -20,7 +20,7 @@ from dflash.inference.logits import controls
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import ChunkInputs
-from dflash.inference.request import Sampling
+from dflash.inference.request import RequestSampling
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 from dflash.parallel.compiler_options import loop_options
@@ -156,11 +156,11 @@ class Shapes:
             names = (name, *(None,) * x.ndim)
             return self.sharding.abstract((batch, *x.shape), names, x.dtype)
 
-        return jax.tree.map(place, SamplingParams.of(Sampling()))
+        return jax.tree.map(place, SamplingParams.of(RequestSampling()))
 
     def one_sampling(self) -> SamplingParams:
         """Returns the sampling parameters of one sequence, without a batch dimension."""
-        one = SamplingParams.of(Sampling())
+        one = SamplingParams.of(RequestSampling())
         return jax.tree.map(lambda x: self.whole(x.shape, x.dtype), one)
 
     def proposal(self, run: Any) -> Proposal:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from dflash.inference.cycle import adaptive
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.pages import Layout
-from dflash.inference.request import Sampling
+from dflash.inference.request import RequestSampling
 
 ROUNDS = 5
 _PRIME = 7919  # Spreads the tokens of neighboring slots.
@@ -30,7 +30,7 @@ def occupy(
     seconds: jax.Array,
     *,
     layout: Layout,
-    sampling: Sampling,
+    sampling: RequestSampling,
     vocab_size: int,
 ) -> DecodeState:
     """Returns a state with a sequence of half the maximal length in every slot.

@@ -18,7 +18,7 @@ from dflash.data import datasets
 from dflash.data.example import Example
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import NUM_STOP_IDS, Engine
-from dflash.inference.request import Request, Sampling, max_length
+from dflash.inference.request import Request, RequestSampling, max_length
 from dflash.loading import decode_plan, models, weights
 from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
@@ -77,7 +77,7 @@ class Job:
                 prompt.index,
                 prompt.ids,
                 decode.max_new_tokens,
-                Sampling.from_config(decode, prompt.index),
+                RequestSampling.from_config(decode, prompt.index),
                 self.stop_ids,
                 decode.min_new_tokens,
             )

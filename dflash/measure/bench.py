@@ -10,7 +10,7 @@ from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
 from dflash.inference.engine import NUM_STOP_IDS
-from dflash.inference.request import Completion, Request, Sampling
+from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.loading import job as jobs
 from dflash.loading import weights
 from dflash.measure import workload as workloads
@@ -139,12 +139,12 @@ class Bench:
         """Returns the task's prompts, grouped into queues; see `Workload.queues`."""
         return self.workload.queues(task, self.config.decode.batch_size)
 
-    def decode(self, strategy: str, queue: Sequence[Item]) -> tuple[Completion, ...]:
+    def decode(self, strategy: str, queue: Sequence[Item]) -> tuple[RequestOutput, ...]:
         """Decodes a queue of prompts; each free slot takes the next prompt."""
         engine = self.engines[strategy]
         engine.follow([script(item, self.longest_paths[strategy]) for item in queue])
         events = decode(engine, [self.request(item) for item in queue])
-        done = [event for event in events if isinstance(event, Completion)]
+        done = [event for event in events if isinstance(event, RequestOutput)]
         return tuple(sorted(done, key=lambda completion: completion.id))
 
     def request(self, item: Item, at_most: int | None = None) -> Request:
@@ -153,10 +153,12 @@ class Bench:
         new_tokens = min(item.max_new_tokens, at_most or item.max_new_tokens)
         # Forced acceptance commits any drafted token, so a stop token has no meaning.
         stop_ids = () if self.workload.forced else self.jobs[self.baseline].stop_ids
-        sampling = Sampling.from_config(self.config.decode, index)
+        sampling = RequestSampling.from_config(self.config.decode, index)
         return Request(index, item.prompt.ids, new_tokens, sampling, stop_ids)
 
-    def marks(self, queue: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
+    def marks(
+        self, queue: Sequence[Item], done: Sequence[RequestOutput]
+    ) -> tuple[bool | None, ...]:
         """Returns whether each output has the right answer; None if its prompt has none."""
         tokenizer = self.jobs[self.baseline].tokenizer
         return tuple(

@@ -16,7 +16,7 @@ from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.pages import Slot
-from dflash.inference.request import Request, Sampling
+from dflash.inference.request import Request, RequestSampling
 from dflash.measure.forced import FixedDrafter, ForcedDrafter
 from dflash.models.decoder import Decoder
 
@@ -60,7 +60,7 @@ class MeasuredEngine(Engine):
 
     def occupied(self, prompt: Sequence[int]) -> DecodeState:
         """Returns a state with the same prompt in every slot, and room for the maximal length."""
-        layout, sampling = self.layout, Sampling.from_config(self.config)
+        layout, sampling = self.layout, RequestSampling.from_config(self.config)
         request = Request(0, tuple(prompt), layout.max_length - len(prompt), sampling)
         state = self.new_state()
         for index in range(layout.batch_size):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.measure.parts import Parts
 from dflash.measure.samples import Sample, TaskRound
 from dflash.runs import shards
@@ -61,7 +61,7 @@ def _round(values: Mapping[str, Any]) -> TaskRound:
             **{
                 **sample,
                 "completions": tuple(
-                    Completion(**_tuples(completion)) for completion in sample["completions"]
+                    RequestOutput(**_tuples(completion)) for completion in sample["completions"]
                 ),
                 "conversations": tuple(sample["conversations"]),
                 "marks": tuple(sample["marks"]),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.measure.parts import Parts
 
 
@@ -43,7 +43,7 @@ class Sample:
     task: str
     strategy: str
     round: int
-    completions: tuple[Completion, ...]
+    completions: tuple[RequestOutput, ...]
     conversations: tuple[int, ...]
     marks: tuple[bool | None, ...] = ()
 
@@ -86,7 +86,7 @@ class TaskRound:
     parts: Mapping[str, Parts]
 
 
-def prompt_times(completions: Sequence[Completion]) -> tuple[PromptTime, ...]:
+def prompt_times(completions: Sequence[RequestOutput]) -> tuple[PromptTime, ...]:
     """Computes the times of prompts that shared the slots of one engine; see `PromptTime`."""
     last = np.array([completion.finished_at for completion in completions])
     first = last - [completion.decode_ms / 1e3 for completion in completions]

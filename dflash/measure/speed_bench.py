@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.measure import table
 from dflash.measure.samples import Sample, TaskRound
 from dflash.measure.workload import Item
@@ -111,7 +111,7 @@ def timing(samples: Sequence[Sample]) -> Values:
     }
 
 
-def _span_s(completions: Sequence[Completion]) -> float:
+def _span_s(completions: Sequence[RequestOutput]) -> float:
     """Returns the time from the first prefill of a queue to its last token, in seconds."""
     begins = [
         completion.finished_at - (completion.decode_ms + completion.prefill_ms) / 1e3
@@ -132,7 +132,7 @@ def _statistics(values: Iterable[float]) -> Values:
     }
 
 
-def _completions(samples: Iterable[Sample]) -> Iterable[Completion]:
+def _completions(samples: Iterable[Sample]) -> Iterable[RequestOutput]:
     return (completion for sample in samples for completion in sample.completions)
 
 

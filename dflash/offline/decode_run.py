@@ -16,7 +16,7 @@ import jax
 
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
-from dflash.inference.request import Completion, Tokens, max_length
+from dflash.inference.request import RequestOutput, Tokens, max_length
 from dflash.inference.stats import SchedulerStats
 from dflash.loading.job import Job
 from dflash.offline.decoding import decode
@@ -255,7 +255,7 @@ def _asked(prompt: Prompt) -> str | tuple[Mapping[str, Any], ...] | None:
     return prompt.text if prompt.messages is None else prompt.messages
 
 
-def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -> Record:
+def _record(prompt: Prompt, completion: RequestOutput, tokenizer, clock_s: float) -> Record:
     """Returns the record of a finished prompt, a line of outputs.jsonl."""
     return Record(
         index=prompt.index,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from dflash.inference.engine import Engine
-from dflash.inference.request import Completion, Event, Request
+from dflash.inference.request import Event, Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
 from dflash.inference.stats import SchedulerStats
 
@@ -20,7 +20,7 @@ def decode(
       requests: All requests.
       tell: Called at the end with the scheduler's statistics.
     Yields:
-      Tokens as they are committed, and one Completion per request after its last Tokens.
+      Tokens as they are committed, and one RequestOutput per request after its last Tokens.
     Raises:
       InputError: A request cannot be decoded. It is raised before any request has started.
       UserError: A request has failed, such as by logits that are not finite.
@@ -30,7 +30,7 @@ def decode(
         scheduler.submit(request)
     while not scheduler.idle:
         for event in scheduler.step():
-            if isinstance(event, Completion) and event.error is not None:
+            if isinstance(event, RequestOutput) and event.error is not None:
                 raise event.error
             yield event
     tell(scheduler.stats())

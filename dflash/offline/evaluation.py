@@ -9,7 +9,13 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
-from dflash.inference.request import Completion, Request, Sampling, check_request, max_length
+from dflash.inference.request import (
+    Request,
+    RequestOutput,
+    RequestSampling,
+    check_request,
+    max_length,
+)
 from dflash.models.decoder import Decoder
 from dflash.offline.decoding import decode
 
@@ -46,7 +52,11 @@ class DraftingTest:
         self._sources = [name for name, _ in pairs]
         self._requests = [
             Request(
-                index, ids, config.max_new_tokens, Sampling.from_config(config, index), stop_ids
+                index,
+                ids,
+                config.max_new_tokens,
+                RequestSampling.from_config(config, index),
+                stop_ids,
             )
             for index, (_, ids) in enumerate(pairs)
         ]
@@ -74,10 +84,10 @@ class DraftingTest:
             )
         self._engine.set_drafter(self._drafter)
         events = decode(self._engine, self._requests)
-        done = [event for event in events if isinstance(event, Completion)]
+        done = [event for event in events if isinstance(event, RequestOutput)]
         return self._measure(done)
 
-    def _measure(self, done: Sequence[Completion]) -> dict[str, float]:
+    def _measure(self, done: Sequence[RequestOutput]) -> dict[str, float]:
         lengths: dict[str, list[int]] = {name: [] for name in self._sources}
         for completion in done:
             lengths[self._sources[completion.id]] += completion.acceptance_lengths

@@ -52,7 +52,7 @@ def _pad(text: str, width: int, left: bool) -> str:
     return text + space if left else space + text
 
 
-class Output(NamedTuple):
+class TerminalEdit(NamedTuple):
     """Text to print, after erasing some characters before the cursor.
 
     Attributes:
@@ -86,7 +86,7 @@ class WordWrap:
         self._column = 0
         self._word: list[tuple[str, str]] = []  # Characters of the word so far, with their styles.
 
-    def feed(self, text: str, width: int, style: str = "") -> Iterator[Output]:
+    def feed(self, text: str, width: int, style: str = "") -> Iterator[TerminalEdit]:
         """Yields what to print for the next piece of text.
 
         Args:
@@ -101,17 +101,17 @@ class WordWrap:
                 self._advance(character, style)
                 continue
             moved = [] if _breaks(character) else self._moved_word()
-            yield Output(0, "".join(plain), style)
-            yield Output(sum(cell_len(c) for c, _ in moved), "\n", style)
+            yield TerminalEdit(0, "".join(plain), style)
+            yield TerminalEdit(sum(cell_len(c) for c, _ in moved), "\n", style)
             for own, own_style in moved:
-                yield Output(0, own, own_style)
+                yield TerminalEdit(0, own, own_style)
             self._column = sum(cell_len(own) for own, _ in moved)
             self._word = moved
             plain = [] if character.isspace() else [character]
             for own in plain:
                 self._advance(own, style)
         if plain:
-            yield Output(0, "".join(plain), style)
+            yield TerminalEdit(0, "".join(plain), style)
 
     def _fits(self, character: str, width: int) -> bool:
         return character == "\n" or self._column + max(cell_len(character), 1) <= width

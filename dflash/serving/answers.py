@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from dflash import errors
-from dflash.serving.chat_bodies import ChatBody, Conversation
+from dflash.serving.chat_bodies import ChatBody, ChatPromptBody
 from dflash.serving.completion_request import CompletionRequest, check_structure, one_value
 from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.served_model import ServedModel
@@ -18,7 +18,7 @@ _NO_EFFORT = frozenset(("none",))
 _THINKING_LIMITS = ("max_thinking_tokens", "thinking_budget", "thinking_token_budget")
 
 
-def template_variables(fields: Conversation, model: ServedModel) -> dict[str, Any]:
+def template_variables(fields: ChatPromptBody, model: ServedModel) -> dict[str, Any]:
     """Returns the variables of the chat template that come from fields of their own.
 
     Raises:

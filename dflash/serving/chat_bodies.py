@@ -170,7 +170,7 @@ class Message(Body):
         return message
 
 
-class Conversation(Body):
+class ChatPromptBody(Body):
     """Fields that determine a chat prompt."""
 
     tools: Annotated[list[ToolBody], pydantic.FailFast(), Field(max_length=MAX_TOOLS)] = ()
@@ -182,7 +182,7 @@ class Conversation(Body):
     add_generation_prompt: bool = True
 
 
-class ChatBody(OpenAIBody, Conversation):
+class ChatBody(OpenAIBody, ChatPromptBody):
     """Body of /v1/chat/completions."""
 
     logprobs: bool = False
@@ -195,5 +195,5 @@ class ChatBody(OpenAIBody, Conversation):
     include_reasoning: bool = True
 
 
-class TokenizeChatBody(TokenizeOptions, Conversation):
+class TokenizeChatBody(TokenizeOptions, ChatPromptBody):
     """Body of vLLM's /tokenize with a conversation."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash.config.schema import INT64_MAX, SamplingConfig, subset
-from dflash.inference.request import Request, Sampling
+from dflash.inference.request import Request, RequestSampling
 from dflash.serving.bodies import MAX_CHOICES, SamplingBody
 from dflash.serving.encoding import token_ids
 from dflash.serving.request_error import RequestError, unsupported
@@ -74,7 +74,7 @@ class CompletionRequest:
     """
 
     prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling
+    sampling: RequestSampling
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -215,14 +215,14 @@ def one_value(body: SamplingBody, names: tuple[str, ...]) -> int | None:
     return next(iter(values.values()), None)
 
 
-def _sampling(body: SamplingBody, model: ServedModel) -> Sampling:
+def _sampling(body: SamplingBody, model: ServedModel) -> RequestSampling:
     changes = subset(body, SamplingConfig) | {"seed": one_value(body, body.SEEDS)}
     if body.top_k == -1:
         changes["top_k"] = 0
     if body.logit_bias is not None:
         changes["logit_bias"] = _logit_bias(body.logit_bias, model)
     changes = {name: value for name, value in changes.items() if value is not None}
-    sampling = dataclasses.replace(Sampling.from_config(model.decode), **changes)
+    sampling = dataclasses.replace(RequestSampling.from_config(model.decode), **changes)
     if "seed" not in changes and sampling.temperature:
         # Without a seed, equal requests get different outputs.
         sampling = dataclasses.replace(sampling, seed=secrets.randbelow(INT64_MAX + 1))

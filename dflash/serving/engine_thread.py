@@ -20,7 +20,7 @@ import jax
 
 from dflash import errors
 from dflash.inference.engine import Engine
-from dflash.inference.request import Completion, Event, Request, Sampling
+from dflash.inference.request import Event, Request, RequestOutput, RequestSampling
 from dflash.inference.scheduler import Scheduler, SchedulerStats
 from dflash.parallel import distributed
 from dflash.serving.backend import Backend
@@ -71,7 +71,7 @@ class Stop:
 
 Command = Submit | Cancel | Flush | Update | Profile | Stop
 # Dataclasses that process 0 may broadcast.
-_MESSAGE_TYPES = (Submit, Cancel, Flush, Update, Profile, Stop, Request, Sampling, Grammar)
+_MESSAGE_TYPES = (Submit, Cancel, Flush, Update, Profile, Stop, Request, RequestSampling, Grammar)
 
 
 class _StoppedEarly(Exception):
@@ -164,7 +164,7 @@ class EngineThread(threading.Thread):
         events, self._rejected = self._rejected, []
         events += [event for scheduler in busy for event in scheduler.step()]
         for event in events:
-            if isinstance(event, Completion) and event.error is not None:
+            if isinstance(event, RequestOutput) and event.error is not None:
                 print(f"request failed: {event.error}", file=sys.stderr, flush=True)
         seconds = time.perf_counter() - begin if busy else 0.0
         stats = {name: scheduler.stats() for name, scheduler in self._schedulers.items()}
@@ -199,7 +199,7 @@ class EngineThread(threading.Thread):
                     try:
                         self._schedulers[mode].submit(request)
                     except errors.InputError as error:
-                        self._rejected.append(Completion.failed(request, error))
+                        self._rejected.append(RequestOutput.failed(request, error))
                 case Cancel(id):
                     any(scheduler.cancel(id) for scheduler in self._schedulers.values())
                 case Flush():

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dflash.config.schema import DecodeConfig
 from dflash.inference.engine import Engine
-from dflash.inference.request import Completion, Event, Tokens
+from dflash.inference.request import Event, RequestOutput, Tokens
 from dflash.inference.scheduler import SchedulerStats
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.served_model import ServedModel
@@ -229,7 +229,7 @@ class Metrics:
             self._observe("vllm:inter_token_latency_seconds", now - served.last_at)
         self._count_cycles(event)
 
-    def finished(self, served: ServedRequest, done: Completion, now: float) -> None:
+    def finished(self, served: ServedRequest, done: RequestOutput, now: float) -> None:
         """Records a request that the engine has finished."""
         self._ended(served, done.finish_reason, now)
         prefill_s, decode_s = done.prefill_ms / 1e3, done.decode_ms / 1e3

@@ -9,7 +9,7 @@ from dflash.serving import completion_request as requests
 from dflash.serving import encoding, validation
 from dflash.serving.answers import template_variables, with_answer
 from dflash.serving.bodies import CompletionBody, OpenAIBody, TokenizeTextBody
-from dflash.serving.chat_bodies import ChatBody, Conversation, TokenizeChatBody
+from dflash.serving.chat_bodies import ChatBody, ChatPromptBody, TokenizeChatBody
 from dflash.serving.completion_request import CompletionRequest, ResponseOptions
 from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.response_bodies import ResponsesBody, chat_of, renamed
@@ -85,7 +85,7 @@ def read_tokenize(body: Mapping[str, Any], model: ServedModel) -> tuple[tuple[in
     return ids, fields.return_token_strs
 
 
-def render_chat(fields: Conversation, model: ServedModel) -> str:
+def render_chat(fields: ChatPromptBody, model: ServedModel) -> str:
     """Renders messages in the chat template.
 
     Raises:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from dflash.inference.request import Completion, Request, Tokens
+from dflash.inference.request import Request, RequestOutput, Tokens
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.stops import StopFinder
 from dflash.text.chat_formats.reader import Part, merged
@@ -198,7 +198,7 @@ class Output:
         self._count(event.first(len(self.ids) - before))
         return self._delta("".join(texts), tokens)
 
-    def finish(self, done: Completion) -> OutputDelta:
+    def finish(self, done: RequestOutput) -> OutputDelta:
         """Ends the output, and returns the text that was held back until now."""
         if self.ended:
             return OutputDelta()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.inference.request import Completion, Tokens
+from dflash.inference.request import RequestOutput, Tokens
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.output import Output, OutputDelta, TokenText
 from dflash.serving.request_error import RequestError
@@ -56,7 +56,7 @@ async def follow(
             yield deltas
 
 
-def _failure(done: Completion) -> RequestError:
+def _failure(done: RequestOutput) -> RequestError:
     """Returns the error of an HTTP request one of whose requests has failed."""
     status = 400 if isinstance(done.error, errors.InputError) else 500
     message = str(done.error).removeprefix(f"prompt {done.id}: ")

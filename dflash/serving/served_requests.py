@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal, Protocol
 
-from dflash.inference.request import Completion, Event, Request, Tokens
+from dflash.inference.request import Event, Request, RequestOutput, Tokens
 from dflash.serving.request_error import RequestError
 
 CancelReason = Literal["stop", "abort"]
@@ -49,7 +49,7 @@ class Recorder(Protocol):
     def tokens(self, served: ServedRequest, event: Tokens, now: float) -> None:
         """Counts new tokens of a request."""
 
-    def finished(self, served: ServedRequest, done: Completion, now: float) -> None:
+    def finished(self, served: ServedRequest, done: RequestOutput, now: float) -> None:
         """Records a request that the engine has finished."""
 
     def cancelled(self, served: ServedRequest, reason: CancelReason) -> None:
@@ -138,7 +138,7 @@ class RequestGroup:
         self._recorder.tokens(self.served[index], event, now)
         self.served[index].count(len(event.ids), now)
 
-    def finish(self, index: int, done: Completion, now: float) -> None:
+    def finish(self, index: int, done: RequestOutput, now: float) -> None:
         """Records the end of the request at `index`, unless it was cancelled."""
         if index in self._unrecorded:
             self._unrecorded.discard(index)
@@ -146,7 +146,7 @@ class RequestGroup:
 
     def deliver(self, index: int, event: Event, now: float) -> None:
         """Passes an event of the request at `index`, which arrived at `now`, on to `events`."""
-        if isinstance(event, Completion):
+        if isinstance(event, RequestOutput):
             self._open.discard(event.id)
         self._undelivered.append((index, event, now))
         self._changed.set()

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dflash import errors
 from dflash.config.serve_schema import ServeConfig
 from dflash.inference.engine import Engine
-from dflash.inference.request import Completion, Event
+from dflash.inference.request import Event, RequestOutput
 from dflash.inference.scheduler import SchedulerStats
 from dflash.serving.backend import DRAFTED, PLAIN, Backend
 from dflash.serving.completion_request import CompletionRequest
@@ -308,7 +308,7 @@ class Service:
             served = self._requests.get(event.id)
             if served is None:  # The request was cancelled in the meantime.
                 continue
-            if isinstance(event, Completion):
+            if isinstance(event, RequestOutput):
                 del self._requests[event.id]
                 self._leave_queue(event.id)
                 took = now - served.submitted_at

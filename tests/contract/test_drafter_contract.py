@@ -22,7 +22,7 @@ from dflash.config import registry
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.inference.request import Completion, Request
+from dflash.inference.request import Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
 from dflash.offline import decoding
 
@@ -133,7 +133,7 @@ def test_output_is_that_of_plain_decoding(form, case):
     assert reasons == ({"stop", "length"} if case.stop_ids else {"length"})
 
 
-def check_acceptance_lengths(done: Sequence[Completion], longest: int) -> None:
+def check_acceptance_lengths(done: Sequence[RequestOutput], longest: int) -> None:
     for one in done:
         assert sum(one.acceptance_lengths) == len(one.output_ids) - 1
         assert all(1 <= length <= longest for length in one.acceptance_lengths)
@@ -198,7 +198,7 @@ def test_a_sequence_that_gives_way_says_what_it_would_have_said(form):
     assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
 
 
-def finish(scheduler: Scheduler, request: Request) -> tuple[Completion, dict]:
+def finish(scheduler: Scheduler, request: Request) -> tuple[RequestOutput, dict]:
     """Decodes one request; and what is drafted for it in slot 0, by its length."""
     scheduler.submit(request)
     drafts, events = {}, []
@@ -209,7 +209,7 @@ def finish(scheduler: Scheduler, request: Request) -> tuple[Completion, dict]:
         if state.active[0]:
             proposal, _ = propose(form)(state.drafter, state.anchor, state.length - 1)
             drafts[int(state.length[0])] = np.asarray(proposal.tokens[0]).tolist()
-    (done,) = (event for event in events if isinstance(event, Completion))
+    (done,) = (event for event in events if isinstance(event, RequestOutput))
     return done, drafts
 
 
@@ -301,7 +301,7 @@ def controlled(run: Engine, prompts, *, greedy: bool = False) -> list[tuple]:
         how["min_new_tokens"] = min(how["min_new_tokens"], limit)
         (one,) = make_requests([prompt], limit, first_index=i, **how)
         requests.append(dataclasses.replace(one, id=i))
-    done = {one.id: one for one in decoding.decode(run, requests) if isinstance(one, Completion)}
+    done = {one.id: one for one in decoding.decode(run, requests) if isinstance(one, RequestOutput)}
     return [(done[i].output_ids, done[i].finish_reason) for i in range(len(requests))]
 
 
@@ -346,7 +346,7 @@ def constrained(run: Engine, *, greedy: bool = False) -> list[tuple]:
         dataclasses.replace(one, grammar=grammar, min_new_tokens=2 if grammar else 0)
         for one, grammar in zip(requests, asked, strict=True)
     ]
-    done = {one.id: one for one in decoding.decode(run, requests) if isinstance(one, Completion)}
+    done = {one.id: one for one in decoding.decode(run, requests) if isinstance(one, RequestOutput)}
     return [(done[i].output_ids, done[i].finish_reason) for i in range(len(requests))]
 
 

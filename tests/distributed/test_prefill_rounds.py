@@ -5,7 +5,7 @@ import pytest
 from support.engines import engine, expected, make_requests, random_prompts
 from support.models import drafter
 
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.offline.decoding import decode
 from dflash.offline.usage import Usage
 
@@ -27,7 +27,7 @@ def run(eight, limits, prompts=PROMPTS):
         make_requests(prompts, limits),
         lambda stats: found.append(stats) or usage.add(stats, slots=slots, tokens=1, seconds=1.0),
     )
-    done = {event.id: event.output_ids for event in events if isinstance(event, Completion)}
+    done = {event.id: event.output_ids for event in events if isinstance(event, RequestOutput)}
     return [done[i] for i in range(64)], usage.facts(), found[0]
 
 

@@ -13,7 +13,7 @@ from support.engines import (
 from support.models import drafter
 
 from dflash.config import registry
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 
 LENGTHS = [9, 16, 41, 10, 13, 31, 48, 12, 11]  # 41 takes three chunks; all one prefill program
@@ -68,7 +68,7 @@ def test_a_mesh_shares_cached_pages_within_each_replica(name):
             one.submit(request)
         done = {}
         while not one.idle:
-            done |= {e.id: e for e in one.step() if isinstance(e, Completion)}
+            done |= {e.id: e for e in one.step() if isinstance(e, RequestOutput)}
         rounds.append([done[i] for i in range(len(prompts))])
     first, second = rounds
     assert [(d.output_ids, d.finish_reason) for d in first] == expected(prompts, limits, **how)

@@ -13,7 +13,7 @@ from dflash.config.schema import DecodeConfig
 from dflash.drafters.none import NoDrafter
 from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.inference.request import Completion, Request
+from dflash.inference.request import Request, RequestOutput
 from dflash.offline.decoding import decode as decode_requests
 
 CYCLES = range(4)
@@ -104,7 +104,7 @@ def decode(case, drafter, num_requests=1, **options):
     engine = Engine(target, drafter, config, max_length=len(prompt) + new_tokens)
     requests = [Request(i, prompt, new_tokens) for i in range(num_requests)]
     events = list(decode_requests(engine, requests))
-    return [event for event in events if isinstance(event, Completion)]
+    return [event for event in events if isinstance(event, RequestOutput)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.models import drafter, takes
 
 from dflash.inference import batch_buckets
 from dflash.inference.cycle import adaptive
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 
 PROMPTS = random_prompts([9, 16, 5, 12, 3, 14])
@@ -45,7 +45,7 @@ def check(run, **how) -> list[int]:
             one.submit(request)
         while not one.idle:
             events += one.step()
-    done = {event.id: event for event in events if isinstance(event, Completion)}
+    done = {event.id: event for event in events if isinstance(event, RequestOutput)}
     found = [(done[i].output_ids, done[i].finish_reason) for i in range(len(PROMPTS))]
     assert found == expected(PROMPTS, LIMITS, **how)
     return watch.buckets
@@ -86,11 +86,11 @@ def test_the_block_size_is_chosen_by_the_times_of_the_bucket():
     one.submit(requests[0])
     alone, together = [], []
     while not one.idle:
-        alone += [event for event in one.step() if isinstance(event, Completion)]
+        alone += [event for event in one.step() if isinstance(event, RequestOutput)]
     for request in requests[1:4]:
         one.submit(request)
     while not one.idle:
-        together += [event for event in one.step() if isinstance(event, Completion)]
+        together += [event for event in one.step() if isinstance(event, RequestOutput)]
     assert set(alone[0].block_sizes) == {sizes[-1]}
     assert together[0].block_sizes[-1] == 1
 

@@ -14,7 +14,7 @@ from support.engines import engine, make_requests, random_prompts
 from support.models import drafter
 
 from dflash import errors
-from dflash.inference.request import Completion, Tokens
+from dflash.inference.request import RequestOutput, Tokens
 from dflash.inference.scheduler import Scheduler
 from dflash.offline import decoding
 from dflash.text.grammar import Grammar, Matcher
@@ -28,7 +28,7 @@ def run(form: str):
     return engine(model, batch_size=4, sync_every=4, max_length=128)
 
 
-def decode(run, prompts, limits, asked, **how) -> list[Completion]:
+def decode(run, prompts, limits, asked, **how) -> list[RequestOutput]:
     """Completions of prompts with grammars, or None."""
     requests = make_requests(prompts, limits, stop_ids=(grammars.END,), **how)
     requests = [
@@ -36,7 +36,7 @@ def decode(run, prompts, limits, asked, **how) -> list[Completion]:
         for request, grammar in zip(requests, asked, strict=True)
     ]
     events = decoding.decode(run, requests)
-    done = {event.id: event for event in events if isinstance(event, Completion)}
+    done = {event.id: event for event in events if isinstance(event, RequestOutput)}
     return [done[i] for i in range(len(requests))]
 
 
@@ -199,7 +199,7 @@ def test_a_mesh_changes_nothing(form):
         ]
         ids, logprobs = {}, {i: [] for i in range(4)}
         for event in decoding.decode(one, requests):
-            if isinstance(event, Completion):
+            if isinstance(event, RequestOutput):
                 ids[event.id] = event.output_ids
             else:
                 logprobs[event.id] += event.logprobs
@@ -227,7 +227,7 @@ def test_a_grammar_that_raises_ends_its_own_sequence(step, monkeypatch):
     monkeypatch.setattr(Matcher, step, failing)
     while not one.idle:
         for event in one.step():
-            if isinstance(event, Completion):
+            if isinstance(event, RequestOutput):
                 done[event.id] = event
     assert [done[i].output_ids for i in (0, 2)] == [free[i].output_ids for i in (0, 2)]
     assert done[1].finish_reason == "error"

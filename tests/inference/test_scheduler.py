@@ -21,7 +21,7 @@ from dflash import errors
 from dflash.inference import batch, scheduler
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool
-from dflash.inference.request import Completion, Request, Sampling, Tokens
+from dflash.inference.request import Request, RequestOutput, RequestSampling, Tokens
 from dflash.inference.scheduler import Scheduler
 from dflash.models.qwen3 import Qwen3
 from dflash.offline.decoding import decode
@@ -49,9 +49,9 @@ def wanted(lengths=LENGTHS, limits=LIMITS, **sampling):
     return expected(random_prompts(lengths), limits, stop_ids=STOP_IDS, **how)
 
 
-def completions(events) -> list[Completion]:
+def completions(events) -> list[RequestOutput]:
     """Completions in order of their ids."""
-    return sorted((e for e in events if isinstance(e, Completion)), key=lambda e: e.id)
+    return sorted((e for e in events if isinstance(e, RequestOutput)), key=lambda e: e.id)
 
 
 def outputs(done) -> list[tuple[tuple[int, ...], str]]:
@@ -96,7 +96,7 @@ def pools(monkeypatch):
 
 def test_events_come_in_order_and_add_up(pools):
     open_requests: dict[int, list[int]] = {}
-    done: dict[int, Completion] = {}
+    done: dict[int, RequestOutput] = {}
     for event in decode(run(), requests()):
         assert event.id not in done, "an event after the completion"
         if isinstance(event, Tokens):
@@ -130,7 +130,7 @@ def test_tau_is_the_mean_acceptance_length():
 
 def test_a_request_of_one_token_takes_no_cycle():
     events = list(decode(run(), requests([5], [1])))
-    assert [type(event) for event in events] == [Tokens, Completion]
+    assert [type(event) for event in events] == [Tokens, RequestOutput]
     assert events[1].acceptance_lengths == ()
     assert events[1].decode_ms == 0
 
@@ -191,7 +191,7 @@ def test_a_cancelled_request_frees_its_pages_and_is_never_heard_of_again(pools, 
     for request in requests():
         one.submit(request)
     events = [event for _ in range(steps) for event in one.step()]
-    assert not any(isinstance(event, Completion) and event.id == 3 for event in events)
+    assert not any(isinstance(event, RequestOutput) and event.id == 3 for event in events)
     held = len(pools[0].held)
     running = any(event.id == 3 for event in events)
     assert one.cancel(3)
@@ -200,7 +200,7 @@ def test_a_cancelled_request_frees_its_pages_and_is_never_heard_of_again(pools, 
     assert not one.cancel(99)
     rest = drain(one)
     assert not any(event.id == 3 for event in rest)
-    done = {event.id: event for event in (*events, *rest) if isinstance(event, Completion)}
+    done = {event.id: event for event in (*events, *rest) if isinstance(event, RequestOutput)}
     assert outputs(done[i] for i in sorted(done)) == [w for i, w in enumerate(wanted()) if i != 3]
     assert pools[0].held == set()
 
@@ -428,8 +428,8 @@ GOOD = Request(4, (1, 2), 1)
     ],
 )
 def test_requests_that_cannot_be_decoded(changes, message):
-    names = {field.name for field in dataclasses.fields(Sampling)}
-    sampling = Sampling(**{key: changes[key] for key in names & set(changes)})
+    names = {field.name for field in dataclasses.fields(RequestSampling)}
+    sampling = RequestSampling(**{key: changes[key] for key in names & set(changes)})
     rest = {key: value for key, value in changes.items() if key not in names}
     with pytest.raises(errors.InputError, match=message):
         run().check(dataclasses.replace(GOOD, sampling=sampling, **rest))

@@ -13,7 +13,7 @@ from support.models import drafter
 from dflash.inference.cycle import adaptive
 from dflash.inference.engine import Engine
 from dflash.inference.prefix_cache import page_keys
-from dflash.inference.request import Completion, Request, Tokens
+from dflash.inference.request import Request, RequestOutput, Tokens
 from dflash.inference.scheduler import Scheduler
 
 CHUNK = 16
@@ -56,7 +56,7 @@ def heard(events) -> list[int]:
 
 
 def outputs(events) -> dict[int, tuple[tuple[int, ...], str]]:
-    done = [event for event in events if isinstance(event, Completion)]
+    done = [event for event in events if isinstance(event, RequestOutput)]
     return {one.id: (one.output_ids, one.finish_reason) for one in done}
 
 
@@ -176,7 +176,7 @@ def test_statistics():
     stats = one.stats()
     assert (stats.waiting, stats.prefilling, stats.running) == (2, 1, 1)
     assert 0 < stats.pages_used < stats.pages_total
-    done = [event for event in drain(one) if isinstance(event, Completion)]
+    done = [event for event in drain(one) if isinstance(event, RequestOutput)]
     stats = one.stats()
     assert (stats.waiting, stats.prefilling, stats.running, stats.pages_used) == (0, 0, 0, 0)
     assert (stats.prefill_tokens, stats.prefill_chunks) == (50, 6)
@@ -247,7 +247,7 @@ def test_a_preempted_sequence_takes_up_its_own_pages():
     prompts = random_prompts([40, 40, 40])
     for request in make_requests(prompts, 32):
         one.submit(request)
-    done = [event for event in drain(one) if isinstance(event, Completion)]
+    done = [event for event in drain(one) if isinstance(event, RequestOutput)]
     assert outputs(done) == dict(enumerate(expected(prompts, [32] * 3, temperature=0.0)))
     assert sum(d.preemptions for d in done) > 0
     assert one.stats().prefix_hits_tokens > 0, "no prompt begins like another"
@@ -264,7 +264,7 @@ def test_a_cached_prompt_leaves_its_last_token_to_compute():
         one.submit(request)
         events = drain(one)
         assert outputs(events) == {request.id: wanted}
-        assert [e.cached_tokens for e in events if isinstance(e, Completion)] == [cached]
+        assert [e.cached_tokens for e in events if isinstance(e, RequestOutput)] == [cached]
 
 
 def test_what_is_decided_does_not_depend_on_time():
@@ -293,7 +293,7 @@ def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
     ((said, _),) = outputs(drain(one)).values()
     assert (said, "length") == expected([prompt], [32], temperature=0.0)[0]
     one.submit(dataclasses.replace(request, prompt=(*prompt, *said, 1), max_new_tokens=2))
-    (done,) = (event for event in drain(one) if isinstance(event, Completion))
+    (done,) = (event for event in drain(one) if isinstance(event, RequestOutput))
     assert done.cached_tokens == 16, "of 48 that the target has"
 
 
@@ -305,7 +305,7 @@ def test_pages_are_shared_by_requests_of_one_salt_alone():
     for id, salt in enumerate(salts):
         one.submit(Request(id, prompt, 4, cache_salt=salt))
         while not one.idle:
-            cached += [e.cached_tokens for e in one.step() if isinstance(e, Completion)]
+            cached += [e.cached_tokens for e in one.step() if isinstance(e, RequestOutput)]
     assert cached == [0, 0, 32, 32, 0, 0]
 
 

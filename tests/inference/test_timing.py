@@ -10,7 +10,7 @@ from support.engines import engine
 from support.models import drafter, zeros
 
 from dflash.inference import timing
-from dflash.inference.request import Sampling
+from dflash.inference.request import RequestSampling
 
 SIZES = (1, 4, 16)
 
@@ -59,7 +59,7 @@ def test_no_two_sequences_that_are_measured_are_alike(kv_dtype):
     """Equal rows would choose the same experts."""
     page_size = 16 if kv_dtype is None else 128
     run = engine(drafter("dflash"), batch_size=3, kv_dtype=kv_dtype, page_size=page_size)
-    options = {"layout": run.layout, "sampling": Sampling(), "vocab_size": 48}
+    options = {"layout": run.layout, "sampling": RequestSampling(), "vocab_size": 48}
     occupy = functools.partial(timing.occupy, **options)
     state = jax.jit(occupy)(zeros(run.abstract_state()), np.ones(1, np.float32))
     assert len(set(state.anchor.tolist())) == 3

@@ -17,7 +17,7 @@ from dflash.inference.admission import admit
 from dflash.inference.cycle import verify
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
-from dflash.inference.request import Request, Sampling
+from dflash.inference.request import Request, RequestSampling
 from dflash.parallel import parameters
 
 SLOTS, ROUNDS, PROMPT, TEMPERATURE = 512, 48, (3, 1, 4, 1, 5), 2.5
@@ -55,7 +55,7 @@ def full_engine(form: str):
     run = engines.engine(
         model, on=small, batch_size=SLOTS, sync_every=2, max_length=16, verify=rule
     )
-    request = Request(0, PROMPT, 16 - len(PROMPT), Sampling(temperature=TEMPERATURE))
+    request = Request(0, PROMPT, 16 - len(PROMPT), RequestSampling(temperature=TEMPERATURE))
     state = run.new_state()
     for i in range(SLOTS):
         state = admit(run, state, Slot(i, run.layout.standing_pages(i)), request)

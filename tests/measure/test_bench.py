@@ -7,7 +7,7 @@ import pytest
 from support.models import make_architecture
 
 from dflash.config import benchmark_schema, schema
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.measure import bench as benches
 from dflash.measure import workload
 from dflash.offline.decoding import decode
@@ -42,7 +42,7 @@ def test_later_turns_follow_what_the_baseline_has_said(tmp_path):
     said = [
         job.tokenizer.decode(event.output_ids).encode("utf-8", "replace").decode("utf-8")
         for event in decode(job.engine(), requests)
-        if isinstance(event, Completion)
+        if isinstance(event, RequestOutput)
     ]
     assert [dict(message)["content"] for message in items[2].prompt.messages] == [
         "What?", said[0], "Why is it so?", said[1], "Oh.",

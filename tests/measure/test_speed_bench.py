@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.measure import speed_bench
 from dflash.measure.samples import Sample, TaskRound
 from dflash.measure.workload import Item
@@ -16,8 +16,10 @@ ITEMS = (
 )
 
 
-def done(id: int, lengths: tuple[int, ...], *, decode_ms: float, finished_at: float) -> Completion:
-    return Completion(
+def done(
+    id: int, lengths: tuple[int, ...], *, decode_ms: float, finished_at: float
+) -> RequestOutput:
+    return RequestOutput(
         id=id,
         output_ids=(7,) * (1 + sum(lengths)),
         finish_reason="length",

@@ -17,7 +17,7 @@ from tunix.models.qwen3 import model as qwen3
 from tunix.rl import common
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.offline.decoding import decode
 from dflash.rl import DFlashRollout
 from dflash.sampling import Sampling
@@ -154,7 +154,7 @@ def test_equal_prompts_share_a_prefill():
     """All but the last page of the prompt, and the page that is being filled."""
     llm = engines()["ngram"].llm
     _, engine, requests = llm._prepare([list(b"x" * 40)] * 4, Sampling(max_tokens=8))
-    done = [event for event in decode(engine, requests) if isinstance(event, Completion)]
+    done = [event for event in decode(engine, requests) if isinstance(event, RequestOutput)]
     assert sorted(one.cached_tokens for one in done) == [0, 32, 32, 32]
 
 

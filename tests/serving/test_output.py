@@ -6,7 +6,7 @@ import pytest
 from support.trained_tokenizers import train_metaspace, train_sentencepiece, train_unigram
 
 import dflash
-from dflash.inference.request import Completion, Request, TokenLogprobs, Tokens
+from dflash.inference.request import Request, RequestOutput, TokenLogprobs, Tokens
 from dflash.serving.completion_request import CompletionRequest, ResponseOptions
 from dflash.serving.output import Output
 from dflash.text.tokenizer_loading import load_tokenizer
@@ -48,7 +48,7 @@ def cycle(*ids, accepted=None, size=8, **fields):
 
 def done(output, reason):
     """Returns the completion of an output."""
-    return Completion(0, tuple(output.ids), reason, (), (), 0.0, 0.0, 0.0, 0.0)
+    return RequestOutput(0, tuple(output.ids), reason, (), (), 0.0, 0.0, 0.0, 0.0)
 
 
 def test_rejected_drafts_are_shown_with_a_real_chat_template(tokenizer):

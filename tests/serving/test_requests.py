@@ -8,7 +8,7 @@ import pytest
 
 import dflash
 from dflash.config import schema
-from dflash.inference.request import Sampling
+from dflash.inference.request import RequestSampling
 from dflash.serving.openai_requests import read_chat, read_completion
 from dflash.serving.request_error import RequestError
 from dflash.serving.served_model import ServedModel
@@ -84,7 +84,7 @@ def test_the_error_of_a_template_is_reported():
 
 def test_defaults_come_from_the_config():
     defaults = chat("a")
-    assert defaults.sampling == Sampling(top_k=3)
+    assert defaults.sampling == RequestSampling(top_k=3)
     assert defaults.stop_ids == (END,)
     (request,) = defaults.requests(model(), iter([7]))
     assert (request.id, request.max_new_tokens) == (7, 50)

@@ -60,7 +60,7 @@ def decode_constrained(run, task: dict) -> list:
 
 def decode_cached(name: str, mesh: tuple[int, ...], task: dict) -> list:
     """The outputs of one prompt after the other, each given twice, with few pages."""
-    from dflash.inference.request import Completion
+    from dflash.inference.request import RequestOutput
     from dflash.inference.scheduler import Scheduler
     from support.engines import engine, make_requests
     from support.models import drafter
@@ -73,7 +73,7 @@ def decode_cached(name: str, mesh: tuple[int, ...], task: dict) -> list:
             one.submit(request)
         while not one.idle:
             for event in one.step():
-                if isinstance(event, Completion):
+                if isinstance(event, RequestOutput):
                     hits.append(event.cached_tokens)
                     again = outputs.setdefault(event.id, event.output_ids)
                     assert again == event.output_ids

@@ -15,7 +15,7 @@ from dflash.inference.admission import admit
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
-from dflash.inference.request import Completion, Request, Sampling
+from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.models.decoder import Decoder
 from dflash.offline import decoding
 from support.models import ARCHITECTURE, ONE_DEVICE, target
@@ -90,7 +90,7 @@ def make_requests(
     Args:
       limits: max_new_tokens, of each prompt or of all.
       first_index: number of the first sequence under the seed; another one means other noise.
-      sampling: options of `Sampling`, or of `Request`.
+      sampling: options of `RequestSampling`, or of `Request`.
     """
     asked = {name: sampling.pop(name) for name in _ASKED if name in sampling}
     if isinstance(limits, int):
@@ -100,7 +100,7 @@ def make_requests(
             i,
             tuple(prompt),
             limit,
-            Sampling(sequence=first_index + i, **sampling),
+            RequestSampling(sequence=first_index + i, **sampling),
             tuple(stop_ids),
             **asked,
         )
@@ -119,11 +119,11 @@ def occupied(run: Engine, requests: Sequence[Request]) -> DecodeState:
 
 def decode(
     run: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int] | int, **options
-) -> list[Completion]:
+) -> list[RequestOutput]:
     """Completions of all prompts, in their order; `options` as for `make_requests`."""
     requests = make_requests(prompts, limits, **options)
     events = decoding.decode(run, requests)
-    done = [event for event in events if isinstance(event, Completion)]
+    done = [event for event in events if isinstance(event, RequestOutput)]
     done.sort(key=lambda completion: completion.id)
     assert [one.id for one in done] == [request.id for request in requests]
     return done

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.offline import decoding
 from dflash.text import grammar, grammar_compiler
 from dflash.text.grammar import Grammar, Vocabulary
@@ -52,7 +52,7 @@ def decode_some(run, prompts, limits, **how) -> list[tuple[int, ...]]:
         for request in requests[::2]
     ]
     events = decoding.decode(run, requests)
-    done = {event.id: event.output_ids for event in events if isinstance(event, Completion)}
+    done = {event.id: event.output_ids for event in events if isinstance(event, RequestOutput)}
     return [done[request.id] for request in requests]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.measure.parts import Parts
 from dflash.measure.samples import Sample, TaskRound
 
@@ -15,11 +15,11 @@ def completion(
     begin: float = 100.0,
     prefill_ms: float = 5.0,
     output: Sequence[int] | None = None,
-) -> Completion:
+) -> RequestOutput:
     """A prompt that took as many cycles of `cycle_ms` as it has acceptance lengths."""
     ids = tuple(range(1 + sum(lengths))) if output is None else tuple(output)
     decode_ms = cycle_ms * len(lengths)
-    return Completion(
+    return RequestOutput(
         id=index,
         output_ids=ids,
         finish_reason="length",

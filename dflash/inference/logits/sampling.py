@@ -15,7 +15,7 @@ from dflash.config.schema import SamplingConfig
 from dflash.drafters.base import Candidates
 from dflash.drafters.parts.draft_vocabulary import DraftTokens
 from dflash.inference.logits import top_k_top_p
-from dflash.inference.request import Sampling
+from dflash.inference.request import RequestSampling
 
 # Streams of noise. Rejection verification needs independent noise for its three uses; coupled
 # verification needs the same noise everywhere, and uses only COUPLED. BLOCK derives the seeds of
@@ -43,7 +43,7 @@ class SamplingParams:
     min_p: jax.Array
 
     @classmethod
-    def of(cls, sampling: Sampling) -> "SamplingParams":
+    def of(cls, sampling: RequestSampling) -> "SamplingParams":
         """Returns the parameters of one sequence, as numpy scalars without a batch axis.
 
         Its seed is uint32 [3], the high and the low half of the seed and the sequence number, which

@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from dflash.config.schema import DrafterConfig
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
 from dflash.measure.pair.alternatives import Alternative
@@ -103,7 +103,7 @@ def measure(job: Job) -> Acceptance:
     engine.compile([len(prompt.ids) for prompt in job.prompts])
     cycles: Counter[int] = Counter()
     for event in decode(engine, job.requests(job.prompts)):
-        if isinstance(event, Completion):
+        if isinstance(event, RequestOutput):
             cycles.update(event.acceptance_lengths)
     return Acceptance(cycles)
 

@@ -22,7 +22,7 @@ from dflash.drafters.eagle3_config import BeamTree, Eagle3Config
 from dflash.inference.cycle import tree
 from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.inference.request import Completion, Request
+from dflash.inference.request import Request, RequestOutput
 from dflash.layers.train_batch import TrainBatch
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
@@ -160,7 +160,7 @@ def test_decoding(case, how):
     config = DecodeConfig(page_size=16, prefill_chunk=16)
     engine = Engine(target(case), drafter(case, **options), config, max_length=len(prompt) + 60)
     events = decode(engine, [Request(0, prompt, 60)])
-    (done,) = [event for event in events if isinstance(event, Completion)]
+    (done,) = [event for event in events if isinstance(event, RequestOutput)]
     # A cycle of the original gives its anchor and what was accepted; ours that, and the next one.
     expected = vectors[f"{how}_cycle_ids"][len(prompt) :].tolist()
     accepted = vectors[f"{how}_accept_lengths"].tolist()

@@ -4,7 +4,7 @@ import pytest
 from support.engines import engine, make_requests, random_prompts
 from support.models import drafter
 
-from dflash.inference.request import Completion, Tokens
+from dflash.inference.request import RequestOutput, Tokens
 from dflash.offline import decoding
 
 ROWS = 4
@@ -26,7 +26,7 @@ def test_what_was_drafted_was_accepted_or_rejected(tree):
         if isinstance(event, Tokens) and event.acceptance_lengths:
             told[event.id] += zip(_cycles(event), event.rejected, strict=False)
             sizes[event.id] += event.block_sizes
-        elif isinstance(event, Completion):
+        elif isinstance(event, RequestOutput):
             assert tuple(sizes[event.id]) == event.block_sizes
     assert told[other.id] == []
     whole = told[curious.id][:-1]  # the last cycle may end within its draft

@@ -17,7 +17,7 @@ from dflash import errors
 from dflash.inference.cycle import cycle, judge
 from dflash.inference.cycle import tree as trees
 from dflash.inference.logits import controls, logprobs
-from dflash.inference.request import MAX_BIASED, Request, Sampling, check_request
+from dflash.inference.request import MAX_BIASED, Request, RequestSampling, check_request
 
 VOCAB, LENGTH, DRAFTS = 40, 12, 4
 few = settings(max_examples=60)
@@ -25,7 +25,7 @@ tokens = st.integers(0, VOCAB - 1)
 texts = st.lists(tokens, min_size=1, max_size=5)
 requests = st.builds(
     lambda prompt, least, stop_ids, **sampling: Request(
-        0, tuple(prompt), 50, Sampling(**sampling), tuple(stop_ids), min_new_tokens=least
+        0, tuple(prompt), 50, RequestSampling(**sampling), tuple(stop_ids), min_new_tokens=least
     ),
     prompt=texts,
     least=st.integers(0, 9),
@@ -102,10 +102,10 @@ def test_text_grows_by_what_was_committed():
 
 ALONE = {
     "least": {"min_new_tokens": 2},
-    "presence": {"sampling": Sampling(presence_penalty=0.5)},
-    "frequency": {"sampling": Sampling(frequency_penalty=-0.5)},
-    "repetition": {"sampling": Sampling(repetition_penalty=2.0)},
-    "bias": {"sampling": Sampling(logit_bias=((3, 1.0),))},
+    "presence": {"sampling": RequestSampling(presence_penalty=0.5)},
+    "frequency": {"sampling": RequestSampling(frequency_penalty=-0.5)},
+    "repetition": {"sampling": RequestSampling(repetition_penalty=2.0)},
+    "bias": {"sampling": RequestSampling(logit_bias=((3, 1.0),))},
 }
 
 
@@ -149,8 +149,8 @@ def test_each_control_alone_changes_logits(kind):
     ],
 )
 def test_bad_values_are_refused(changes, message):
-    fields = {field.name for field in dataclasses.fields(Sampling)}
-    sampling = Sampling(**{name: value for name, value in changes.items() if name in fields})
+    fields = {field.name for field in dataclasses.fields(RequestSampling)}
+    sampling = RequestSampling(**{name: value for name, value in changes.items() if name in fields})
     rest = {name: value for name, value in changes.items() if name not in fields}
     with pytest.raises(errors.InputError) as caught:
         check_request(Request(4, (1, 2), 5, sampling, **rest), max_length=50, vocab_size=VOCAB)

@@ -11,7 +11,7 @@ from support.models import drafter, target
 
 from dflash.inference.logits import logprobs
 from dflash.inference.logits.sampling import SamplingParams
-from dflash.inference.request import Completion, Sampling, Tokens
+from dflash.inference.request import RequestOutput, RequestSampling, Tokens
 from dflash.offline import decoding
 
 PROMPTS = random_prompts([5, 17, 9, 33])
@@ -51,7 +51,7 @@ def decode(form: str, **how):
     ]
     done, told = {}, {i: [] for i in range(len(PROMPTS))}
     for event in decoding.decode(run(form), requests):
-        if isinstance(event, Completion):
+        if isinstance(event, RequestOutput):
             done[event.id] = event
         elif isinstance(event, Tokens):
             assert len(event.logprobs) == (0 if ASKED[event.id] is None else len(event.ids))
@@ -102,7 +102,7 @@ def test_empty_slots_ask_for_nothing():
 
 def test_a_small_vocabulary_has_fewer_likeliest_tokens():
     logits = jnp.log(jnp.array([[[0.5, 0.2, 0.3]]]))
-    params = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingParams.of(Sampling()))
+    params = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingParams.of(RequestSampling()))
     ids, wanted = jnp.array([[2]]), jnp.array([True])
     found = logprobs.of_tokens(logits, lambda x: x, params, ids, wanted)
     assert found.top_ids.tolist() == [[[0, 2, 1]]]

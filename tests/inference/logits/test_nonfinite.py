@@ -16,7 +16,7 @@ from dflash import errors
 from dflash.inference.cycle import cycle, judge, verify
 from dflash.inference.engine import Engine
 from dflash.inference.logits import nonfinite
-from dflash.inference.request import Completion
+from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
@@ -120,7 +120,7 @@ def test_a_sequence_with_nonfinite_logits_ends_alone(name):
         one.submit(request)
     while not one.idle:
         for event in one.step():
-            if isinstance(event, Completion):
+            if isinstance(event, RequestOutput):
                 done[event.id] = event
     assert [done[i].output_ids for i in (0, 2, 4)] == [each.output_ids for each in whole]
     assert all(done[i].error is None for i in (0, 2, 4))
@@ -139,9 +139,9 @@ def test_rows_that_another_sequence_has_damaged_are_computed_again():
     begun = 0
     while not one.idle:
         for event in one.step():
-            if isinstance(event, Completion):
+            if isinstance(event, RequestOutput):
                 done[event.id] = event
-            begun += not isinstance(event, Completion)
+            begun += not isinstance(event, RequestOutput)
         if begun == 2:  # Both prompts have their first token.
             begun += 1
             state = one._batch._state

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary, Shortlist
 from dflash.inference.logits import sampling
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.inference.request import Sampling
+from dflash.inference.request import RequestSampling
 
 VOCAB = 11
 logit_rows = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB, unique=True)
@@ -245,7 +245,7 @@ def test_extreme_temperatures_are_greedy_or_uniform(top_k):
     positions = jnp.arange(40)[None]
 
     def draw(temperature):
-        params = SamplingParams.of(Sampling(temperature=temperature, top_k=top_k))
+        params = SamplingParams.of(RequestSampling(temperature=temperature, top_k=top_k))
         return np.asarray(sample_request(params, logits, positions))
 
     np.testing.assert_array_equal(draw(1.2e-38), np.argmax(logits, axis=-1))
@@ -258,7 +258,7 @@ def test_extreme_temperatures_are_greedy_or_uniform(top_k):
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
 def test_tiny_temperatures_are_greedy_also_among_equal_logits(temperature, filters):
     logits = jnp.zeros((1, 30, VOCAB)).at[..., VOCAB - 3 :].set(7.0)
-    params = SamplingParams.of(Sampling(temperature=temperature, seed=1, **filters))
+    params = SamplingParams.of(RequestSampling(temperature=temperature, seed=1, **filters))
     tokens = sample_request(params, logits, jnp.arange(30)[None])
     assert np.asarray(tokens).tolist() == [[VOCAB - 3] * 30]
 
@@ -267,7 +267,7 @@ def test_seeds_are_64_bit_integers():
     """Every seed has noise of its own; small ones have that of jax's keys."""
 
     def key(seed, sequence=0):
-        sampling = Sampling(seed=seed, sequence=sequence)
+        sampling = RequestSampling(seed=seed, sequence=sequence)
         params = jax.tree.map(lambda x: x[None], SamplingParams.of(sampling)).with_keys()
         return tuple(np.asarray(params.seed[0]).tolist())
 
