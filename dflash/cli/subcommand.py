@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from absl import flags
 
 from dflash import errors
-from dflash.cli import preflight
 from dflash.cli.declaration import JOIN_FLAGS, Subcommand, help_text
 from dflash.cli.declaration import RUN_FLAGS as RUN_FLAGS
 from dflash.config import bare_checkpoint, loader, registry
@@ -230,6 +229,9 @@ def _configured(
     )
     # A plan reads no data. Subcommands without --dry_run only make plans.
     reads = "dry_run" in subcommand.shared and not command.dry_run
+    # The checks of checkpoints import numpy, which help and --print_config do not need.
+    from dflash.cli import preflight
+
     preflight.check(subcommand.configs(config), files=reads)
     if writes and not command.dry_run:
         preflight.check_local(command.profile_dir)

@@ -102,6 +102,12 @@ def test_print_config_prints_what_loads_again(run, tmp_path):
     assert loader.load("again.yml") == loader.load("c.yml", ["decode.seed=3"])
 
 
+def test_help_imports_no_array_library():
+    code = "import sys, dflash.decode; print({'jax', 'numpy', 'flax'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_flag(run, flag):
     status, out, err, commands = run(flag)
