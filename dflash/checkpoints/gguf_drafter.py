@@ -33,6 +33,7 @@ _KEYS = {
     *(_CONFIDENCE, *(_PREFIX + name for name in _DFLASH2_FIELDS)),
 }
 _GROUP = "dflash_config"
+_UNKNOWN = "target_hidden_size", "mask_embedding"  # Fields that llama.cpp lacks.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -76,6 +77,8 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
       CheckpointError: The drafter has an option that llama.cpp lacks.
     """
     hf_class = config["architectures"][0]
+    for name in _UNKNOWN if hf_class == DFLASH else (*_UNKNOWN, "draft_vocab_size"):
+        hf_config.check_only(config, name, None)
     block = config.get(_GROUP, config)
     rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
     values = gguf_architecture.decoder_metadata(config, _PREFIX) | {

@@ -1,11 +1,11 @@
 """Config keys and shape of DFlare drafters, which mix the tapped layers for each draft layer."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 from dflash.config.schema import TargetArchitecture, option, option_like
-from dflash.drafters.base_config import MAX_LAYERS, BlockDrafterConfig, MarginalTree
+from dflash.drafters.base_config import MAX_LAYERS, BlockDrafterConfig, MarginalTree, Problem
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 
 
@@ -37,3 +37,10 @@ class DFlareShape(DFlashShape):
     def for_target(cls, target: TargetArchitecture, options: DFlareArchitecture | None) -> Self:
         """Returns the shape of a fresh DFlare drafter; see `DrafterShape.for_target`."""
         return super().for_target(target, options or DFlareArchitecture())
+
+    def _problems(self) -> Iterable[Problem]:
+        yield from super()._problems()
+        if self.target_hidden_size is not None:
+            expected = self.decoder.hidden_size
+            message = f"{self.target_hidden_size} is not supported, only {expected}"
+            yield ("target_hidden_size",), message

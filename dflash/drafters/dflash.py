@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dflash.drafters.base import Sampler
 from dflash.drafters.dflash_config import DFlashConfig, DFlashShape
 from dflash.drafters.parts import draft_vocabulary
 from dflash.drafters.parts.blocks import block_loss, cut_blocks, sample_anchors, score_blocks
@@ -25,7 +26,7 @@ from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.losses import TokenScores
 from dflash.layers.transformer import TransformerLayer
 from dflash.parallel import parameters
@@ -83,19 +84,35 @@ class DFlash(OnePassDrafter):
             self.make_layer(shape, **build) for _ in range(decoder.num_hidden_layers)
         )
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
-        size = shape.draft_vocab_size
-        if size is None:
-            self.lm_head = self.d2t = self.t2d = None
-        else:
-            self.lm_head = Linear(decoder.hidden_size, size, ("embed", "vocab"), **build)
+        self._declare_ends(shape, **build)
+
+    def _declare_ends(self, shape: DFlashShape, **build) -> None:
+        """Declares what the drafter does not take from the target's embedding and head."""
+        width, vocab_size = shape.decoder.hidden_size, shape.decoder.vocab_size
+        has_own, size = shape.target_hidden_size is not None, shape.draft_vocab_size
+        self.embed_tokens = Embedding(vocab_size, width, **build) if has_own else None
+        self.mask_embedding = (
+            parameters.declare((width,), (None,), stddev=1.0, **build)
+            if shape.mask_embedding
+            else None
+        )
+        if has_own or size is not None:
+            self.lm_head = Linear(width, size or vocab_size, ("embed", "vocab"), **build)
             self.lm_head.kernel = parameters.frozen(self.lm_head.kernel)
-            self.d2t, self.t2d = draft_vocabulary.declare(size, decoder.vocab_size, sharding)
+        else:
+            self.lm_head = None
+        tables = None, None
+        if size is not None:
+            tables = draft_vocabulary.declare(size, vocab_size, self.sharding)
+        self.d2t, self.t2d = tables
 
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
         """Names of the copies of the target's weights that files of speculators hold."""
-        copies = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
-        return copies if self.d2t is not None else (*copies, "lm_head.weight", "d2t", "t2d")
+        own = {"embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head}
+        own |= {"d2t": self.d2t, "t2d": self.t2d}
+        copies = [name for name, module in own.items() if module is None]
+        return (*copies, "verifier_norm.weight", "verifier_lm_head.weight")
 
     @classmethod
     def options(cls, config: DFlashConfig) -> dict[str, Any]:
@@ -158,14 +175,28 @@ class DFlash(OnePassDrafter):
         last = count if self.shape.causal else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
         first = slice(1, count + 1)
-        if self.lm_head is None:
-            logits = heads.unembed(hidden[:, first])
-        else:
-            logits = self.lm_head.attend(hidden[:, first])
-            sampler = sampler.among(self._vocabulary())
-        return self.propose(logits, positions[:, first], sampler), state
+        logits = self._unembed(hidden[:, first], heads)
+        return self.propose(logits, positions[:, first], self.among(sampler)), state
 
-    def _vocabulary(self) -> DraftVocabulary:
+    def _embed(self, tokens: jax.Array, heads) -> jax.Array:
+        """Returns the embeddings [B, T, D] of a block's tokens."""
+        own = self.embed_tokens
+        x = heads.embed(tokens) if own is None else own(tokens)
+        if self.mask_embedding is None:
+            return x
+        is_mask = (tokens == self.shape.mask_token_id)[..., None]
+        return jnp.where(is_mask, self.mask_embedding[...].astype(x.dtype), x)
+
+    def _unembed(self, hidden: jax.Array, heads) -> jax.Array:
+        """Returns logits float32 over the tokens that can be drafted."""
+        return (heads.unembed if self.lm_head is None else self.lm_head.attend)(hidden)
+
+    def among(self, sampler: Sampler) -> Sampler:
+        """Returns a sampler over the draft vocabulary, or the same one if there is none."""
+        return sampler if self.d2t is None else sampler.among(self.vocabulary())
+
+    def vocabulary(self) -> DraftVocabulary:
+        """Returns the draft vocabulary, which `shape.draft_vocab_size` declares."""
         return DraftVocabulary.of(self.d2t[...], self.shape.decoder.vocab_size)
 
     def check_weights(self, directory: pathlib.Path) -> None:
@@ -203,7 +234,7 @@ class DFlash(OnePassDrafter):
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
         positions = position[:, None] + jnp.arange(block.shape[1])
         cos_sin = rotary.angles(positions, self.shape.rotary)
-        x = heads.embed(block)
+        x = self._embed(block, heads)
         for i, layer in enumerate(self.layers):
             x, _ = layer(x, cos_sin, self._attend_context(i, state, position))
         return self.norm(x), positions
@@ -281,14 +312,20 @@ class DFlash(OnePassDrafter):
         return block_loss(self._score(hidden, blocks, batch, heads, options), blocks, options)
 
     def _score(self, hidden, blocks, batch, heads, options) -> TokenScores:
-        """Scores the blocks, restricted to the draft vocabulary if there is one."""
-        if self.lm_head is None:
-            return score_blocks(hidden, blocks, batch, heads.unembed, options)
-        vocabulary = self._vocabulary()
+        """Scores blocks with the output head alone."""
+        unembed = heads.unembed
+        if self.lm_head is not None:
+            unembed = parameters.gathered(self.lm_head, self.sharding).attend
+        return self.score_drafted(hidden, blocks, batch, unembed, options)
+
+    def score_drafted(self, hidden, blocks, batch, unembed, options, **how) -> TokenScores:
+        """Returns `score_blocks`, restricted to the draft vocabulary if there is one."""
+        if self.d2t is None:
+            return score_blocks(hidden, blocks, batch, unembed, options, **how)
+        vocabulary = self.vocabulary()
         labels = vocabulary.draft_ids[blocks.labels]
         blocks = dataclasses.replace(blocks, labels=labels)
-        unembed = parameters.gathered(self.lm_head, self.sharding).attend
-        scores = score_blocks(hidden, blocks, batch, unembed, options)
+        scores = score_blocks(hidden, blocks, batch, unembed, options, **how)
         return vocabulary.without_unknown(scores, labels)
 
     def run_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
@@ -301,7 +338,7 @@ class DFlash(OnePassDrafter):
         shape = blocks.tokens.shape
         of_context = rotary.angles(batch.positions, self.shape.rotary)
         of_blocks = rotary.angles(blocks.positions.reshape(shape[0], -1), self.shape.rotary)
-        x = heads.embed(blocks.tokens.reshape(shape[0], -1)).astype(dtype)
+        x = self._embed(blocks.tokens.reshape(shape[0], -1), heads).astype(dtype)
         for i, (layer, context) in enumerate(zip(self.layers, contexts, strict=True)):
 
             def run(x, context, i=i, layer=layer):

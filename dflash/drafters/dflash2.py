@@ -116,10 +116,12 @@ class ConvolvedLayer(TransformerLayer):
 class CandidateSelector(nnx.Module):
     """Bilinear score of a candidate: predecessor code · projected hidden state · its own code."""
 
-    def __init__(self, width: int, vocab: int, rank: int, *, dtype, sharding: Sharding):
+    def __init__(
+        self, width: int, vocab: int, drafted: int, rank: int, *, dtype, sharding: Sharding
+    ):
         build = {"dtype": dtype, "sharding": sharding}
         self.predecessor_codebook = Embedding(vocab, rank, **build)
-        self.successor_codebook = Embedding(vocab, rank, **build)
+        self.successor_codebook = Embedding(drafted, rank, **build)
         self.hidden_projection = Linear(width, rank, ("embed", None), **build)
 
 
@@ -127,7 +129,7 @@ class Likely(NamedTuple):
     """The k most likely tokens of each draft position, in descending order of their base logits.
 
     Attributes:
-      tokens: Candidates, int32 [..., k].
+      tokens: Candidates, as tokens of the target, int32 [..., k].
       logits: Base logits of the candidates, float32 [..., k].
       codes: Rows of the successor codebook for the candidates, [..., k, r].
     """
@@ -170,7 +172,8 @@ class DFlash2(ConditionedDFlash):
         build = {"dtype": dtype, "sharding": sharding}
         super().__init__(shape, block_size=block_size, short_pass=short_pass, **build)
         self.set_tree(tree, shape.selector_top_k)
-        self.candidate_selector = CandidateSelector(width, vocab, shape.selector_rank, **build)
+        tokens = vocab, self.num_drafted
+        self.candidate_selector = CandidateSelector(width, *tokens, shape.selector_rank, **build)
         for layer in self.layers:
             layer.rows = self.pass_positions + 1
 
@@ -195,7 +198,10 @@ class DFlash2(ConditionedDFlash):
     def choices(self, base):
         """Returns the most likely tokens, which `correct` reranks given the previous token."""
         values, tokens = jax.lax.top_k(base, self.shape.selector_top_k)
-        return Likely(tokens, values, self.candidate_selector.successor_codebook(tokens))
+        codes = self.candidate_selector.successor_codebook(tokens)
+        if self.d2t is not None:
+            tokens = self.vocabulary().name(tokens)
+        return Likely(tokens, values, codes)
 
     def correct(self, choices, vectors, sampler):
         """Returns logits [B, T, k] of the likely tokens, and a sampler among these."""
@@ -223,6 +229,6 @@ class DFlash2(ConditionedDFlash):
     def checkpoint_name(path: str) -> str:
         """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, leaf = path.rpartition(".")
-        if leaf in _BARE:
+        if leaf in _BARE or not stem:
             return path
         return stem if stem.rpartition(".")[2] in _BARE else f"{stem}.weight"

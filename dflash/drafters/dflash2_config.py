@@ -56,7 +56,6 @@ class DFlash2Shape(DFlashShape, DFlash2Fields):
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        hf_config.check_only(config, "draft_vocab_size", config.get("vocab_size"))
         own = hf_config.read_fields({**config, **config[GROUP]}, DFlash2Fields)
         return super()._read(config) | vars(own)
 
@@ -76,7 +75,8 @@ class DFlash2Shape(DFlashShape, DFlash2Fields):
 
     def _problems(self) -> Iterable[base_config.Problem]:
         yield from super()._problems()
-        width, vocab_size = self.decoder.hidden_size, self.decoder.vocab_size
+        width = self.decoder.hidden_size
+        vocab_size = self.draft_vocab_size or self.decoder.vocab_size
         if width % self.conv_group_size:
             message = f"{self.conv_group_size} does not divide the hidden size {width}"
             yield ("conv_group_size",), message

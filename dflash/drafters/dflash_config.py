@@ -11,6 +11,7 @@ from dflash.drafters import base_config, layouts_config
 from dflash.drafters.base_config import (
     MAX_LAYERS,
     MAX_VOCABULARY,
+    MAX_WIDTH,
     BlockDrafterConfig,
     DrafterShape,
     DraftLayers,
@@ -21,8 +22,11 @@ from dflash.drafters.layouts_config import GROUP
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Fields that some published drafters have, with the only value that is supported.
 _SUPPORTED = {"draft_shift": False}
-# Fields of attention heads, which config.json omits if they have their defaults.
-_HEAD_FIELDS = ("partial_rotary_factor", "attention_sink_bias", "attention_value_scale")
+# Fields that config.json omits if they have their defaults.
+_OPTIONAL_FIELDS = (
+    *("partial_rotary_factor", "attention_sink_bias", "attention_value_scale"),
+    *("draft_vocab_size", "target_hidden_size", "mask_embedding"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,9 @@ class DFlashShape(DrafterShape):
       partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
       attention_sink_bias: Whether each head has an attention sink: a learned score of no position.
       attention_value_scale: Factor on values.
+      target_hidden_size: Width of the target, if it is not the drafter's; the drafter then has an
+        embedding and an output head of its own. None for the same width.
+      mask_embedding: Whether the drafter has an embedding of its own for the mask token.
     """
 
     layout: ClassVar[Mapping[str, Any]] = {"projector": "dflash"}
@@ -69,6 +76,8 @@ class DFlashShape(DrafterShape):
     partial_rotary_factor: float = option(1.0, minimum=0.0, maximum=1.0)
     attention_sink_bias: bool = False
     attention_value_scale: float = option(1.0, minimum=0.0, maximum=1e3)
+    target_hidden_size: int | None = option(None, minimum=1, maximum=MAX_WIDTH)
+    mask_embedding: bool = False
 
     @property
     def rotary(self) -> TargetArchitecture:
@@ -121,6 +130,7 @@ class DFlashShape(DrafterShape):
                 "decoder": decoder,
                 "views": _views(beside, within, decoder.num_hidden_layers),
                 "draft_vocab_size": _partial(beside.draft_vocab_size, decoder.vocab_size),
+                "target_hidden_size": _partial(stated["target_hidden_size"], decoder.hidden_size),
             }
         )
 
@@ -129,7 +139,7 @@ class DFlashShape(DrafterShape):
         windows = {view.window for view in self.views} - {None}
         optional = {
             name: getattr(self, name)
-            for name in (*_HEAD_FIELDS, "draft_vocab_size")
+            for name in _OPTIONAL_FIELDS
             if getattr(self, name) != getattr(DFlashShape, name)
         }
         return (
@@ -172,7 +182,9 @@ class DFlashShape(DrafterShape):
     def fit(self, target: TargetArchitecture) -> Self:
         """Adds the target's depth if it is not stated; see `DrafterShape.fit`."""
         depth = target.num_hidden_layers
-        base_config.check_same_target(target, self.decoder, self.num_target_layers)
+        width = self.target_hidden_size or self.decoder.hidden_size
+        trained_for = dataclasses.replace(self.decoder, hidden_size=width)
+        base_config.check_same_target(target, trained_for, self.num_target_layers)
         if max(self.target_layer_ids) >= depth or self.mask_token_id >= target.vocab_size:
             raise errors.CheckpointError(
                 f"drafter: taps layers {list(self.target_layer_ids)} and masks with token "
@@ -265,6 +277,8 @@ class _CommonFields:
     partial_rotary_factor: float | None = option_like(DFlashShape, "partial_rotary_factor", None)
     attention_sink_bias: bool | None = None
     attention_value_scale: float | None = option_like(DFlashShape, "attention_value_scale", None)
+    target_hidden_size: int | None = option_like(DFlashShape, "target_hidden_size", None)
+    mask_embedding: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,9 +315,9 @@ def _merge(beside: _FileFields, within: _GroupFields) -> dict[str, Any]:
     }
 
 
-def _partial(draft_vocab_size: int | None, vocab_size: int) -> int | None:
-    """Returns the size of a draft vocabulary; None if it is the whole vocabulary."""
-    return None if draft_vocab_size == vocab_size else draft_vocab_size
+def _partial(size: int | None, usual: int) -> int | None:
+    """Returns a size that the drafter has of its own; None if it is the usual one."""
+    return None if size == usual else size
 
 
 def _views(beside: _FileFields, within: _GroupFields, num_layers: int) -> tuple[LayerView, ...]:

@@ -26,10 +26,12 @@ from dflash.parallel.sharding import Sharding
 class MarkovHead(nnx.Module):
     """Previous-token head of the vanilla kind: returns the code of the previous token."""
 
-    def __init__(self, width: int, vocab: int, rank: int, *, dtype, sharding: Sharding):
+    def __init__(
+        self, width: int, vocab: int, drafted: int, rank: int, *, dtype, sharding: Sharding
+    ):
         build = {"dtype": dtype, "sharding": sharding}
         self.markov_w1 = Embedding(vocab, rank, **build)
-        self.markov_w2 = Embedding(vocab, rank, **build)
+        self.markov_w2 = Embedding(drafted, rank, **build)
         self.rank = rank
 
     def fresh_memory(self, *lead: int) -> Any:
@@ -52,8 +54,8 @@ class MarkovHead(nnx.Module):
 class GatedHead(MarkovHead):
     """Previous-token head that gates the token's code by the code and the hidden state."""
 
-    def __init__(self, width: int, vocab: int, rank: int, **build):
-        super().__init__(width, vocab, rank, **build)
+    def __init__(self, width: int, vocab: int, drafted: int, rank: int, **build):
+        super().__init__(width, vocab, drafted, rank, **build)
         self.gate_proj = Linear(width + rank, rank, (None, None), bias=True, **build)
 
     def __call__(self, code, hidden, memory):
@@ -65,8 +67,8 @@ class GatedHead(MarkovHead):
 class RecurrentHead(MarkovHead):
     """Previous-token head that is a gated recurrence over the tokens since the anchor."""
 
-    def __init__(self, width: int, vocab: int, rank: int, **build):
-        super().__init__(width, vocab, rank, **build)
+    def __init__(self, width: int, vocab: int, drafted: int, rank: int, **build):
+        super().__init__(width, vocab, drafted, rank, **build)
         self.joint_proj = Linear(2 * rank + width, 3 * rank, (None, None), bias=True, **build)
 
     def fresh_memory(self, *lead):
@@ -135,10 +137,10 @@ class DSpark(ConditionedDFlash):
         build = {"dtype": dtype, "sharding": sharding}
         rows = None if block_size is None else block_size - 1
         super().__init__(shape, block_size=rows, short_pass=short_pass, **build)
-        self.set_tree(tree, shape.decoder.vocab_size)
+        self.set_tree(tree, self.num_drafted)
         width, rank = shape.decoder.hidden_size, shape.markov_rank
-        head = _HEADS[shape.markov_head_type]
-        self.markov_head = head(width, shape.decoder.vocab_size, rank, **build)
+        head, tokens = _HEADS[shape.markov_head_type], (shape.decoder.vocab_size, self.num_drafted)
+        self.markov_head = head(width, *tokens, rank, **build)
         seen = width + rank * shape.confidence_head_with_markov
         self.confidence_head = (
             ConfidenceHead(seen, **build) if shape.enable_confidence_head else None
@@ -201,4 +203,4 @@ class DSpark(ConditionedDFlash):
     def checkpoint_name(path: str) -> str:
         """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, leaf = path.rpartition(".")
-        return path if leaf == "bias" else f"{stem}.weight"
+        return path if leaf == "bias" or not stem else f"{stem}.weight"

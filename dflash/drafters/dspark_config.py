@@ -60,7 +60,6 @@ class DSparkShape(DFlashShape, DSparkFields):
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        hf_config.check_only(config, "draft_vocab_size", config.get("vocab_size"))
         own = hf_config.read_fields({**config, **config[GROUP]}, DSparkFields)
         return super()._read(config) | vars(own)
 

@@ -57,7 +57,6 @@ def to_zlab(
         group |= hf_config.read_group(config, name)
     for fields in (config, group):
         hf_config.check_only(fields, "projector_type", projector)
-        hf_config.check_only(fields, "target_hidden_size", config.get("hidden_size"))
         hf_config.check_only(fields, "is_neox_style", True)
     hf_config.check_only(group, "attention_mode", "gqa")
     return {**config, GROUP: group}

@@ -34,6 +34,7 @@ from dflash.parallel.sharding import Sharding
 RANDOM = schema.RANDOM
 _TARGET_SEED, _DRAFTER_SEED = 0, 1
 _MAX_QUOTED = 100  # Characters of a name from a checkpoint.
+_MASK_EMBEDDING = "mask_embedding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +128,29 @@ def build_drafter(
                 f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
             )
     model = kind.create(
-        config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding, **options
+        config, _with_tensors(source), target, dtype=jnp.dtype(dtype), sharding=sharding, **options
     )
     _quantize(model, source, getattr(config, "quantization", None), "drafter")
     return model
+
+
+def _with_tensors(source: Source) -> Mapping[str, Any] | None:
+    """Returns a drafter's config.json with the field that only the name of a tensor states.
+
+    Raises:
+      CheckpointError: The tensor is in a pickle.
+    """
+    if source.hf is None or not safetensors_header.source_of(source.directory).exists():
+        return source.hf
+    if _MASK_EMBEDDING in safetensors_header.read_headers(source.directory):
+        return {**source.hf, _MASK_EMBEDDING: True}
+    pickle = source.directory / f"{_MASK_EMBEDDING}.pt"
+    if pickle.exists():
+        raise errors.CheckpointError(
+            f"{pickle}: pickles are not read; store its embedding as the tensor "
+            f"{_MASK_EMBEDDING!r} in a .safetensors file"
+        )
+    return source.hf
 
 
 def _quantize(model: nnx.Module, source: Source, wanted: str | None, group: str) -> None:

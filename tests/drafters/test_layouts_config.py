@@ -104,7 +104,6 @@ def test_dspark_fields_may_stand_in_a_group(place):
 REFUSED = {
     "projector_type: 'domino' is not supported, only 'dflash'": {"projector_type": "domino"},
     "sample_from_anchor: true is not supported, only false": {"sample_from_anchor": True},
-    "target_hidden_size: 64 is not supported, only 32": {"target_hidden_size": 64},
     "is_neox_style: false is not supported, only true": {"is_neox_style": False},
     "aux_hidden_state_layer_ids: expected at least one layer, got none": {
         "aux_hidden_state_layer_ids": []

@@ -22,7 +22,7 @@ from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.eagle3_config import BeamTree
 from dflash.drafters.parts import beam_tree
-from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors, score_blocks
+from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors
 from dflash.layers.losses import TokenScores
 
 _TOP_K = 16  # Default of `ConditionalTree.top_k`.
@@ -62,6 +62,11 @@ class ConditionedDFlash(DFlash):
         """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         names = "block_size", "short_pass", "tree"
         return {name: getattr(config, name) for name in names}
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of tokens that can be drafted."""
+        return self.shape.draft_vocab_size or self.shape.decoder.vocab_size
 
     @property
     def depth(self) -> int:
@@ -141,7 +146,7 @@ class ConditionedDFlash(DFlash):
           Logits float32 [B, T, V] and `sampler`; or [B, T, Q] and a sampler over a draft
           vocabulary.
         """
-        return choices + self.bias(vectors), sampler
+        return choices + self.bias(vectors), self.among(sampler)
 
     def acceptance(self, prepared: jax.Array, previous: jax.Array) -> jax.Array | None:
         """Returns the confidence [B, G] of a chain, or None if the drafter has no such estimate.
@@ -184,7 +189,7 @@ class ConditionedDFlash(DFlash):
         """Returns the outputs of `prepare` and `choices` at the first draft positions."""
         block, _ = self.run_block(state, anchor, position, heads)
         hidden = block[:, self.first_row : self.first_row + count]
-        return self.prepare(hidden), self.choices(heads.unembed(hidden))
+        return self.prepare(hidden), self.choices(self._unembed(hidden, heads))
 
     def _draft_tree(self, state, anchor, position, sampler, heads) -> Proposal:
         """Grows a tree from the scores of each node's children given its own prefix."""
@@ -238,12 +243,14 @@ class ConditionedDFlash(DFlash):
         width = hidden.shape[-1]
 
         def unembed(rows):
-            logits = heads.unembed(rows[..., :width])
+            logits = self._unembed(rows[..., :width], heads)
             is_target = rows.shape[-1] == width  # The target's hidden states have no vectors.
             return logits if is_target else logits + self.bias(rows[..., width:])
 
         together = jnp.concatenate([hidden, vectors.astype(hidden.dtype)], axis=-1)
-        scores = score_blocks(_lead(together), blocks, batch, unembed, options, frozen_head=False)
+        scores = self.score_drafted(
+            _lead(together), blocks, batch, unembed, options, frozen_head=False
+        )
         return ConditionedScores(blocks, hidden, vectors, previous, scores)
 
     def _condition_all(self, previous: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -261,10 +268,9 @@ class ConditionedDFlash(DFlash):
         _, vectors = jax.lax.scan(step, self.fresh_memory(rows * count), inputs)
         return vectors.swapaxes(0, 1).reshape(rows, count, drafts, -1)
 
-    @staticmethod
-    def score_base(scored: ConditionedScores, batch, heads, options) -> TokenScores:
+    def score_base(self, scored: ConditionedScores, batch, heads, options) -> TokenScores:
         """Scores the base logits, without the correction."""
-        return score_blocks(_lead(scored.hidden), scored.blocks, batch, heads.unembed, options)
+        return self._score(_lead(scored.hidden), scored.blocks, batch, heads, options)
 
 
 def _lead(rows: jax.Array) -> jax.Array:

@@ -99,7 +99,7 @@ class WeightedDrafter(Drafter):
         """Returns an abstract linear map from target features [..., C·D] to the draft width."""
         width = self.shape.decoder.hidden_size
         return Linear(
-            num_features * width,
+            num_features * (getattr(self.shape, "target_hidden_size", None) or width),
             width,
             ("features", "embed"),
             dtype=self.dtype,

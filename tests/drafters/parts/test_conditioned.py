@@ -380,7 +380,7 @@ def test_the_config_of_speculators():
             r"layer_ids\[0\]: expected an integer in \[1, 4096\], got 0",
         ),
         ("dflash2", {"sample_from_anchor": True}, "sample_from_anchor"),
-        ("dflash2", {"draft_vocab_size": 16}, "draft_vocab_size: 16 is not supported, only 32"),
+        ("dflash2", {"draft_vocab_size": 33}, "draft_vocab_size: 33 exceeds the vocabulary of 32"),
         ("rnn", {"markov_rank": None}, "missing markov_rank"),
         ("rnn", {"markov_head_type": "lstm"}, "expected one of vanilla, gated, rnn, got 'lstm'"),
     ],

@@ -1,0 +1,194 @@
+"""Drafters with parts of their own: a mask embedding, another width, a draft vocabulary.
+
+Each drafter must draft as one without such parts does over a target that is changed alike.
+"""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.dflash_cases import FULL, make_shape
+from support.models import make_architecture, make_sharding, make_target, zeros
+
+from dflash import errors
+from dflash.checkpoints import checkpoint
+from dflash.drafters.dflare_config import DFlareShape
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash2 import DFlash2
+from dflash.drafters.dflash2_config import DFlash2Shape
+from dflash.drafters.dflash_config import DFlashConfig
+from dflash.drafters.dspark import DSpark
+from dflash.drafters.dspark_config import DSparkShape
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.loading import models
+from dflash.parallel import parameters
+
+BUILD = {"dtype": jnp.float32, "sharding": make_sharding()}
+BASE = make_shape(FULL, FULL)
+WIDTH, DRAFTED = BASE.decoder.hidden_size, np.arange(1, 40, 2)  # of 48 tokens
+SAMPLED = SequenceSampler(
+    SamplingParams(
+        jnp.full((2, 2), 3, jnp.uint32), jnp.full(2, 0.8), jnp.zeros(2, jnp.int32), jnp.ones(2),
+        jnp.zeros(2),
+    )
+)  # fmt: skip
+
+
+def make(kind, shape):
+    drafter = kind(shape, **BUILD)
+    parameters.initialize(drafter, jax.random.key(1))
+    return drafter
+
+
+def assign(drafter, values):
+    parameters.assign(drafter, {path: jnp.asarray(value) for path, value in values.items()})
+
+
+def values_of(drafter):
+    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters.named_arrays(drafter)}
+
+
+def draft(drafter, heads, features):
+    """Returns the drafts after the features of ten tokens, and the hidden states of the block."""
+
+    @jax.jit
+    def run():
+        state, start = zeros(drafter.init_state(2, 32)), jnp.zeros(2, jnp.int32)
+        count = jnp.full(2, features.shape[1])
+        tokens = jnp.zeros((2, features.shape[1] + 1), jnp.int32)
+        state = drafter.observe(state, start, tokens, count, features, heads)
+        anchors = jnp.array([5, 9])
+        proposal, _ = drafter.draft(state, anchors, count, SAMPLED, heads)
+        return proposal.tokens, drafter.run_block(state, anchors, count, heads)[0]
+
+    return run()
+
+
+def features_of(drafter, width=WIDTH):
+    rng, taps = np.random.default_rng(0), len(drafter.feature_layers)
+    return jnp.asarray(rng.normal(size=(2, 10, taps, width)), jnp.float32)
+
+
+def flat(features):
+    return features.reshape(*features.shape[:2], -1)
+
+
+def test_a_mask_embedding_replaces_the_target_s():
+    plain = make(DFlash, BASE)
+    own = make(DFlash, dataclasses.replace(BASE, mask_embedding=True))
+    row = np.random.default_rng(1).normal(size=WIDTH).astype(np.float32)
+    assign(own, values_of(plain) | {"mask_embedding": row})
+    target, mask = make_target(), BASE.mask_token_id
+    changed = types.SimpleNamespace(
+        embed=lambda tokens: jnp.where((tokens == mask)[..., None], row, target.embed(tokens)),
+        unembed=target.unembed,
+    )
+    rows = flat(features_of(plain))
+    found, wanted = draft(own, target, rows), draft(plain, changed, rows)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], atol=1e-5)
+    assert not np.allclose(found[1], draft(plain, target, rows)[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("stored", ["model.safetensors", "mask_embedding.pt"])
+def test_files_with_a_mask_embedding(stored, tmp_path):
+    plain, directory = make(DFlash, BASE), tmp_path / "drafter"
+    checkpoint.save_hf(plain, directory, DFlash.config_to_hf(BASE))
+    if stored.endswith(".pt"):
+        (directory / stored).write_bytes(b"")
+    else:
+        row = {"mask_embedding": np.arange(WIDTH, dtype=np.float32)}
+        save_file(load_file(directory / stored) | row, directory / stored)
+    config = DFlashConfig(checkpoint=str(directory))
+    source = models.find_drafter(config)
+
+    def build():
+        sharding = make_sharding()
+        return models.build_drafter(
+            config, source, make_architecture(), dtype="float32", sharding=sharding
+        )
+
+    if stored.endswith(".pt"):
+        with pytest.raises(
+            errors.CheckpointError, match=r"mask_embedding\.pt: pickles are not read"
+        ):
+            build()
+        return
+    drafter = build()
+    models.load_weights(drafter, source)
+    np.testing.assert_array_equal(drafter.mask_embedding[...], np.arange(WIDTH))
+    again = DFlash.architecture_from_hf(DFlash.config_to_hf(drafter.shape))
+    assert again == drafter.shape
+    assert again.mask_embedding
+
+
+def test_a_target_of_another_width():
+    """The projection ignores the added half of each feature; embedding and head are copies."""
+    plain, target = make(DFlash, BASE), make_target()
+    own = make(DFlash, dataclasses.replace(BASE, target_hidden_size=2 * WIDTH))
+    values, taps = values_of(plain), len(plain.feature_layers)
+    kernel = values["fc.kernel"].reshape(taps, WIDTH, WIDTH)
+    ends = {
+        "embed_tokens.embedding": target.embed_tokens.embedding[...],
+        "lm_head.kernel": target.lm_head.kernel[...],
+    }
+    wide = {"fc.kernel": np.pad(kernel, ((0, 0), (0, WIDTH), (0, 0))).reshape(-1, WIDTH)}
+    assign(own, values | ends | wide)
+    features = features_of(own, 2 * WIDTH)
+    found, wanted = (
+        draft(own, None, flat(features)),
+        draft(plain, target, flat(features[..., :WIDTH])),
+    )
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], atol=1e-5)
+    shape = DFlash.architecture_from_hf(DFlash.config_to_hf(own.shape))
+    assert shape == own.shape
+    assert shape.fit(make_architecture(hidden_size=2 * WIDTH)) == shape
+    with pytest.raises(errors.CheckpointError, match=r"hidden size 64 \(target: 32\)"):
+        shape.fit(make_architecture())
+    mixing = DFlareShape(**vars(BASE)).to_hf() | {"target_hidden_size": 64}
+    with pytest.raises(errors.CheckpointError, match="target_hidden_size: 64 is not supported"):
+        DFlareShape.from_hf(mixing)
+
+
+CONDITIONED = {
+    "dspark": (DSpark, DSparkShape, {"markov_rank": 4, "markov_head_type": "gated"}),
+    "dflash2": (
+        DFlash2,
+        DFlash2Shape,
+        {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3},
+    ),
+}
+SUCCESSORS = ("markov_head.markov_w2.embedding", "candidate_selector.successor_codebook.embedding")
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+def test_conditioned_drafters_with_a_draft_vocabulary(name, tmp_path):
+    """Tokens outside of it have no chance, as if the target's head ruled them out."""
+    kind, shape_class, own = CONDITIONED[name]
+    plain = make(kind, shape_class(**vars(BASE), **own))
+    shape = dataclasses.replace(plain.shape, draft_vocab_size=DRAFTED.size)
+    fewer, target, values = kind(shape, **BUILD), make_target(), values_of(plain)
+    for path in SUCCESSORS:
+        if path in values:
+            values[path] = values[path][DRAFTED]
+    known = np.isin(np.arange(48), DRAFTED)
+    tables = {"d2t": DRAFTED - np.arange(DRAFTED.size), "t2d": known}
+    head = {"lm_head.kernel": np.asarray(target.lm_head.kernel[...])[:, DRAFTED]}
+    assign(fewer, values | {"d2t": tables["d2t"].astype(np.int32), "t2d": known} | head)
+    only = types.SimpleNamespace(
+        embed=target.embed, unembed=lambda x: jnp.where(known, target.unembed(x), -1e9)
+    )
+    rows = flat(features_of(plain))
+    found, wanted = draft(fewer, target, rows), draft(plain, only, rows)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    assert np.isin(found[0], DRAFTED).all()
+    checkpoint.save_hf(fewer, tmp_path / "out", kind.config_to_hf(shape))
+    again = kind(kind.architecture_from_hf(checkpoint.read_config(tmp_path / "out")), **BUILD)
+    checkpoint.load(again, tmp_path / "out")
+    for path, value in values_of(fewer).items():
+        np.testing.assert_array_equal(value, values_of(again)[path], err_msg=path)
