@@ -22,10 +22,9 @@ from dflash.inference.cycle.block_choice import POOL_MEMORY
 from dflash.inference.engine import Engine
 
 LENGTH = 128  # positions that a script covers
-SIZES = (1, 2, 4)
-DRAFTS = SIZES[-1] - 1
+SIZES = (1, 2, 4, 8)
 # Drafting costs half a plain cycle, each further row a tenth: worth it, if drafts are any good.
-SECONDS = (1.0, 1.6, 1.8)
+SECONDS = (1.0, 1.6, 1.8, 2.2)
 PROMPTS = random_prompts([1, 16, 9, 17, 5, 2])
 
 
@@ -36,7 +35,7 @@ def whole_rows(run: Engine, seconds) -> tuple[float, ...]:
 
 @functools.cache
 def scripted_engine(batch_size: int) -> Engine:
-    blank = ScriptedDrafter(Script.chain(LENGTH, DRAFTS, True), [()] * 6, tree=False)
+    blank = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
     run = engine(blank, batch_size=batch_size, sync_every=5, max_length=64, adaptive_blocks=True)
     return run
 
@@ -48,7 +47,7 @@ def decode_scripted(
     how = {"temperature": temperature, "first_index": index}
     whole = expected(PROMPTS, [32] * len(PROMPTS), **how)
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, whole, strict=True)]
-    model = ScriptedDrafter(Script.chain(LENGTH, DRAFTS, wrong), texts, tree=False)
+    model = ScriptedDrafter(Script.chain(LENGTH, 7, wrong), texts, tree=False)
     run = redrafted(scripted_engine(batch_size), model)
     run.cycle_seconds = whole_rows(run, seconds)
     done = decode(run, PROMPTS, limits, **how)
@@ -86,8 +85,8 @@ def test_a_drafter_that_is_always_right_gets_the_largest_block(batch_size, tempe
     )
     for one in done:
         # The last tokens before the limit need no whole block.
-        assert set(one.block_sizes[:-1]) == {SIZES[-1]}
-        assert set(one.acceptance_lengths[:-1]) == {SIZES[-1]}
+        assert set(one.block_sizes[:-1]) == {8}
+        assert set(one.acceptance_lengths[:-1]) == {8}
 
 
 @pytest.mark.parametrize(("wrong_until", "index"), [(14, 40), (18, 50)])
@@ -98,7 +97,7 @@ def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, i
     """
     wrong = np.arange(LENGTH)[:, None] < wrong_until
     done = decode_scripted(
-        wrong, [32] * 6, batch_size=5, temperature=0.8, index=index, seconds=(1.0, 1.4, 1.8)
+        wrong, [32] * 6, batch_size=5, temperature=0.8, index=index, seconds=(1.0, 1.4, 1.8, 2.2)
     )
     late = [length for one in done for length in one.acceptance_lengths if length > 1]
     assert late, "drafting was never taken up again"
@@ -106,8 +105,9 @@ def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, i
 
 
 def test_a_run_begins_with_what_the_run_before_has_found_out():
-    wrong = ScriptedDrafter(Script.chain(LENGTH, DRAFTS, True), [()] * 6, tree=False)
+    wrong = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
     run = redrafted(scripted_engine(1), wrong)
+    run.cycle_seconds = whole_rows(run, SECONDS)
     first, *_, last = (sizes_of(decode(run, PROMPTS[:1], 32)) for _ in range(4))
     drafted = [sum(size > 1 for size in sizes) for sizes in (first, last)]
     assert drafted[0] > 3, "a stranger is given a chance"
@@ -122,14 +122,14 @@ def test_it_learns_from_each_cycle_what_the_room_before_it_allowed():
     """
     prompt, limit = PROMPTS[1], 13
     ((ids, _),) = expected([prompt], [32], temperature=0.0)
-    wrong = np.zeros((LENGTH, SIZES[-1]), bool)
+    wrong = np.zeros((LENGTH, 8), bool)
     wrong[:, 2:] = True  # two drafts are right in every cycle
     model = ScriptedDrafter(
-        Script.chain(LENGTH, DRAFTS, wrong), [(*prompt, *ids)] + [()] * 5, tree=False
+        Script.chain(LENGTH, 7, wrong), [(*prompt, *ids)] + [()] * 5, tree=False
     )
     run = redrafted(scripted_engine(1), model)
     state = occupied(run, make_requests([prompt], limit))
-    tried, accepted = np.array(state.adaptive.choice.pool_tried), np.zeros(DRAFTS)
+    tried, accepted = np.array(state.adaptive.choice.pool_tried), np.zeros(7)
     assert not tried.any(), "it begins with what an earlier run has found out"
     left, cycles = limit - 1, []
     while state.active[0]:
@@ -138,10 +138,10 @@ def test_it_learns_from_each_cycle_what_the_room_before_it_allowed():
             cycles.append((int(report.num_committed[i, 0]), int(report.block_sizes[i, 0])))
     for committed, size in cycles:
         useful = min(size - 1, committed - 1 + (committed < left))
-        now = (np.arange(DRAFTS) < useful).astype(float)
+        now = (np.arange(7) < useful).astype(float)
         fade = (1 - 1 / POOL_MEMORY) ** now[0]
         tried = tried * fade + now
-        accepted = accepted * fade + now * (np.arange(DRAFTS) < committed - 1)
+        accepted = accepted * fade + now * (np.arange(7) < committed - 1)
         left -= committed
     assert left == 0
     np.testing.assert_allclose(state.adaptive.choice.pool_tried, tried, rtol=1e-5)
@@ -177,7 +177,7 @@ def test_output_is_that_of_plain_decoding(name, batch_size):
     model = drafter(name, block_size=3)
     run = engine(model, batch_size=batch_size, max_length=64, adaptive_blocks=True)
     if (name, batch_size) != ("dflash", 1):
-        run.cycle_seconds = whole_rows(run, SECONDS)
+        run.cycle_seconds = whole_rows(run, SECONDS[: len(run.block_sizes)])
     limits = [20, 9, 1, 18, 2, 23]
     for temperature in (0.0, 0.8):
         done = decode(run, PROMPTS, limits, temperature=temperature)
