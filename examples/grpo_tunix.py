@@ -5,7 +5,8 @@ a frozen drafter, and by one that is trained on each step's rollouts. All three 
 rewards and the same final weights, bit for bit; only the time of a step differs.
 
     pip install 'dflash-jax[rl]'
-    python examples/grpo_tunix.py /tmp/grpo --steps=20
+    python examples/grpo_tunix.py /tmp/grpo --steps=16
+    python examples/grpo_tunix.py /tmp/grpo --compare=12
 
 Writes results.json and three plots to the directory. Two CPU cores need about ten minutes.
 """
@@ -23,6 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 from matplotlib import pyplot as plt
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.qwen3 import model as qwen3
 from tunix.models.qwen3 import params as qwen3_params
 from tunix.rl import rl_cluster
@@ -33,19 +35,20 @@ from dflash.checkpoints import checkpoint
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets
 from dflash.rl import DFlashRollout
+from dflash.rl.rollout import RolloutStats
 from dflash.text.tokenizer_loading import load_tokenizer
 
-TARGET, DRAFTER = "assets/tiny_target", "assets/tiny_dflash"
-TRAINED = {"every": 1, "steps": 2, "batch_size": 6}
-DFLASH = {"name": "dflash", "checkpoint": DRAFTER}
+TARGET, DRAFTER = "assets/tiny_target", "assets/tiny_dflash2"
+TRAINED = {"every": 1, "steps": 2, "batch_size": 4}
+DFLASH = {"name": "dflash2", "checkpoint": DRAFTER}
 VARIANTS = {
     "plain": {"drafter": {"name": "none"}},
     "frozen": {"drafter": DFLASH},
     "kept up": {"drafter": DFLASH, "train": TRAINED, "loss": {"num_anchors": 32}},
 }
 LABELS = {"plain": "no drafter", "frozen": "frozen drafter", "kept up": "drafter kept up"}
-PROMPTS_PER_STEP, GENERATIONS = 2, 3
-PROMPT_TOKENS, OUTPUT_TOKENS, TEMPERATURE = 64, 64, 1.2
+PROMPTS_PER_STEP, GENERATIONS = 1, 4
+PROMPT_TOKENS, OUTPUT_TOKENS, TEMPERATURE = 64, 96, 1.5
 PAD, END = 0, 2
 
 
@@ -144,12 +147,7 @@ def train(options: dict, steps: int, learning_rate: float) -> dict:
             mini_batch_size=PROMPTS_PER_STEP,
             train_micro_batch_size=PROMPTS_PER_STEP,
         ),
-        rollout_config=RolloutConfig(
-            max_prompt_length=PROMPT_TOKENS,
-            max_tokens_to_generate=OUTPUT_TOKENS,
-            temperature=TEMPERATURE,
-            seed=0,
-        ),
+        rollout_config=rollout_config(),
     )
     cluster = rl_cluster.RLCluster(actor=actor, tokenizer=ChatTokenizer(), cluster_config=config)
     learner = GRPOLearner(
@@ -174,6 +172,41 @@ def train(options: dict, steps: int, learning_rate: float) -> dict:
         "drafter_s": [step.training_seconds for step in history],
         "step_s": list(np.diff(ends)),
     }
+
+
+def compare(common: dict, rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of the first policy's rollouts, without a drafter and with one, in turns.
+
+    They are those of the steps of a run whose policy never changes; τ too is printed.
+    """
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    actor, words, config = load_policy(mesh), TokenizerAdapter(ChatTokenizer()), rollout_config()
+    engines = {
+        name: DFlashRollout(actor, words, mesh, config, dflash=common | VARIANTS[name])
+        for name in ("plain", "frozen")
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for batch in make_batches(rounds):
+        prompts = [str(text) for text in batch["prompts"] for _ in range(GENERATIONS)]
+        texts = []
+        for name, engine in engines.items():
+            begin = time.perf_counter()
+            texts.append(engine.generate(prompts, config).text)
+            seconds[name].append(time.perf_counter() - begin)
+        assert texts[0] == texts[1]
+        print(f"tau {engines['frozen'].stats.tau:.2f}", seconds, flush=True)
+        engines["frozen"].stats = RolloutStats()
+    return {name: values[1:] for name, values in seconds.items()}  # The first ones compile.
+
+
+def rollout_config() -> RolloutConfig:
+    """Returns the lengths and the sampling of the rollouts."""
+    return RolloutConfig(
+        max_prompt_length=PROMPT_TOKENS,
+        max_tokens_to_generate=OUTPUT_TOKENS,
+        temperature=TEMPERATURE,
+        seed=0,
+    )
 
 
 def plot(results: dict[str, dict], directory: pathlib.Path) -> None:
@@ -219,8 +252,9 @@ def main() -> None:
     """Runs the variants one after the other, compares them, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=pathlib.Path)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--learning_rate", type=float, default=5e-4)
+    parser.add_argument("--compare", type=int, metavar="ROUNDS", help="only time rollouts in turns")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
@@ -229,6 +263,10 @@ def main() -> None:
         "dtype": "float32",
         "decode": {"batch_size": PROMPTS_PER_STEP * GENERATIONS, "page_size": 16},
     }
+    if args.compare:
+        medians = {name: np.median(each) for name, each in compare(common, args.compare).items()}
+        print(medians, f"plain / frozen = {medians['plain'] / medians['frozen']:.2f}")
+        return
     results = {}
     for name in args.variants:
         results[name] = train(common | VARIANTS[name], args.steps, args.learning_rate)

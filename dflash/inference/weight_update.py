@@ -210,7 +210,17 @@ def _raise_if_not(finite: Mapping[str, bool]) -> None:
 @jax.jit
 def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns whether all numbers of each array are finite, bool [n]."""
-    return jnp.stack([jnp.isfinite(array).all() for array in arrays])
+    return jnp.stack([_is_finite(array) for array in arrays])
+
+
+def _is_finite(array: jax.Array) -> jax.Array:
+    """Returns whether all numbers are finite, faster than by a test of each.
+
+    A NaN or an infinity survives a maximum, and becomes NaN in a product with zeros.
+    """
+    if array.ndim < 2 or array.dtype != jnp.float32:  # A CPU would widen a copy for the product.
+        return jnp.isfinite(jnp.abs(array).max())
+    return jnp.isfinite(jnp.tensordot(array, jnp.zeros(array.shape[-1]), axes=1)).all()
 
 
 def _used(entries: Sequence[_Entry]) -> list[str]:
