@@ -133,7 +133,8 @@ def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> Sta
     share = config.data.shares.get("jsonl", 1.0) / (sum(config.data.shares.values()) or 1.0)
     if steps is None:
         steps = math.ceil(run.train.epochs * per_epoch / share / row)
-    amount = f"{steps:,} steps of {row:,} tokens"
+    bound = "" if run.train.steps else "at most "  # answers may be shorter
+    amount = f"{bound}{steps:,} steps of {row:,} tokens"
     work = ForwardWork(step_flops(job.task), 0.0)
     learning = parameters.count(job.task.learner)
     kept = run.train.keep_last + 2  # The best one, and one that is being written.

@@ -129,9 +129,18 @@ def tokenizer_config(directory: pathlib.Path) -> dict[str, Any]:
 def named_tokens(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the fields that name special tokens.
 
-    Those of tokenizer_config.json take precedence over special_tokens_map.json.
+    As in transformers, special_tokens_map.json counts only beside a tokenizer_config.json without
+    `added_tokens_decoder`, and then takes precedence; lists are joined.
     """
-    return _read_json(directory / "special_tokens_map.json") | tokenizer_config(directory)
+    config = tokenizer_config(directory)
+    if "added_tokens_decoder" in config:
+        return config
+    named = _read_json(directory / "special_tokens_map.json")
+    for name, tokens in named.items():
+        first = config.get(name)
+        is_list = isinstance(tokens, list) and isinstance(first, list)
+        config[name] = [*first, *tokens] if is_list else tokens
+    return config
 
 
 def _read(path: pathlib.Path) -> str:

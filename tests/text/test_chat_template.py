@@ -187,16 +187,25 @@ def test_the_date_is_that_of_the_run(tmp_path):
     assert first.fingerprint == second.fingerprint
 
 
-def test_special_tokens_by_the_config_before_the_map(tmp_path):
-    """The library transformers also reads the tokens of older files from this map."""
+@pytest.mark.parametrize(
+    ("further", "expected"),
+    [
+        ({}, {"bos_token": "<map>", "eos_token": "<map>", "pad_token": "<pad>"}),
+        ({"added_tokens_decoder": {}}, {"bos_token": "<config>", "pad_token": "<pad>"}),
+    ],
+)
+def test_the_map_of_special_tokens_counts_as_in_transformers(tmp_path, further, expected):
+    """It precedes the config, and is not read beside added_tokens_decoder."""
     write_json(tmp_path / "special_tokens_map.json", {"bos_token": "<map>", "eos_token": "<map>"})
     config = {"bos_token": "<config>", "pad_token": {"content": "<pad>"}, "unk_token": None}
-    write_json(tmp_path / "tokenizer_config.json", config)
-    assert chat_template.special_tokens(tmp_path) == {
-        "bos_token": "<config>",
-        "eos_token": "<map>",
-        "pad_token": "<pad>",
-    }
+    write_json(tmp_path / "tokenizer_config.json", config | further)
+    assert chat_template.special_tokens(tmp_path) == expected
+
+
+def test_lists_of_special_tokens_are_joined(tmp_path):
+    write_json(tmp_path / "special_tokens_map.json", {"extra_special_tokens": ["<b>"]})
+    write_json(tmp_path / "tokenizer_config.json", {"extra_special_tokens": ["<a>"]})
+    assert chat_template.named_tokens(tmp_path) == {"extra_special_tokens": ["<a>", "<b>"]}
 
 
 @pytest.mark.parametrize("train", [train_byte_level, train_sentencepiece])
