@@ -1,6 +1,7 @@
 """Shares of clients, and of the HTTP requests of a client."""
 
 import collections
+import heapq
 import itertools
 import random
 
@@ -20,7 +21,7 @@ def test_requests_of_one_owner_keep_their_order():
 
 
 def test_a_newcomer_gets_the_next_place():
-    queue = FairQueue(2)
+    queue = FairQueue(2, clock=lambda: 0.0)
     for id in range(100):
         queue.add(id, ("a", "a1" if id < 50 else "a2"))
     assert list(queue.take()) == [0, 50], "the requests of a client share its places"
@@ -35,7 +36,7 @@ def test_a_newcomer_gets_the_next_place():
 
 
 def test_many_requests_of_a_client_get_the_share_of_one_client():
-    queue = FairQueue(4)
+    queue = FairQueue(4, clock=lambda: 0.0)
     for id in range(40):
         queue.add(id, ("a", f"a{id}"))
     for id in range(40, 80):
@@ -50,7 +51,8 @@ def test_many_requests_of_a_client_get_the_share_of_one_client():
 
 def test_nobody_waits_forever():
     """A large request ends although others keep arriving."""
-    queue, draw = FairQueue(3), random.Random(0)
+    times, draw = itertools.count(), random.Random(0)
+    queue = FairQueue(3, clock=lambda: next(times))
     large = set(range(30))
     for id in large:
         queue.add(id, ("a", "large"))
@@ -67,21 +69,47 @@ def test_nobody_waits_forever():
 
 
 @pytest.mark.parametrize("level", ["clients", "requests"])
-def test_a_newcomer_passes_older_requests_that_had_their_turn(level):
+def test_a_newcomer_passes_older_requests_that_had_a_place(level):
     """Eight owners of 16 outputs each, and only four places, of which they have one at most."""
-    queue = FairQueue(4)
+    ends = 0
+    queue = FairQueue(4, clock=lambda: ends)
     of = (lambda name: (name, name)) if level == "clients" else (lambda name: ("a", name))
     for id in range(128):
         queue.add(id, of(f"large{id // 16}"))
     running = list(queue.take())
     assert running == [0, 16, 32, 48]
     queue.add(200, of("small"))
-    ends = 0
     while 200 not in running:
+        ends += 1
         queue.remove(running.pop(0))
         running += queue.take()
-        ends += 1
-    assert ends == 9, "it waits for one place of each that came before it"
+    assert ends == 5, "it waits for one place of each that came before it and had none"
+
+
+def test_requests_share_the_time_of_places():
+    """Ten requests of many long outputs leave eight clients of short ones eight shares of 18."""
+    now, seconds, ids = 0.0, {"long": 64.0, "short": 10.0}, itertools.count()
+    queue, ends, used = FairQueue(4, clock=lambda: now), [], collections.Counter()
+    kinds = {}
+
+    def add(kind, name):
+        kinds[id := next(ids)] = kind, name
+        queue.add(id, ("client", name))
+
+    for name in range(10):
+        add("long", name)
+        add("long", name)
+    for number in range(8):
+        add("short", f"{number}:0")
+    while now < 4000:
+        for id in queue.take():
+            heapq.heappush(ends, (now + seconds[kinds[id][0]], id))
+        now, id = heapq.heappop(ends)
+        kind, name = kinds[id]
+        queue.remove(id)
+        used[kind] += seconds[kind]
+        add(kind, name if kind == "long" else f"{name}'")  # The client's next request.
+    assert used["short"] / used.total() == pytest.approx(8 / 18, abs=0.1)
 
 
 def test_requests_that_end_while_they_wait():
