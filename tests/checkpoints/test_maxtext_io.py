@@ -1,10 +1,15 @@
 """Tests of MaxText's checkpoint layout; see also tests/test_convert.py."""
 
+import functools
+import importlib.util
+import pathlib
+import types
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from support.foreign_trees import maxtext_tree
+from support.foreign_trees import hf_tree, maxtext_tree
 from support.models import family_architecture, make_sharding, make_target
 
 from dflash import errors
@@ -40,6 +45,51 @@ def test_the_tree_is_that_of_maxtext(kind, stacked, tmp_path):
     ):
         one, two = one.get_value(), two.get_value()
         np.testing.assert_allclose(one, two, rtol=1e-6, err_msg=path)
+
+
+@functools.cache
+def maxtext_mapping():
+    """MaxText's own table of names and conversions; the package as a whole needs Python 3.12."""
+    found = importlib.util.find_spec("maxtext")
+    if found is None:
+        pytest.skip("needs maxtext: pip install --no-deps --ignore-requires-python maxtext")
+    (directory,) = found.submodule_search_locations
+    file = pathlib.Path(directory, "checkpoint_conversion/utils/param_mapping.py")
+    spec = importlib.util.spec_from_file_location("param_mapping", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(("kind", "family"), [(Qwen3, "QWEN"), (Llama3, "LLAMA31")])
+def test_maxtext_converts_our_checkpoints_to_the_same_tensors(kind, family, stacked, tmp_path):
+    mapping, model = maxtext_mapping(), make_target(kind)
+    maxtext_io.save(model, tmp_path, scan_layers=stacked)
+    leaves = jax.tree_util.tree_leaves_with_path(restored(tmp_path / "0/items"))
+    flat = {"-".join(key.key for key in path[1:]): np.asarray(leaf) for path, leaf in leaves}
+    arch = model.arch
+    hf = {name: getattr(arch, name) for name in ("num_hidden_layers", "hidden_size", "head_dim")}
+    own = types.SimpleNamespace(
+        inhomogeneous_layer_cycle_interval=1,
+        base_num_decoder_layers=arch.num_hidden_layers,
+        head_dim=arch.head_dim,
+    )
+    names = getattr(mapping, f"{family}_MAXTEXT_TO_HF_PARAM_MAPPING")(hf, own, stacked)
+    hooks = getattr(mapping, f"{family}_MAXTEXT_TO_HF_PARAM_HOOK_FN")(hf, own, stacked, True)
+    expected, converted = hf_tree(model), {}
+    for key, array in flat.items():
+        parts = [(array, names[key])]
+        if isinstance(names[key], list):
+            parts = [(np.take(array, i, axis=1), name) for i, name in enumerate(names[key])]
+        steps = hooks.get(key, [])
+        for part, name in parts:
+            for step in steps if isinstance(steps, list) else [steps]:
+                part = step(part, expected[name].shape)
+            converted[name] = part
+    assert converted.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(converted[name], tensor, rtol=1e-6, err_msg=name)
 
 
 def test_the_state_of_an_optimizer_is_left_aside(tmp_path):
