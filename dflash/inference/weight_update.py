@@ -175,9 +175,9 @@ def _check_tree(flat: Mapping[str, Any], entries: Sequence[_Entry], naming: Nami
         )
     for name, shape in shapes.items():
         array = flat[name]
-        if shape is not None and tuple(array.shape) != tuple(shape):
+        if shape is not None and np.shape(array) != tuple(shape):
             raise errors.CheckpointError(
-                f"weights: tensor {name!r} has shape {list(array.shape)}, expected "
+                f"weights: tensor {name!r} has shape {list(np.shape(array))}, expected "
                 f"{list(shape)}; {misfit}"
             )
         if getattr(array, "is_deleted", bool)():

@@ -276,7 +276,7 @@ class DFlashRollout(base_rollout.BaseRollout):
 
     def _left_padded(self, ids: Sequence[Sequence[int]], width: int) -> np.ndarray:
         """Returns prompts [B, P]; P is a power of two if a prompt is longer than `width`."""
-        longest = max(map(len, ids))
+        longest = max(map(len, ids), default=1)
         width = width if longest <= width else 1 << (longest - 1).bit_length()
         padded = np.full((len(ids), width), self.pad_id(), np.int32)
         for row, prompt in zip(padded, ids, strict=True):

@@ -158,6 +158,10 @@ def _deleted(tree):
     tree["model.norm.weight"].delete()
 
 
+def _text(tree):
+    tree["model.norm.weight"] = "model.safetensors"
+
+
 def _empty(tree):
     tree.clear()
 
@@ -170,6 +174,7 @@ def _empty(tree):
         (_nan, r"1 tensors hold NaN or infinite numbers: 'model.norm.weight'"),
         (_unknown, r"1 unexpected tensors: 'model.layers.3.mlp.up_proj.weight'"),
         (_deleted, r"'model.norm.weight' was donated or deleted"),
+        (_text, r"'model.norm.weight' has shape \[\], expected \[32\]"),
         (_empty, r"no arrays: expected the names of Hugging Face"),
     ],
 )
