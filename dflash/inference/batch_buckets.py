@@ -40,31 +40,48 @@ def over_first_slots(function: Callable, shapes: Any, num_replicas: int) -> Call
     """
 
     def run(target, drafter, state):
-        first = jax.tree.map(lambda x, y: _first(x, y.shape, num_replicas), state, shapes)
+        first = take(state, shapes, num_replicas)
         after, report = function(target, drafter, first)
         _, whole = jax.eval_shape(function, target, drafter, state)
-        before = state, zeros(whole)
-        return jax.tree.map(lambda x, y: _put(x, y, num_replicas), before, (after, report))
+        return put((state, zeros(whole)), (after, report), num_replicas)
 
     return run
 
 
-def _first(x: jax.Array, shape: tuple[int, ...], num_replicas: int) -> jax.Array:
-    """Returns the part of `x` that has this shape: the beginning of each replica's part."""
-    axis = _axis(x.shape, shape)
-    if axis is None:
-        return x
-    pieces = _pieces(x, axis, num_replicas)
-    return lax.slice_in_dim(pieces, 0, shape[axis] // num_replicas, axis=axis + 1).reshape(shape)
+def take(whole: Any, shapes: Any, num_replicas: int, index: Any = 0) -> Any:
+    """Returns the part of a pytree that belongs to some slots of each replica.
+
+    Args:
+      whole: Arrays of all slots.
+      shapes: Abstract arrays of the part.
+      num_replicas: Number of equal, consecutive parts that the slot axis is divided into.
+      index: Number of the part among parts of its size, 0 for the first slots.
+    """
+
+    def one(x, like):
+        axis = _axis(x.shape, like.shape)
+        if axis is None:
+            return x
+        size = like.shape[axis] // num_replicas
+        pieces = _pieces(x, axis, num_replicas)
+        part = lax.dynamic_slice_in_dim(pieces, index * size, size, axis=axis + 1)
+        return part.reshape(like.shape)
+
+    return jax.tree.map(one, whole, shapes)
 
 
-def _put(x: jax.Array, part: jax.Array, num_replicas: int) -> jax.Array:
-    """Writes a part back into `x` where `_first` took it from."""
-    axis = _axis(x.shape, part.shape)
-    if axis is None:
-        return part
-    pieces, parts = _pieces(x, axis, num_replicas), _pieces(part, axis, num_replicas)
-    return lax.dynamic_update_slice_in_dim(pieces, parts, 0, axis=axis + 1).reshape(x.shape)
+def put(whole: Any, part: Any, num_replicas: int, index: Any = 0) -> Any:
+    """Writes a part back where `take` took it from; data of no slot is that of the part."""
+
+    def one(x, new):
+        axis = _axis(x.shape, new.shape)
+        if axis is None:
+            return new
+        pieces, parts = _pieces(x, axis, num_replicas), _pieces(new, axis, num_replicas)
+        start = index * parts.shape[axis + 1]
+        return lax.dynamic_update_slice_in_dim(pieces, parts, start, axis=axis + 1).reshape(x.shape)
+
+    return jax.tree.map(one, whole, part)
 
 
 def _axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:

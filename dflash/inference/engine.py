@@ -34,7 +34,6 @@ from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk, pack, padded
 from dflash.inference.request import Request, check_request
-from dflash.inference.roles.role import Role
 from dflash.inference.shapes import Shapes
 from dflash.models.decoder import Decoder
 
@@ -44,6 +43,8 @@ NO_STOP = -1  # Pads the stop ids of a request.
 
 class Engine:
     """Programs over one target and one drafter; holds their weights, but no sequence state."""
+
+    table: Mapping[str, program_table.Program] = program_table.TABLE  # By name.
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Engine:
             rules=self.rules,
             num_stop_ids=num_stop_ids,
         )
-        self._programs = program_table.Programs(self.shapes)
+        self._programs = program_table.Programs(self.shapes, self.table)
         self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
         # Seconds per cycle of each choice of rows, with all slots busy and for smaller buckets.
         self.cycle_seconds: tuple[float, ...] | None = None
@@ -151,16 +152,21 @@ class Engine:
         Raises:
           ValueError: A chunk is empty or too long.
         """
+        run, inputs, *of_prompts = self._prompt_inputs(chunks)
+        weights = self.target_params, self.drafter_params
+        cache, *results = run(*weights, state.cache, prefill_state, inputs, *of_prompts)
+        return dataclasses.replace(state, cache=cache), *results
+
+    def _prompt_inputs(self, chunks: Mapping[int, PrefillChunk]) -> tuple:
+        """Returns the program for the next chunks; the chunks; their constraints and sampling."""
         inputs = pack(chunks, self.num_prefill_slots, self.layout)
-        run = self.program("prefill", inputs.tokens.shape[1])
         samplings = [
             chunks[slot].sampling if slot in chunks else GREEDY
             for slot in range(self.num_prefill_slots)
         ]
         params = jax.tree.map(lambda *rows: np.stack(rows), *map(SamplingParams.of, samplings))
-        weights, constraints = (self.target_params, self.drafter_params), self._constraints(chunks)
-        cache, *results = run(*weights, state.cache, prefill_state, inputs, constraints, params)
-        return dataclasses.replace(state, cache=cache), *results
+        run = self.program("prefill", inputs.tokens.shape[1])
+        return run, inputs, self._constraints(chunks), params
 
     def _constraints(self, chunks: Mapping[int, PrefillChunk]) -> FirstTokenConstraints:
         """Returns the first-token constraints of all prefill slots."""
@@ -221,7 +227,7 @@ class Engine:
         )  # fmt: skip
 
     def generate(self, state: DecodeState, bucket: int | None = None) -> tuple[DecodeState, Report]:
-        """Runs up to sync_every cycles; consumes `state` (its buffers are donated).
+        """Runs up to sync_every cycles; consumes `state`.
 
         Args:
           state: State of the batch.
@@ -255,10 +261,7 @@ class Engine:
         return self.program("release")(state, np.int32(slot))
 
     def set_pages(self, state: DecodeState, slots: Sequence[Slot]) -> DecodeState:
-        """Sets the pages of all slots; slots that are not listed own none.
-
-        Consumes `state` (its buffers are donated).
-        """
+        """Sets the pages of all slots, none for those not listed; consumes `state`."""
         table = np.zeros((self.layout.batch_size, self.layout.pages_per_sequence), np.int32)
         for slot in slots:
             table[slot.index] = self.page_row(slot)
@@ -290,8 +293,6 @@ class Engine:
         """Keeps the acceptance statistics of a run, with which the next run starts."""
         if state.adaptive is not None:
             self._statistics = block_choice.pool(state.adaptive.choice)
-
-    # --- programs -------------------------------------------------------------------------------
 
     def program(self, kind: str, *sizes: int) -> jax.stages.Compiled:
         """Returns the compiled program of this name; compiles it at the first call."""
@@ -352,18 +353,17 @@ class Engine:
         progress: Callable[[int, int], None] = lambda ready, total: None,
         *,
         grammars: bool = False,
-        role: Role = Role.BOTH,
     ) -> None:
         """Compiles every missing program that prompts of these lengths need.
 
         Args:
           prompt_lengths: Lengths in tokens.
-          progress: Called with the numbers of programs that are ready and of all, as they change.
+          progress: Called before the first and after each program with the number of programs that
+            are ready, and of all that have to be compiled.
           grammars: Include the programs of sequences with grammars.
-          role: What the engine is for.
         """
-        programs = self._programs
-        programs.compile_all(programs.missing(prompt_lengths, grammars, role), progress)
+        missing = self._programs.missing(prompt_lengths, grammars=grammars)
+        self._programs.compile_all(missing, progress)
         self._measured()
 
     def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:

@@ -9,7 +9,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from dflash.inference import first_token, programs
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import nonfinite
-from dflash.inference.roles.role import Role
 from dflash.inference.shapes import Shapes, places
 from dflash.layers.linear import matmul_precision
 from dflash.parallel.sharding import zeros
@@ -54,7 +53,7 @@ class Program:
             out_shardings=self.results(shapes, *sizes),
         )
         options = shapes.loop_options if self.loops else None
-        with jax.default_matmul_precision(matmul_precision(shapes.target.dtype)):
+        with jax.default_matmul_precision(matmul_precision(shapes.dtype)):
             lowered = jitted.lower(*self.arguments(shapes, *sizes))
             return lowered.compile(compiler_options=options or None)
 
@@ -62,10 +61,15 @@ class Program:
 class Programs:
     """Programs of one engine, each compiled at its first use."""
 
-    def __init__(self, shapes: Shapes):
-        """Creates the table, with the programs of `TABLE`."""
+    def __init__(self, shapes: Any, table: Mapping[str, Program]):
+        """Starts with the programs of a table, none of them compiled.
+
+        Args:
+          shapes: Argument of the fields of every `Program`.
+          table: Programs by name.
+        """
         self._shapes = shapes
-        self._table = dict(TABLE)
+        self._table = dict(table)
         self._compiled: dict[Name, jax.stages.Compiled] = {}
 
     def add(self, name: str, function: Callable) -> None:
@@ -85,9 +89,9 @@ class Programs:
             self._compiled[name] = self._table[kind].compile(self._shapes, *sizes)
         return self._compiled[name]
 
-    def missing(self, prompt_lengths: Iterable[int], grammars: bool, role: Role) -> list[Name]:
-        """Returns the `names` that an engine of a role needs and that are not compiled yet."""
-        needed = role.programs(names(self._shapes, prompt_lengths, grammars=grammars))
+    def missing(self, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[Name]:
+        """Returns the `names` that are not compiled yet."""
+        needed = names(self._shapes, prompt_lengths, grammars=grammars)
         return [name for name in needed if name not in self._compiled]
 
     def compile_all(self, names: Sequence[Name], progress: Callable[[int, int], None]) -> None:
@@ -185,11 +189,16 @@ def _conclude(shapes: Shapes) -> Callable:
     return shapes.over_models(functools.partial(dispatch.conclude, rules=shapes.rules))
 
 
-def _conclude_arguments(shapes: Shapes) -> tuple:
+def mask_arguments(shapes: Shapes) -> tuple:
+    """Returns the masks of a cycle with grammars, and which of them are valid."""
     layout, words = shapes.layout, first_token.num_words(shapes.vocab_size)
     allowed = shapes.whole((layout.batch_size, layout.block_size, words))
-    ready = shapes.whole((layout.batch_size,), jnp.bool_)
-    return *shapes.weights, shapes.state(), shapes.proposal(shapes.propose()), allowed, ready
+    return allowed, shapes.whole((layout.batch_size,), jnp.bool_)
+
+
+def _conclude_arguments(shapes: Shapes) -> tuple:
+    proposal = shapes.proposal(shapes.propose())
+    return *shapes.weights, shapes.state(), proposal, *mask_arguments(shapes)
 
 
 def _insert_arguments(shapes: Shapes) -> tuple:
@@ -200,7 +209,8 @@ def _insert_arguments(shapes: Shapes) -> tuple:
     return shapes.state(), shapes.prefill_state(), anchors, *where, default, shapes.one_sampling()
 
 
-def _prefill_arguments(shapes: Shapes, rows: int) -> tuple:
+def prefill_arguments(shapes: Shapes, rows: int) -> tuple:
+    """Returns the arguments of a prefill chunk of `rows` tokens."""
     count = shapes.num_prefill_slots
     prompts = shapes.chunk(rows), shapes.constraints(count), shapes.sampling(count)
     return *shapes.weights, shapes.state().cache, shapes.prefill_state(), *prompts
@@ -229,11 +239,6 @@ def _store(shapes: Shapes) -> Callable:
 def _restore(shapes: Shapes) -> Callable:
     function = functools.partial(programs.restore, shapes)
     return _per_device(shapes, function, _restore_arguments(shapes), places(shapes.prefill_state()))
-
-
-def _write_sequence_arguments(shapes: Shapes) -> tuple:
-    where = shapes.scalar(), shapes.table_row(), shapes.scalar()
-    return shapes.state().cache, shapes.sequence(), *where
 
 
 def _examine_arguments(shapes: Shapes, rows: int) -> tuple:
@@ -318,7 +323,7 @@ TABLE: dict[str, Program] = {
     ),
     "prefill": Program(
         lambda shapes, rows: shapes.over_models(programs.prefill),
-        _prefill_arguments,
+        prefill_arguments,
         _prefill_results,
         donated=(2, 3),
     ),
@@ -339,18 +344,6 @@ TABLE: dict[str, Program] = {
         lambda shapes, rows: (*shapes.weights, shapes.prefill_state(), shapes.chunk(rows)),
         lambda shapes, rows: places(shapes.prefill_state()),
         donated=(2,),
-    ),
-    # Prompts of another engine.
-    "read_sequence": Program(
-        lambda shapes: functools.partial(programs.read_sequence, shapes),
-        lambda shapes: (shapes.state().cache, shapes.scalar(), shapes.table_row()),
-        lambda shapes: places(shapes.sequence()),
-    ),
-    "write_sequence": Program(
-        lambda shapes: functools.partial(programs.write_sequence, shapes),
-        _write_sequence_arguments,
-        lambda shapes: places(shapes.state().cache),
-        donated=(0,),
     ),
     # Non-finite logits: one sequence runs again, alone.
     "new_examined": Program(

@@ -57,7 +57,7 @@ class Shapes:
         self.target_graph, target_weights = nnx.split(target)
         self.drafter_graph, drafter_weights = nnx.split(drafter)
         # The engine may take other weights of the same shapes.
-        self.weights = _abstract(target_weights), _abstract(drafter_weights)
+        self.weights = abstract(target_weights), abstract(drafter_weights)
 
     @property
     def num_prefill_slots(self) -> int:
@@ -73,6 +73,11 @@ class Shapes:
     def vocab_size(self) -> int:
         """Number of the target's token ids."""
         return self.target.arch.vocab_size
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype that decides the precision of products."""
+        return self.target.dtype
 
     @property
     def loop_options(self) -> dict[str, str]:
@@ -220,17 +225,6 @@ class Shapes:
             kv_dtype=self.config.kv_dtype,
         )
 
-    def sequence(self) -> tuple[Any, ...]:
-        """Returns the layers of the cache of one sequence alone; see `PagedCache.read_sequence`."""
-        pages = self.layout.pages_per_sequence
-        return self.target.new_cache(
-            batch=1,
-            pages_per_sequence=pages,
-            num_pages=pages,
-            page_size=self.layout.page_size,
-            kv_dtype=self.config.kv_dtype,
-        ).layers
-
     def _drafter_state(self, batch: int) -> Any:
         spare = adaptive.spare_rows(self.block_sizes)
         return self.drafter.init_state(batch, self.layout.capacity + spare)
@@ -264,7 +258,8 @@ def places(abstract: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, abstract)
 
 
-def _abstract(weights: Any) -> Any:
+def abstract(weights: Any) -> Any:
+    """Returns the shapes, dtypes and shardings of weights."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights
     )

@@ -186,6 +186,36 @@ def make_sharding(
     return Sharding(Mesh(devices, MESH_AXES, axis_types=types), frozen)
 
 
+def beside(sharding: Sharding, count: int, devices: Sequence[jax.Device] | None = None) -> Sharding:
+    """Returns a sharding over `count` further devices, which split tensors.
+
+    Args:
+      sharding: Sharding whose rules it has, and whose devices it leaves alone.
+      count: Number of devices.
+      devices: Devices to choose from; None for all that are present.
+    Raises:
+      ConfigError: Fewer devices are left, or the run has several processes.
+    """
+    shape = tuple(count if axis == "tensor" else 1 for axis in MESH_AXES)
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    if isinstance(sharding.mesh, AbstractMesh):
+        return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), sharding.rules)
+    if jax.process_count() > 1:
+        raise errors.ConfigError(
+            "mesh.drafter: devices of the drafter's own need a run of one process; leave it out"
+        )
+    present = jax.devices() if devices is None else devices
+    left = [device for device in present if device not in sharding.devices]
+    if count > len(left):
+        raise errors.ConfigError(
+            f"mesh.drafter: {count}, but the target's mesh leaves {len(left)} of {len(present)} "
+            f"device{'s' if len(present) > 1 else ''}; lower it, or the axes of mesh"
+        )
+    return Sharding(
+        Mesh(np.array(left[:count]).reshape(shape), MESH_AXES, axis_types=types), sharding.rules
+    )
+
+
 def arrange(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
     """Arranges devices in a mesh so that neighbors along an axis are physically close.
 

@@ -115,11 +115,13 @@ def test_few_buckets_reach_from_one_slot_to_all(slots):
 
 def test_what_is_put_back_lies_where_it_was():
     whole = jax.numpy.arange(24).reshape(2, 12)
-    part = batch_buckets._first(whole, (2, 4), 2)
+    like = jax.ShapeDtypeStruct((2, 4), whole.dtype)
+    part = batch_buckets.take(whole, like, 2)
     assert part.tolist() == [[0, 1, 6, 7], [12, 13, 18, 19]]
-    put = batch_buckets._put(whole, -part, 2)
-    assert batch_buckets._first(put, (2, 4), 2).tolist() == (-part).tolist()
+    put = batch_buckets.put(whole, -part, 2)
+    assert batch_buckets.take(put, like, 2).tolist() == (-part).tolist()
+    assert batch_buckets.take(whole, like, 2, 1).tolist() == [[2, 3, 8, 9], [14, 15, 20, 21]]
     rest = np.array(whole) % 6 >= 2
     assert np.array(put)[rest].tolist() == np.array(whole)[rest].tolist()
     with pytest.raises(ValueError, match="more than the number of slots"):
-        batch_buckets._first(whole, (1, 4), 1)
+        batch_buckets.take(whole, jax.ShapeDtypeStruct((1, 4), whole.dtype), 1)

@@ -38,10 +38,12 @@ class Eagle3State:
       cache: Keys and values, in one layer, of the pairs before the anchor's position.
       hidden: Output of the last cached pair before the final norm, [B, D]; it predicts the first
         draft.
+      trail: Outputs that predict each of the G drafts, [B, G, D], for `fork`; None in other states.
     """
 
     cache: kv.StaticCache
     hidden: jax.Array
+    trail: jax.Array | None = None
 
 
 class Eagle3(WeightedDrafter):
@@ -124,29 +126,63 @@ class Eagle3(WeightedDrafter):
 
     def draft(self, state, anchor, position, sampler, heads):
         """Drafts a chain or a tree, token by token; see `Drafter.draft`."""
-        draft = self._draft_chain if self.tree is None else self._draft_tree
-        return draft(state, position, sampler, heads)
+        if self.tree is not None:
+            return self._draft_tree(state, position, sampler, heads)
+        return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
-    def _draft_chain(self, state, position, sampler, heads):
-        """Drafts a chain.
+    def draft_fewer(self, count, state, anchor, position, sampler, heads):
+        """Drafts a shorter chain in fewer steps; see `Drafter.draft_fewer`.
 
         Keys and values of drafts are written past the committed ones; `observe` overwrites them.
         """
-        sampler = sampler.among(self.vocabulary())
+        if self.tree is not None:
+            return super().draft_fewer(count, state, anchor, position, sampler, heads)
+        proposal, forked = self._draft_chain(count, state, position, sampler, heads)
+        return proposal, dataclasses.replace(forked, trail=None)
 
-        def extend(hidden, tokens, cache, step):
-            return self.run(hidden, heads.embed(tokens), cache, position + step)
+    def follow(self, state, anchor, position, sampler, heads):
+        """Runs over the chain and keeps the output of every pair; see `Drafter.follow`."""
+        return self._draft_chain(self.num_draft_tokens, state, position, sampler, heads)
 
-        proposal, cache = chain.draft(
+    def _draft_chain(self, count, state, position, sampler, heads):
+        """Drafts a chain, and returns a state with its trail."""
+
+        def extend(hidden, tokens, carried, step):
+            cache, trail = carried
+            hidden, cache = self.run(hidden, heads.embed(tokens), cache, position + step)
+            return hidden, (cache, trail.at[:, step + 1].set(hidden[:, 0]))
+
+        trail = jnp.repeat(state.hidden[:, None], count, axis=1)
+        proposal, (cache, trail) = chain.draft(
             state.hidden[:, None],
-            state.cache,
+            (state.cache, trail),
             position,
-            num_draft_tokens=self.num_draft_tokens,
+            num_draft_tokens=count,
             logits=self.draft_logits,
             extend=extend,
-            sampler=sampler,
+            sampler=sampler.among(self.vocabulary()),
         )
-        return proposal, dataclasses.replace(state, cache=cache)
+        return proposal, Eagle3State(cache, state.hidden, trail)
+
+    def fork(self, state, position, tokens, num_committed, features, heads):
+        """Runs the pairs of the bonus tokens, with outputs as features; see `Drafter.fork`.
+
+        `follow` has already run the pairs of the drafts.
+        """
+        count = num_committed.shape[1]
+        before = jnp.take_along_axis(state.trail, num_committed[..., None] - 1, axis=1)
+        bonus = jnp.take_along_axis(tokens, num_committed[..., None], axis=2)
+        cache, position = jax.tree.map(
+            lambda x: jnp.repeat(x, count, axis=0), (state.cache, position)
+        )
+        start = position + num_committed.reshape(-1) - 1
+        rows = before.reshape(-1, 1, before.shape[-1])
+        hidden, cache = self.run(rows, heads.embed(bonus.reshape(-1, 1)), cache, start)
+        return Eagle3State(cache, hidden[:, 0])
+
+    def join(self, state, forked):
+        """Drops the trail; see `Drafter.join`."""
+        return dataclasses.replace(state, trail=None)
 
     def _draft_tree(self, state, position, sampler, heads):
         """Drafts a tree.

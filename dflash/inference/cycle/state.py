@@ -72,6 +72,8 @@ class Report:
       logprobs: Log-probabilities of the tokens; None if they were dropped before the transfer.
       rejected: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they
         were dropped before the transfer.
+      foreseen: int32 [C, B]; 1 if the drafter had foreseen the outcome of the cycle, 0 if it had
+        not, -1 where nothing was looked up; None without speculation.
     """
 
     cycles: jax.Array
@@ -83,6 +85,7 @@ class Report:
     nonfinite_at: jax.Array
     logprobs: Logprobs | None
     rejected: jax.Array | None
+    foreseen: jax.Array | None = None
 
     @classmethod
     def joined(cls, reports: Sequence["Report"]) -> "Report":
@@ -96,7 +99,8 @@ class Report:
 
     def by_cycle(self) -> dict[str, Any]:
         """Returns the fields with one entry per cycle."""
-        names = "tokens", "num_committed", "num_accepted", "block_sizes", "logprobs", "rejected"
+        whole = "cycles", "active", "nonfinite_at"
+        names = (field.name for field in dataclasses.fields(self) if field.name not in whole)
         return {name: getattr(self, name) for name in names}
 
     def with_only(self, *, logprobs: bool, rejected: bool) -> "Report":

@@ -1,0 +1,1 @@
+"""Drafting on devices of its own, while the target verifies."""
