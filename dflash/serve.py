@@ -40,6 +40,8 @@ SUBCOMMAND = cli.Subcommand(
         "dflash serve configs/qwen3_4b_dflash.yml decode.batch_size=32 --host 0.0.0.0",
         "dflash serve configs/qwen3_4b_dflash.yml decode.max_length=16384 --dry_run",
         "dflash serve hf:Qwen/Qwen3-0.6B drafter.name=ngram",
+        "dflash serve configs/tiny_dflash.yml serve.role=prefill --port 9000",
+        "dflash serve configs/tiny_dflash.yml serve.role=decode serve.prefill=127.0.0.1:9000",
     ),
     schema=serve_schema.ServeRun,
     shared=tuple(name for name in cli.RUN_FLAGS if name != "workdir"),
@@ -55,34 +57,44 @@ def _serve(command: cli.Command) -> int:
     # Import jax only now, so that a bad config fails without waiting for the import.
     import jax
 
+    from dflash.inference.roles import handover
     from dflash.loading import job as jobs
     from dflash.runs import dates
     from dflash.runs.display import Display
-    from dflash.serving import server
+    from dflash.serving import prefill_server, server
     from dflash.serving.backend import Backend
 
     dry = command.dry_run
-    job = jobs.prepare_models(command.config, dry=dry, date=None if dry else dates.find(None))
+    host, port, config = command.flags["host"], command.flags["port"], command.config.of_role()
+    job = jobs.prepare_models(config, dry=dry, date=None if dry else dates.find(None))
     job = job.with_room()
+    if config.serve.role != "both":
+        handover.check_target(job.target)
     if dry:
         print("\n".join([*job.plan().lines(), *job.notes()]))
         return 0
     if jax.process_index() > 0:
-        return server.follow(Backend(job, command.config, Display.silent()))
+        return server.follow(Backend(job, config, Display.silent()))
     display = Display(stream=False)
     for line in job.notes():
         display.note(line)
-    host = command.flags["host"]
-    listener = server.listen(host, command.flags["port"])
-    limits = command.config.serve
-    limits = dataclasses.replace(limits, hosts=(*limits.hosts, host))
-    config = dataclasses.replace(command.config, serve=limits)
+    if config.serve.role == "prefill":
+        return prefill_server.run(
+            Backend(job, config, display), prefill_server.listen(host, port), on_ready=_print
+        )
+    listener = server.listen(host, port)
+    limits = dataclasses.replace(config.serve, hosts=(*config.serve.hosts, host))
+    config = dataclasses.replace(config, serve=limits)
     return server.run(
         Backend(job, config, display),
         listener,
-        on_ready=lambda url: print(url, flush=True),
+        on_ready=_print,
         profile_dir=command.profile_dir,
     )
+
+
+def _print(url: str) -> None:
+    print(url, flush=True)
 
 
 main = cli.entry_point(SUBCOMMAND, _serve)

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dflash.config import distill_schema, registry, schema
+from dflash.config import distill_schema, registry, schema, serve_schema
 
 Problem = tuple[tuple[str, ...], str]
 
@@ -313,6 +313,21 @@ def _sharding_rules(config: Any) -> Iterator[Problem]:
                 yield (key,), f"names mesh axis {axis!r} twice"
 
 
+def _roles(config: Any) -> Iterator[Problem]:
+    """Checks the address of the server that prefills, and what its clients cannot do."""
+    serve = config.serve
+    if serve.role != "decode":
+        if serve.prefill is not None:
+            yield ("serve.prefill", "serve.role"), "only with serve.role=decode"
+        return
+    if serve.prefill is None:
+        yield ("serve.prefill", "serve.role"), "required by serve.role=decode: host:port"
+    elif serve_schema.host_and_port(serve.prefill) is None:
+        yield ("serve.prefill",), f"expected host:port, got {serve.prefill!r}"
+    if serve.compare:
+        yield ("serve.compare", "serve.role"), "not supported with serve.role=decode"
+
+
 def _batch(config: Any) -> Iterator[Problem]:
     axes = config.sharding_rules.get("batch", ())
     if not set(axes) <= set(_MESH_AXES):
@@ -379,5 +394,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("answers", "test"), _distillation),
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),
+    (("serve",), _roles),
     (("train", "optimizer", "mesh", "sharding_rules"), _training_length),
 )

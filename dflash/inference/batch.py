@@ -1,8 +1,11 @@
 """The batch of an engine: its device state, and the requests that hold its slots and pages."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from dflash.inference import constrained
 from dflash.inference.cycle.adaptive import spare_rows
@@ -13,6 +16,8 @@ from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.prefill import PrefillChunk
 from dflash.inference.prefix_cache import PrefixCache
+from dflash.inference.roles import handover
+from dflash.inference.roles.handover import PromptRows
 
 
 class Batch:
@@ -84,20 +89,22 @@ class Batch:
             complete = request.prefilled == request.context
             ran[prefill_slot] = request, complete
             if complete:
-                self._insert(prefill_slot, request, anchors)
+                del self.prefilling[prefill_slot]
+                self._insert(request, self._prefill_state, anchors, prefill_slot)
         return ran, anchors, logprobs
 
-    def _insert(self, prefill_slot: int, request: ActiveRequest, anchors: jax.Array) -> None:
+    def _insert(
+        self, request: ActiveRequest, prefill_state: Any, anchors: Any, prefill_slot: int
+    ) -> None:
         self._state = self._engine.insert(
             self._state,
-            self._prefill_state,
+            prefill_state,
             anchors,
             prefill_slot,
             Slot(request.slot, request.pages),
             request.request,
             request.output_ids,
         )
-        del self.prefilling[prefill_slot]
         self.running[request.slot] = request
         self._publish(request)
 
@@ -123,6 +130,36 @@ class Batch:
     def close(self) -> None:
         """Hands the acceptance statistics of block sizes to the engine."""
         self._engine.retire(self._state)
+
+    # --- prompts that another engine decodes, or has prefilled ------------------------------------
+
+    def hand_over(self, request: ActiveRequest) -> PromptRows:
+        """Returns the rows of a request whose prompt has just been completed, and vacates it."""
+        engine, slot = self._engine, Slot(request.slot, request.pages)
+        where = np.int32(slot.index), engine.page_row(slot)
+        layers = engine.program("read_sequence")(self._state.cache, *where)
+        rows = PromptRows(layers, self._prefill_state)
+        self._prefill_state = engine.new_prefill_state()
+        self.vacate(request)
+        return rows
+
+    def take_over(self, request: ActiveRequest, rows: PromptRows, anchor: int) -> bool:
+        """Gives a request a slot and pages with the rows of its prompt; False if none are free."""
+        taken = {held.slot for held in self.requests}
+        free = (slot for slot in range(self._layout.batch_size) if slot not in taken)
+        index = next(free, None)
+        if index is None or not self._take_pages(request, 0, ()):
+            return False
+        request.slot, request.prefilled, request.published = index, request.context, 0
+        row = self._engine.page_row(Slot(index, request.pages))
+        rows = handover.placed(rows, self._engine)
+        write = self._engine.program("write_sequence")
+        cache = write(
+            self._state.cache, rows.layers, np.int32(index), row, np.int32(request.context)
+        )
+        self._state = dataclasses.replace(self._state, cache=cache)
+        self._insert(request, rows.drafter, np.array([anchor], np.int32), 0)
+        return True
 
     # --- slots and pages ------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk, pack, padded
 from dflash.inference.request import Request, check_request
+from dflash.inference.roles.role import Role
 from dflash.inference.shapes import Shapes
 from dflash.models.decoder import Decoder
 
@@ -353,17 +354,18 @@ class Engine:
         progress: Callable[[int, int], None] = lambda ready, total: None,
         *,
         grammars: bool = False,
+        role: Role = Role.BOTH,
     ) -> None:
         """Compiles every missing program that prompts of these lengths need.
 
         Args:
           prompt_lengths: Lengths in tokens.
-          progress: Called before the first and after each program with the number of programs that
-            are ready, and of all that have to be compiled.
+          progress: Called with the numbers of programs that are ready and of all, as they change.
           grammars: Include the programs of sequences with grammars.
+          role: What the engine is for.
         """
-        missing = self._programs.missing(prompt_lengths, grammars=grammars)
-        self._programs.compile_all(missing, progress)
+        programs = self._programs
+        programs.compile_all(programs.missing(prompt_lengths, grammars, role), progress)
         self._measured()
 
     def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:

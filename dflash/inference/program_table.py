@@ -19,6 +19,7 @@ from dflash.inference import first_token, programs
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import nonfinite
+from dflash.inference.roles.role import Role
 from dflash.inference.shapes import Shapes, places
 from dflash.layers.linear import matmul_precision
 from dflash.parallel.sharding import zeros
@@ -89,9 +90,9 @@ class Programs:
             self._compiled[name] = self._table[kind].compile(self._shapes, *sizes)
         return self._compiled[name]
 
-    def missing(self, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[Name]:
-        """Returns the `names` that are not compiled yet."""
-        needed = names(self._shapes, prompt_lengths, grammars=grammars)
+    def missing(self, prompt_lengths: Iterable[int], grammars: bool, role: Role) -> list[Name]:
+        """Returns the `names` that an engine of a role needs and that are not compiled yet."""
+        needed = role.programs(names(self._shapes, prompt_lengths, grammars=grammars))
         return [name for name in needed if name not in self._compiled]
 
     def compile_all(self, names: Sequence[Name], progress: Callable[[int, int], None]) -> None:
@@ -241,6 +242,11 @@ def _restore(shapes: Shapes) -> Callable:
     return _per_device(shapes, function, _restore_arguments(shapes), places(shapes.prefill_state()))
 
 
+def _write_sequence_arguments(shapes: Shapes) -> tuple:
+    where = shapes.scalar(), shapes.table_row(), shapes.scalar()
+    return shapes.state().cache, shapes.sequence(), *where
+
+
 def _examine_arguments(shapes: Shapes, rows: int) -> tuple:
     number = shapes.scalar()
     return shapes.weights[0], shapes.examined(), shapes.whole((1, rows)), number, number
@@ -344,6 +350,18 @@ TABLE: dict[str, Program] = {
         lambda shapes, rows: (*shapes.weights, shapes.prefill_state(), shapes.chunk(rows)),
         lambda shapes, rows: places(shapes.prefill_state()),
         donated=(2,),
+    ),
+    # Prompts of another engine.
+    "read_sequence": Program(
+        lambda shapes: functools.partial(programs.read_sequence, shapes),
+        lambda shapes: (shapes.state().cache, shapes.scalar(), shapes.table_row()),
+        lambda shapes: places(shapes.sequence()),
+    ),
+    "write_sequence": Program(
+        lambda shapes: functools.partial(programs.write_sequence, shapes),
+        _write_sequence_arguments,
+        lambda shapes: places(shapes.state().cache),
+        donated=(0,),
     ),
     # Non-finite logits: one sequence runs again, alone.
     "new_examined": Program(

@@ -18,6 +18,7 @@ from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.prefill import ChunkInputs, prefill_chunk, replay_chunk
 from dflash.inference.request import RequestSampling
 from dflash.inference.shapes import Shapes
+from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 from dflash.parallel.sharding import zeros
 
@@ -224,6 +225,19 @@ def restore(shapes: Shapes, prefill_state: Any, context: Any, prefill_slot, page
 def replay(target: Decoder, drafter: Drafter, prefill_state: Any, chunk: ChunkInputs) -> Any:
     """Lets the drafter observe cached tokens again; see `replay_chunk`."""
     return replay_chunk(drafter, prefill_state, chunk, target)
+
+
+# --- prompts of another engine ------------------------------------------------------------------
+
+
+def read_sequence(shapes: Shapes, cache: PagedCache, slot, pages) -> tuple[Any, ...]:
+    """Returns a sequence's part of the cache; see `PagedCache.read_sequence`."""
+    return cache.read_sequence(slot, pages, shapes.sharding)
+
+
+def write_sequence(shapes: Shapes, cache: PagedCache, layers, slot, pages, length) -> PagedCache:
+    """Returns the cache with a sequence's part; see `PagedCache.write_sequence`."""
+    return cache.write_sequence(layers, slot, pages, length, shapes.sharding)
 
 
 # --- non-finite logits --------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class EngineThread(threading.Thread):
         """Serves requests until a `Stop` command or a failure."""
         try:
             self._engines = self._backend.start(self._go_on)
-            self._schedulers = {name: Scheduler(one) for name, one in self._engines.items()}
+            self._schedulers = self._backend.schedulers(self._engines)
             self._listener.ready(self._engines)
             while self._execute(self._next_commands()):
                 self._step()
