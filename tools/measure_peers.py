@@ -8,6 +8,9 @@
         --target_gguf=/tmp/target.gguf --drafter_gguf=/tmp/drafter.gguf --block_size=8 \
         --data=gsm8k --raw_dir=RAW --prompts=10 --tokens=64 --threads=2 --out=peers.json
 
+`--reference=model.py` adds the public PyTorch decoder: that file of the package `dflash` on PyPI,
+whose import name is also ours (`pip download --no-deps dflash`, then unzip).
+
 Each peer is a process of its own, and they answer one prompt after another in turns, so that all
 see the same load of the machine. Greedy, float32 weights and caches. The cost of a token is that of
 the whole answer less that of an answer of one token, in seconds and in processor-seconds.
@@ -32,6 +35,7 @@ Decode = Callable[[list[int], int], Answer]
 
 _ACCEPTED = re.compile(r"accepted +(\d+)/ *\d+ draft tokens")
 _NGRAMS = 10  # Drafted tokens of transformers' prompt lookup.
+_OURS = "dflash, drafted"
 _DEBUG = 9  # Verbosity at which llama.cpp logs each cycle.
 
 
@@ -40,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name in ("config", "target", "target_gguf", "raw_dir", "out", "worker"):
         parser.add_argument(f"--{name}")
-    for name in ("drafter", "drafter_gguf"):
+    for name in ("drafter", "drafter_gguf", "reference"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--spec", default="DRAFT_DFLASH", help="type of drafter in llama.cpp")
     parser.add_argument("--data", nargs="+", default=["gsm8k"])
@@ -63,8 +67,9 @@ def main() -> None:
         print(f"{number + 1} of {len(prompts)}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
         pathlib.Path(options.out).write_text(json.dumps({"options": vars(options), "rows": rows}))
     print(_table(rows, names))
-    if options.log_cycles:
-        print(_compare_cycles(rows))
+    for name in names:
+        if name.endswith(", drafted") and name != _OURS and _OURS in names:
+            print(_compare_cycles(rows, name))
 
 
 # --- peers ----------------------------------------------------------------------------------------
@@ -179,10 +184,42 @@ def _transformers(options: argparse.Namespace, **generation: Any) -> Decode:
     return decode
 
 
+def _reference(options: argparse.Namespace) -> Decode:
+    """Returns the public PyTorch decoder, without its clock, which needs CUDA."""
+    import importlib.util
+
+    import torch
+    import transformers
+
+    torch.set_num_threads(options.threads)
+    spec = importlib.util.spec_from_file_location("reference", options.reference)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module._cuda_time = time.perf_counter
+    target = transformers.AutoModelForCausalLM.from_pretrained(options.target, dtype="float32")
+    directory = pathlib.Path(options.drafter)
+    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
+    drafter = getattr(module, name).from_pretrained(directory, dtype="float32").eval()
+    ends = target.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+
+    def decode(ids: list[int], count: int) -> Answer:
+        given = torch.tensor([ids])
+        done = module.dflash_generate(
+            *(drafter, target, given, count, ends),
+            block_size=options.block_size,
+            return_stats=True,
+        )
+        return {"ids": done.output_ids[0, len(ids) :].tolist(), "lengths": done.acceptance_lengths}
+
+    return decode
+
+
 _PEERS: dict[str, Callable[[argparse.Namespace], Decode]] = {
     "dflash": lambda options: _llm(options, "drafter.name=none"),
     "dflash, ngram": lambda options: _llm(options, "drafter.name=ngram"),
     "dflash, drafted": _drafted_here,
+    "PyTorch, drafted": _reference,
     "llama.cpp": lambda options: _llama_cpp(options, None),
     "llama.cpp, ngram": lambda options: _llama_cpp(options, "NGRAM_SIMPLE"),
     "llama.cpp, drafted": lambda options: _llama_cpp(options, options.spec),
@@ -198,6 +235,7 @@ def _available(options: argparse.Namespace) -> set[str]:
     lacking = {
         "llama.cpp": not options.target_gguf,
         "dflash, drafted": not options.drafter,
+        "PyTorch, drafted": not (options.drafter and options.reference),
         "llama.cpp, drafted": not options.drafter_gguf,
     }
     return {name for name in _PEERS if not lacking.get(name, False)}
@@ -329,18 +367,18 @@ def _table(rows: list[dict[str, Any]], names: list[str]) -> str:
     return "\n".join([*lines, "", f"Load: {min(loads):.1f} to {max(loads):.1f}."])
 
 
-def _compare_cycles(rows: list[dict[str, Any]]) -> str:
+def _compare_cycles(rows: list[dict[str, Any]], peer: str) -> str:
     """Compares the acceptance lengths of all cycles but the last of each answer.
 
-    In the last cycles llama.cpp drafts no further than the limit of tokens.
+    In the last cycles llama.cpp drafts no further than the limit of tokens; it reports the lengths
+    of cycles only with `--log_cycles`.
     """
     equal = total = 0
     for row in rows:
-        ours, theirs = (row["answers"][f"{name}, drafted"] for name in ("dflash", "llama.cpp"))
-        lengths = ours["lengths"][:-1]
-        total += len(lengths)
-        equal += sum(a == b for a, b in zip(lengths, theirs["lengths"], strict=False))
-    return f"Acceptance lengths are equal in {equal} of {total} cycles."
+        ours, theirs = (row["answers"][name]["lengths"] for name in (_OURS, peer))
+        total += len(ours[:-1])
+        equal += sum(a == b for a, b in zip(ours[:-1], theirs, strict=False))
+    return f"{peer}: acceptance lengths are equal in {equal} of {total} cycles."
 
 
 if __name__ == "__main__":
