@@ -40,8 +40,6 @@ SUBCOMMAND = cli.Subcommand(
         "dflash serve configs/qwen3_4b_dflash.yml decode.batch_size=32 --host 0.0.0.0",
         "dflash serve configs/qwen3_4b_dflash.yml decode.max_length=16384 --dry_run",
         "dflash serve hf:Qwen/Qwen3-0.6B drafter.name=ngram",
-        "dflash serve configs/tiny_dflash.yml serve.role=prefill --port 9000",
-        "dflash serve configs/tiny_dflash.yml serve.role=decode serve.prefill=127.0.0.1:9000",
     ),
     schema=serve_schema.ServeRun,
     shared=tuple(name for name in cli.RUN_FLAGS if name != "workdir"),

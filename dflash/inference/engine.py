@@ -5,10 +5,8 @@
     generate(state) -> state, report                 one dispatch of up to sync_every cycles
     release(state, slot) -> state
 
-Sampling, stopping and length limits of each sequence are device state, so one set of programs
-serves all requests. Every shape is static: there is one prefill program per chunk size, and one
-program for everything else. `compile` builds them ahead of time; nothing compiles inside a measured
-call. No call waits for the device.
+Sampling and limits of each sequence are device state, so one set of programs serves all requests.
+`compile` builds them ahead of time; nothing compiles inside a measured call, and none waits.
 """
 
 import copy
