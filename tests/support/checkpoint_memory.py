@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import re
+import sys
 import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -71,8 +72,10 @@ def make(directory: pathlib.Path, megabytes: int, dtype: str, experts: bool, ggu
     shards = 1 if gguf else 5
     checkpoint.save_hf(module, directory, config, max_shard_bytes=megabytes * 1_100_000 // shards)
     if gguf:
-        import gguf_files
+        sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
         from gguf import GGMLQuantizationType
+
+        from support import gguf_files
 
         file = directory.with_suffix(".gguf")
         gguf_files.write(file, directory, kind=GGMLQuantizationType.Q8_0)

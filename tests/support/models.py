@@ -175,10 +175,12 @@ def drafter(
     arch: schema.TargetArchitecture = ARCHITECTURE,
     tree: bool = False,
     short_pass: bool = False,
+    sharding: sharding.Sharding | None = None,
 ) -> Drafter:
     """The registered drafter of this name with random weights, as small as its schema allows.
 
-    Drafts trees where asked to, else what the strategy drafts by default.
+    Drafts trees where asked to, else what the strategy drafts by default. `sharding` stands in for
+    that of `mesh`.
     """
     entry = registry.DRAFTERS[name]
     kind = registry.load(entry.implementation)
@@ -187,7 +189,7 @@ def drafter(
         None,
         arch,
         dtype=jnp.dtype("float32"),
-        sharding=make_sharding(*mesh),
+        sharding=sharding or make_sharding(*mesh),
         **({"family": Qwen3} if kind.drafts_with_model else {}),
     )
     parameters.initialize(model, jax.random.key(1))

@@ -13,13 +13,12 @@ SSD, PING_PONG = Overlap(groups=1, fan_out=2), Overlap(groups=2, fan_out=0)
 PROMPTS, LIMITS, STOPS = random_prompts([9, 16, 5, 12, 3, 14]), [12, 3, 8, 5, 7, 4], (3,)
 
 
-def overlapped(name: str, overlap: Overlap, monkeypatch, **options) -> OverlappedEngine:
+def overlapped(name: str, overlap: Overlap, **options) -> OverlappedEngine:
     """An engine over the tiny target whose drafter is on the next device."""
     target = models.target()
     there = sharding.beside(target.sharding, 1)
-    monkeypatch.setattr(models, "make_sharding", lambda *sizes: there)
     sizes = {"block_size": 4} if models.takes(name, "block_size") else {}
-    drafter = models.drafter(name, **sizes)
+    drafter = models.drafter(name, sharding=there, **sizes)
     config = schema.DecodeConfig(**{"page_size": 16, "prefill_chunk": 16} | options)
     return OverlappedEngine(
         target, drafter, config, overlap=overlap, drafter_sharding=there, max_length=64
@@ -28,11 +27,11 @@ def overlapped(name: str, overlap: Overlap, monkeypatch, **options) -> Overlappe
 
 @pytest.mark.parametrize("overlap", [SSD, PING_PONG], ids=["ssd", "pingpong"])
 @pytest.mark.parametrize("name", ["autoregressive", "eagle3", "dflash"])
-def test_outputs_are_those_of_plain_decoding(name, overlap, monkeypatch):
-    run = overlapped(name, overlap, monkeypatch, batch_size=4, sync_every=3)
+def test_outputs_are_those_of_plain_decoding(name, overlap):
+    run = overlapped(name, overlap, batch_size=4, sync_every=3)
     check_plain_outputs(run, PROMPTS, LIMITS, STOPS)
 
 
-def test_a_preempted_sequence_goes_on_where_it_was(monkeypatch):
-    run = overlapped("autoregressive", SSD, monkeypatch, batch_size=4, sync_every=3, num_pages=8)
+def test_a_preempted_sequence_goes_on_where_it_was():
+    run = overlapped("autoregressive", SSD, batch_size=4, sync_every=3, num_pages=8)
     check_plain_outputs(run, PROMPTS, LIMITS, STOPS)

@@ -31,12 +31,12 @@ from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
 LENGTHS = (16, 9, 31, 12, 33, 3)
-LIMITS = (20, 1, 32, 7, 25, 13)
+LIMITS = (20, 1, 32, 31, 25, 32)
 PROMPTS = random_prompts(LENGTHS)
 STOP_IDS = (8, 2)
 HOW = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4, "stop_ids": STOP_IDS})
-# One sequence of full length fits, in place of three.
-FEW_PAGES = {"batch_size": 3, "sync_every": 2, "max_length": 64, "num_pages": 5}
+# Three sequences begin, but do not all end, without giving way to each other.
+FEW_PAGES = {"batch_size": 3, "sync_every": 2, "max_length": 64, "num_pages": 7}
 PREFILL = {"batch_size": 1, "max_length": 64, "prefix_cache": True}
 
 
