@@ -9,12 +9,11 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from dflash.config import distill_schema, registry, schema, serve_schema
-
-Problem = tuple[tuple[str, ...], str]
+from dflash.config import distill_schema, drafting_checks, registry, schema, serve_schema
+from dflash.config.drafting_checks import Check, Problem
 
 _FILES = "jsonl"  # Name of the data set that reads the user's files.
 OWN_DATA = (_FILES, "tfds")  # Data sets of which keys below `data` say what they read.
@@ -107,44 +106,6 @@ def _drafter_architecture(config: Any) -> Iterator[Problem]:
     yield from _layer_ids(config, getattr(shape, "target_layer_ids", None), target)
 
 
-def _draft_model(config: Any) -> Iterator[Problem]:
-    """Checks the family of a drafter that is a language model."""
-    family = getattr(config.drafter, "family", None)
-    if family is not None and family not in registry.TARGETS:
-        near = registry.suggest(family, registry.TARGETS)
-        yield ("drafter.family",), f"unknown name {family!r}{near}"
-
-
-def _longest_context(config: Any) -> Iterator[Problem]:
-    """Checks that cycles without drafts are among the choices."""
-    drafter = config.drafter
-    stated = getattr(drafter, "longest_context", None)
-    if stated is not None and not drafter.adaptive:
-        keys = "drafter.longest_context", "drafter.block_size"
-        yield keys, "needs drafter.block_size=auto, which can decode plainly"
-
-
-def _block_verification(config: Any) -> Iterator[Problem]:
-    """Checks that drafts which are verified as a block form a chain."""
-    if config.decode.verify == "block" and getattr(config.drafter, "tree", None) is not None:
-        keys = "decode.verify", "drafter.tree"
-        yield keys, "block is a rule for chains; leave drafter.tree out, or use rejection"
-
-
-def _lookup(config: Any) -> Iterator[Problem]:
-    """Checks that drafts which copies may replace form a chain."""
-    if config.decode.lookup and getattr(config.drafter, "tree", None) is not None:
-        keys = "decode.lookup", "drafter.tree"
-        yield keys, "copies replace chains, not trees; leave one of the two out"
-
-
-def _one_block_size(config: Any) -> Iterator[Problem]:
-    """Checks that the block size is fixed for training and compile reports."""
-    elsewhere = hasattr(config, "train") or hasattr(config, "tpu")
-    if elsewhere and getattr(config.drafter, "block_size", None) == schema.AUTO:
-        yield ("drafter.block_size",), "auto is for decoding only; give a number, or leave it out"
-
-
 def _layer_ids(config: Any, layers: tuple[int, ...] | None, target: Any) -> Iterator[Problem]:
     if layers is None:
         return
@@ -209,6 +170,8 @@ def _strategies(config: Any) -> Iterator[Problem]:
         for keys, message in (*_checkpoints(alone), *_drafter_architecture(beside)):
             renamed = (re.sub(r"^drafter\b", own, key) for key in keys)
             yield tuple(renamed), re.sub(r"\bdrafter\.", f"{own}.", message)
+        if drafter.overlaps:
+            yield (f"{own}.overlap",), "is for decoding and serving only; leave it out"
         if getattr(drafter, "block_size", None) == schema.AUTO and (fixed := _fixed_sizes(config)):
             message = "auto depends on acceptance, which is not measured here; give a number"
             yield (f"{own}.block_size", fixed), message
@@ -374,17 +337,13 @@ def _shape(group: Any) -> Any:
     return next((option() for option in options if dataclasses.is_dataclass(option)), None)
 
 
-_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] = (
+_CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     ((), _checkpoints),
     (("target",), _random_target),
     (("target",), _target_architecture),
     (("target", "drafter"), _rope_scaling),
     (("target", "drafter"), _drafter_architecture),
-    (("drafter",), _draft_model),
-    (("drafter",), _one_block_size),
-    (("drafter", "decode"), _longest_context),
-    (("drafter", "decode"), _block_verification),
-    (("drafter", "decode"), _lookup),
+    *drafting_checks.CHECKS,
     (("target", "decode"), _stop_ids),
     (("decode",), _lengths),
     (("prompts",), _prompts),

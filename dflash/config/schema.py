@@ -176,6 +176,11 @@ class DrafterConfig:
         """Returns whether the decode loop chooses a block size for every cycle."""
         return getattr(self, "block_size", None) == AUTO
 
+    @property
+    def overlaps(self) -> bool:
+        """Returns whether the drafter runs on devices of its own, while the target verifies."""
+        return getattr(self, "overlap", None) in ("ssd", "pingpong")
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
@@ -257,6 +262,14 @@ class MeshConfig:
     expert: int = option(1, minimum=1)
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeMesh(MeshConfig):
+    """Mesh of the target, and devices beside it."""
+
+    # Further devices, which hold only the drafter; with drafter.overlap. None: 1.
+    drafter: int | None = option(None, minimum=1)
+
+
 # Mesh axes over which each logical axis is sharded. "batch" is the slot axis of the decode loop.
 SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
@@ -279,6 +292,6 @@ class DecodeRun:
     drafter: DrafterConfig = dataclasses.field(default_factory=DrafterConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    mesh: DecodeMesh = dataclasses.field(default_factory=DecodeMesh)
     sharding_rules: Mapping[str, tuple[str, ...]] = option(SHARDING_RULES)
     dtype: DType = "bfloat16"

@@ -10,7 +10,13 @@ from dflash.config.schema import (
     TargetArchitecture,
     option,
 )
-from dflash.drafters.base_config import MAX_LAYERS, MAX_WIDTH, CheckpointKey, DraftLayers
+from dflash.drafters.base_config import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    CheckpointKey,
+    DraftLayers,
+    OverlapKeys,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +42,7 @@ class DraftModelArchitecture(DraftLayers):
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoregressiveConfig(CheckpointKey, DrafterConfig):
+class AutoregressiveConfig(OverlapKeys, CheckpointKey, DrafterConfig):
     """Keys of a smaller language model that drafts token by token."""
 
     name: str = "autoregressive"

@@ -60,6 +60,18 @@ class BlockSizeKey:
 
 
 @dataclasses.dataclass(frozen=True)
+class OverlapKeys:
+    """Keys of drafters that may draft while the target verifies."""
+
+    # Draft while the target verifies, on devices of the drafter's own (mesh.drafter). ssd: for the
+    # likely outcomes of the verification. pingpong: for one half of the batch while the other half
+    # is verified.
+    overlap: Literal["none", "ssd", "pingpong"] = "none"
+    # Bonus tokens that ssd foresees for each number of accepted drafts.
+    fan_out: int = option(3, minimum=1, maximum=64)
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
     """Keys of DFlash and its descendants."""
 

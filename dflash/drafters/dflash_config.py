@@ -16,6 +16,7 @@ from dflash.drafters.base_config import (
     DrafterShape,
     DraftLayers,
     MarginalTree,
+    OverlapKeys,
 )
 from dflash.drafters.layouts_config import GROUP
 
@@ -246,7 +247,7 @@ class DFlashArchitecture(BlockArchitecture):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashConfig(BlockDrafterConfig):
+class DFlashConfig(OverlapKeys, BlockDrafterConfig):
     """Keys of a DFlash drafter."""
 
     name: str = "dflash"

@@ -15,6 +15,7 @@ from dflash.drafters.base_config import (
     DrafterShape,
     DraftLayers,
     LayeredDrafterConfig,
+    OverlapKeys,
 )
 
 _ROPE_THETA = 10000.0  # Default for published files, which omit it.
@@ -55,7 +56,7 @@ class Eagle3Architecture(DraftLayers):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Config(CheckpointKey, LayeredDrafterConfig):
+class Eagle3Config(OverlapKeys, CheckpointKey, LayeredDrafterConfig):
     """Keys of an EAGLE-3 drafter."""
 
     name: str = "eagle3"

@@ -362,8 +362,8 @@ class Engine:
           grammars: Include the programs of sequences with grammars.
           role: What the engine is for.
         """
-        programs = self._programs
-        programs.compile_all(programs.missing(prompt_lengths, grammars, role), progress)
+        names = program_table.names(self.shapes, prompt_lengths, grammars=grammars)
+        self._programs.compile_all(self._programs.missing(role.programs(names)), progress)
         self._measured()
 
     def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:

@@ -19,7 +19,6 @@ from dflash.inference import first_token, programs
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import nonfinite
-from dflash.inference.roles.role import Role
 from dflash.inference.shapes import Shapes, places
 from dflash.layers.linear import matmul_precision
 from dflash.parallel.sharding import zeros
@@ -90,10 +89,9 @@ class Programs:
             self._compiled[name] = self._table[kind].compile(self._shapes, *sizes)
         return self._compiled[name]
 
-    def missing(self, prompt_lengths: Iterable[int], grammars: bool, role: Role) -> list[Name]:
-        """Returns the `names` that an engine of a role needs and that are not compiled yet."""
-        needed = role.programs(names(self._shapes, prompt_lengths, grammars=grammars))
-        return [name for name in needed if name not in self._compiled]
+    def missing(self, names: Iterable[Name]) -> list[Name]:
+        """Returns the names of the programs that are not compiled yet."""
+        return [name for name in names if name not in self._compiled]
 
     def compile_all(self, names: Sequence[Name], progress: Callable[[int, int], None]) -> None:
         """Compiles programs in parallel threads; the compiler works while others are traced.

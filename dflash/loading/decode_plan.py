@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from dflash.inference.engine import Engine
+from dflash.inference.overlap.engine import OverlappedEngine
 from dflash.parallel import parameters
 
 
@@ -28,7 +29,9 @@ class Plan:
       mesh: Number of devices along each mesh axis.
       target_parameters: Number of weights of the target.
       drafter_parameters: Number of weights of the drafter; 0 if the strategy has none.
-      memory: Bytes by kind of array.
+      memory: Bytes by kind of array, on the devices of the mesh.
+      drafter_devices: Number of devices that hold only the drafter.
+      drafter_memory: Bytes by kind of array, on these devices.
       programs: Names of the programs to be compiled.
     """
 
@@ -36,24 +39,22 @@ class Plan:
     target_parameters: int
     drafter_parameters: int
     memory: dict[str, Share]
+    drafter_devices: int
+    drafter_memory: dict[str, Share]
     programs: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """Returns the plan as lines of text."""
         devices = math.prod(self.mesh.values())
         axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        beside = f", and {self.drafter_devices} for the drafter" if self.drafter_devices else ""
         lines = [
-            f"mesh         {axes} = {devices} device{'s' if devices > 1 else ''}",
+            f"mesh         {axes} = {devices} device{'s' if devices > 1 else ''}{beside}",
             f"parameters   target {self.target_parameters:,}, drafter {self.drafter_parameters:,}",
-            f"{'memory':<24}{'in all':>12}{'per device':>14}",
+            *_table("memory", self.memory),
         ]
-        everything = Share(
-            sum(share.total_bytes for share in self.memory.values()),
-            sum(share.device_bytes for share in self.memory.values()),
-        )
-        for kind, share in (*self.memory.items(), ("sum", everything)):
-            sizes = f"{_readable(share.total_bytes):>12}{_readable(share.device_bytes):>14}"
-            lines.append(f"  {kind:<22}{sizes}")
+        if self.drafter_devices:
+            lines += _table("the drafter's devices", self.drafter_memory)
         lines.append(f"programs     {len(self.programs)} to compile: {', '.join(self.programs)}")
         return lines
 
@@ -72,17 +73,29 @@ def make_plan(
     state = engine.abstract_state()
     cache = state.cache
     recurrent = {"recurrent state": measure(cache.states)} if cache.states else {}
+    of_drafter = {
+        "drafter weights": measure(nnx.state(drafter, nnx.Param)),
+        "drafter state": measure((state.drafter, state.adaptive)),
+    }
+    beside: dict[str, Share] = {}
+    drafter_devices = 0
+    if isinstance(engine, OverlappedEngine):
+        heads, states = engine.abstract_drafting()
+        of_drafter["drafter state"] = measure(states)
+        beside = of_drafter | {"target's heads": measure(heads)}
+        of_drafter, drafter_devices = {}, engine.drafting_shapes.sharding.mesh.size
     return Plan(
         mesh=dict(engine.sharding.mesh.shape),
         target_parameters=parameters.count(target),
         drafter_parameters=parameters.count(drafter),
         memory={
             "target weights": measure(nnx.state(target, nnx.Param)),
-            "drafter weights": measure(nnx.state(drafter, nnx.Param)),
             "target cache": measure((cache.pools, cache.page_table)),
             **recurrent,
-            "drafter state": measure((state.drafter, state.adaptive)),
+            **of_drafter,
         },
+        drafter_devices=drafter_devices,
+        drafter_memory=beside,
         programs=tuple(" ".join(map(str, name)) for name in engine.program_names(prompt_lengths)),
     )
 
@@ -95,6 +108,19 @@ def measure(tree: Any) -> Share:
         total += leaf.size * leaf.dtype.itemsize
         device += shard * leaf.dtype.itemsize
     return Share(total, device)
+
+
+def _table(title: str, memory: Mapping[str, Share]) -> list[str]:
+    """Returns the lines of a table of bytes by kind of array, with their sum."""
+    everything = Share(
+        sum(share.total_bytes for share in memory.values()),
+        sum(share.device_bytes for share in memory.values()),
+    )
+    lines = [f"{title:<24}{'in all':>12}{'per device':>14}"]
+    for kind, share in (*memory.items(), ("sum", everything)):
+        sizes = f"{_readable(share.total_bytes):>12}{_readable(share.device_bytes):>14}"
+        lines.append(f"  {kind:<22}{sizes}")
+    return lines
 
 
 def _readable(size_bytes: int) -> str:

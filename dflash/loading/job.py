@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
+import jax
+
 from dflash import errors
 from dflash.checkpoints import vocabulary
 from dflash.config import loader
@@ -19,10 +21,11 @@ from dflash.data.example import Example
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import NUM_STOP_IDS, Engine
 from dflash.inference.request import Request, RequestSampling, max_length
-from dflash.loading import decode_plan, models, weights
+from dflash.loading import decode_plan, engines, models, weights
 from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.parallel import agreement, distributed, sharding
+from dflash.parallel.sharding import Sharding
 from dflash.runs import shards
 from dflash.runs.outputs import Record
 from dflash.runs.shards import Shard
@@ -62,6 +65,21 @@ class Job:
     max_length: int
     date: datetime.date | None = None
     shard: Shard = shards.WHOLE
+
+    @property
+    def drafter_sharding(self) -> Sharding:
+        """Returns the placement of the drafter."""
+        return engines.drafter_sharding(self.config, self.target)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """Returns the devices of both models."""
+        return tuple(dict.fromkeys((*self.target.sharding.devices, *self.drafter_sharding.devices)))
+
+    @property
+    def longest_path(self) -> int:
+        """Returns the most tokens that a cycle can commit."""
+        return engines.longest_path(self.config, self.drafter)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -147,7 +165,7 @@ class Job:
 
     def load_drafter(self) -> None:
         """Loads the weights of the drafter alone; see `load_weights`."""
-        weights.load(self.drafter, self.drafter_source, self.target.sharding)
+        weights.load(self.drafter, self.drafter_source, self.drafter_sharding)
 
     def with_drafter(self, config: DecodeRun) -> "Job":
         """Returns the job with the same prompts and target under another config.
@@ -186,18 +204,17 @@ class Job:
           num_stop_ids: Number of stop ids that a request may have.
         """
         longest = [max_length(self.requests(prompts))] if prompts else []
-        return Engine(
+        return engines.make_engine(
+            self.config,
             self.target,
             self.drafter,
-            self.config.decode,
             max_length=max([self.max_length, *longest]),
-            adaptive_blocks=self.config.drafter.adaptive,
             num_stop_ids=max(num_stop_ids, len(self.stop_ids)),
         )
 
     def notes(self) -> list[str]:
         """Returns lines on settings that apply to a part of the run, or not at all."""
-        lines, longest = [], self.drafter.longest_context
+        lines, longest = engines.notes(self.config), self.drafter.longest_context
         if self.config.decode.prefix_cache and self.target.has_recurrent_state:
             lines.append(
                 "decode.prefix_cache: off, because the target keeps recurrent state, which exists "
@@ -347,28 +364,16 @@ def _find_drafter(
     """Finds and builds the drafter of a config, abstract, and checks that it fits the target."""
     source = models.find_drafter(config.drafter, download=download)
     drafter = models.build_drafter(
-        config.drafter, source, target.arch, dtype=config.dtype, sharding=target.sharding
+        config.drafter,
+        source,
+        target.arch,
+        dtype=config.dtype,
+        sharding=engines.drafter_sharding(config, target),
     )
     if target_source.directory and source.directory:
         vocabulary.check_same(target_source.directory, source.directory)
-    _check_rule(config, drafter)
-    if config.decode.lookup and drafter.longest_path < drafter.block_size:
-        raise errors.ConfigError(
-            f"decode.lookup: copies replace chains, and drafter.name={config.drafter.name} drafts "
-            "trees; leave decode.lookup out"
-        )
+    engines.check_drafter(config, target, drafter)
     return source, drafter
-
-
-def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
-    """Raises ConfigError if verification needs probabilities that the drafter does not provide."""
-    drafts = drafter.num_draft_tokens > 0
-    rule = config.decode.verify
-    if rule != "coupled" and drafts and not drafter.has_probs:
-        raise errors.ConfigError(
-            f"decode.verify: {rule} weighs drafts by their probabilities, and drafter.name="
-            f"{config.drafter.name} has none; use decode.verify=coupled"
-        )
 
 
 def _check(job: Job) -> None:

@@ -290,9 +290,9 @@ def report(
     Returns:
       Content of results.json.
     """
-    done, longest = records.drafted.completed(), job.drafter.longest_path
+    done, longest = records.drafted.completed(), job.longest_path
     summary: Summary = outputs.summarize(done.values(), block_size=longest)
-    devices = [f"{device.platform}:{device.device_kind}" for device in job.target.sharding.devices]
+    devices = [f"{device.platform}:{device.device_kind}" for device in job.devices]
     facts: dict[str, Any] = {
         "answers": job.grade(done),
         "devices": devices,
@@ -324,5 +324,5 @@ def report(
 def _advice(job: Job, summary: Summary, speed_up: float | None) -> list[str]:
     """Returns a warning if plain decoding was faster; see `block_advice`."""
     cycles = {int(length): count for length, count in summary.acceptance_histogram.items()}
-    acceptance = block_advice.Acceptance(cycles, job.drafter.longest_path)
+    acceptance = block_advice.Acceptance(cycles, job.longest_path)
     return block_advice.slower_than_plain(job.config.drafter, acceptance, speed_up)

@@ -209,7 +209,7 @@ def beside(sharding: Sharding, count: int, devices: Sequence[jax.Device] | None 
     if count > len(left):
         raise errors.ConfigError(
             f"mesh.drafter: {count}, but the target's mesh leaves {len(left)} of {len(present)} "
-            f"device{'s' if len(present) > 1 else ''}; lower it, or the axes of mesh"
+            f"device{'s' if len(present) > 1 else ''}; use fewer, or leave drafter.overlap out"
         )
     return Sharding(
         Mesh(np.array(left[:count]).reshape(shape), MESH_AXES, axis_types=types), sharding.rules

@@ -4,7 +4,9 @@ import datetime
 import io
 import shutil
 
-from dflash import assets
+import pytest
+
+from dflash import assets, errors
 from dflash.config import loader
 from dflash.data import answers, datasets
 from dflash.loading import job
@@ -21,6 +23,36 @@ def test_prompts_of_a_data_set():
     asked = [example.opening for example in datasets.task_examples("math", "test", 3)]
     assert [prompt.messages for prompt in found] == asked
     assert all(prompt.ids for prompt in found)
+
+
+def prepared(*overrides):
+    """A dry job of the tiny random models."""
+    config = loader.load(f"configs/{CONFIG}", ["prompts.text=[Hi]", *overrides])
+    return job.prepare(config, stdin=io.StringIO(), dry=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("drafter.block_size=2", "drafter.overlap: ssd verifies all drafts but the last"),
+        ("drafter.fan_out=64 target.architecture.vocab_size=64 drafter.architecture.mask_token_id=9"
+         " target.architecture.eos_token_id=[1]", "drafter.fan_out: 64 is not below"),
+    ],
+)  # fmt: skip
+def test_speculation_needs_two_drafts_and_other_tokens(overrides, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        prepared("drafter.overlap=ssd", *overrides.split())
+
+
+def test_a_drafter_of_its_own_devices_is_planned_apart():
+    beside, together = prepared("drafter.overlap=ssd", "mesh.drafter=2"), prepared()
+    plan = beside.plan()
+    assert plan.lines()[0].endswith("1 device, and 2 for the drafter")
+    assert "drafter weights" in plan.drafter_memory
+    assert "drafter weights" not in plan.memory
+    assert "drafter: speculate" in plan.programs
+    assert not together.plan().drafter_memory
+    assert beside.longest_path == together.longest_path - 1
 
 
 def test_prompts_print_the_date_of_the_run(tmp_path):

@@ -17,25 +17,25 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import weight_update
+from dflash.inference import program_table, weight_update
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import NUM_STOP_IDS, Engine
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.overlap.drafting import DraftingState, Observed
-from dflash.inference.overlap.programs import (
-    DRAFTING_TABLE,
-    DraftingShapes,
-    Overlap,
-    target_table,
-)
+from dflash.inference.overlap.drafting_programs import DRAFTING_TABLE, DraftingShapes
+from dflash.inference.overlap.overlap import Overlap
 from dflash.inference.overlap.relay import Mail, Relay
+from dflash.inference.overlap.target_programs import target_table
 from dflash.inference.pages import Slot
 from dflash.inference.prefill import PrefillChunk
-from dflash.inference.program_table import Programs
+from dflash.inference.program_table import Name, Programs
 from dflash.inference.request import Request
+from dflash.inference.roles.role import Role
 from dflash.models.decoder import Decoder
 from dflash.parallel.sharding import Sharding
+
+_REPORTS: list[Name] = [("new_report",), ("join_reports",)]  # Programs beside those of `Engine`.
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +75,8 @@ class OverlappedEngine(Engine):
         Args:
           target: Target model.
           drafter: Drafter, placed on other devices than the target.
-          config: Sizes of the loop and the verification rule.
+          config: Sizes of the loop and the verification rule. A prefix cache and partial
+            dispatches are not supported, and are off.
           overlap: How drafting overlaps verification.
           drafter_sharding: Placement of arrays on the drafter's devices.
           max_length: Length of the longest sequence in tokens, prompt and output together.
@@ -83,6 +84,7 @@ class OverlappedEngine(Engine):
         """
         self.table, self.overlap = target_table(overlap), overlap
         relay = Relay(drafter, overlap.num_verified(drafter))
+        config = dataclasses.replace(config, prefix_cache=False, partial_dispatches=False)
         super().__init__(target, relay, config, max_length=max_length, num_stop_ids=num_stop_ids)
         self.drafting_shapes = DraftingShapes(drafter, drafter_sharding, overlap, self.shapes)
         self._drafting = Programs(self.drafting_shapes, DRAFTING_TABLE)
@@ -244,17 +246,40 @@ class OverlappedEngine(Engine):
         progress: Callable[[int, int], None] = lambda ready, total: None,
         *,
         grammars: bool = False,
+        role: Role = Role.BOTH,
     ) -> None:
-        """Compiles every missing program of both sides; see `Engine.compile`."""
-        missing = self._programs.missing(prompt_lengths, grammars=grammars)
-        missing += [("new_report",), ("join_reports",)]
+        """Compiles every missing program of both sides; see `Engine.compile`.
+
+        Raises:
+          ValueError: The role is not `Role.BOTH`.
+        """
+        if role is not Role.BOTH:
+            raise ValueError(f"an overlapped engine prefills and decodes, but role={role}")
+        lengths = list(prompt_lengths)
+        names = program_table.names(self.shapes, lengths, grammars=grammars) + _REPORTS
+        here, there = self._programs.missing(names), self._drafting.missing(self._beside(lengths))
+        total = len(here) + len(there)
+        self._programs.compile_all(here, lambda ready, _: progress(ready, total))
+        self._drafting.compile_all(there, lambda ready, _: progress(len(here) + ready, total))
+
+    def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
+        """Returns the names of both sides' programs; see `Engine.program_names`."""
+        lengths = list(prompt_lengths)
+        beside = [("drafter:", *name) for name in self._beside(lengths)]
+        return super().program_names(lengths) + _REPORTS + beside
+
+    def _beside(self, prompt_lengths: Sequence[int]) -> list[Name]:
+        """Returns the names of the drafter's programs that prompts of some lengths need."""
+        kinds = ["new_state", "new_prefill_state", "insert", "draft", "advance"]
+        kinds += ["speculate"] if self.overlap.fan_out else []
         chunks = self.layout.chunks(prompt_lengths)
-        beside = [("prefill", rows) for rows in chunks]
-        beside += [("new_state",), ("new_prefill_state",), ("insert",), ("draft",), ("advance",)]
-        beside += [("speculate",)] if self.overlap.fan_out else []
-        total = len(missing) + len(beside)
-        self._programs.compile_all(missing, lambda ready, _: progress(ready, total))
-        self._drafting.compile_all(beside, lambda ready, _: progress(len(missing) + ready, total))
+        return [*((kind,) for kind in kinds), *(("prefill", rows) for rows in chunks)]
+
+    def abstract_drafting(self) -> tuple[Any, Any]:
+        """Returns the heads and states of the drafter's devices, without allocating them."""
+        prompts = self.drafting_shapes.observed(self.num_prefill_slots)
+        states = (self.drafting_shapes.state(),) * self.overlap.groups
+        return nnx.state(self.drafting_shapes.heads), (*states, prompts)
 
     def _heads(self) -> Any:
         """Returns copies of the target's weights on the drafter's devices."""

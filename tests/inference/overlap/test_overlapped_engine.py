@@ -6,7 +6,7 @@ from support.engines import check_plain_outputs, random_prompts
 
 from dflash.config import schema
 from dflash.inference.overlap.engine import OverlappedEngine
-from dflash.inference.overlap.programs import Overlap
+from dflash.inference.overlap.overlap import Overlap
 from dflash.parallel import sharding
 
 SSD, PING_PONG = Overlap(groups=1, fan_out=2), Overlap(groups=2, fan_out=0)

@@ -1,0 +1,105 @@
+"""Consistency checks between a drafter's keys and the way that it decodes; see `checks`."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dflash.config import registry, schema
+
+Problem = tuple[tuple[str, ...], str]
+Check = Callable[[Any], Iterator[Problem]]  # Of a config.
+
+
+def _draft_model(config: Any) -> Iterator[Problem]:
+    """Checks the family of a drafter that is a language model."""
+    family = getattr(config.drafter, "family", None)
+    if family is not None and family not in registry.TARGETS:
+        near = registry.suggest(family, registry.TARGETS)
+        yield ("drafter.family",), f"unknown name {family!r}{near}"
+
+
+def _one_block_size(config: Any) -> Iterator[Problem]:
+    """Checks that the block size is fixed for training and compile reports."""
+    elsewhere = hasattr(config, "train") or hasattr(config, "tpu")
+    if elsewhere and getattr(config.drafter, "block_size", None) == schema.AUTO:
+        yield ("drafter.block_size",), "auto is for decoding only; give a number, or leave it out"
+
+
+def _longest_context(config: Any) -> Iterator[Problem]:
+    """Checks that cycles without drafts are among the choices."""
+    drafter = config.drafter
+    stated = getattr(drafter, "longest_context", None)
+    if stated is not None and not drafter.adaptive:
+        keys = "drafter.longest_context", "drafter.block_size"
+        yield keys, "needs drafter.block_size=auto, which can decode plainly"
+
+
+def _block_verification(config: Any) -> Iterator[Problem]:
+    """Checks that drafts which are verified as a block form a chain."""
+    if config.decode.verify == "block" and getattr(config.drafter, "tree", None) is not None:
+        keys = "decode.verify", "drafter.tree"
+        yield keys, "block is a rule for chains; leave drafter.tree out, or use rejection"
+
+
+def _lookup(config: Any) -> Iterator[Problem]:
+    """Checks that drafts which copies may replace form a chain."""
+    if config.decode.lookup and getattr(config.drafter, "tree", None) is not None:
+        keys = "decode.lookup", "drafter.tree"
+        yield keys, "copies replace chains, not trees; leave one of the two out"
+
+
+def _overlap(config: Any) -> Iterator[Problem]:
+    """Checks that a drafter on devices of its own decodes, and drafts what overlap supports."""
+    drafter = config.drafter
+    if not drafter.overlaps:
+        if getattr(config.mesh, "drafter", None) is not None:
+            keys = "mesh.drafter", "drafter.overlap"
+            yield keys, "needs drafter.overlap=ssd or pingpong; leave it out"
+        return
+    if any(hasattr(config, group) for group in ("train", "answers", "tpu")):
+        yield ("drafter.overlap",), "is for decoding and serving only; leave it out"
+        return
+    kind = f"drafter.overlap={drafter.overlap}"
+    if drafter.adaptive:
+        keys = "drafter.block_size", "drafter.overlap"
+        yield keys, f"auto is not supported with {kind}; give a number, or leave it out"
+    if drafter.overlap == "ssd" and getattr(drafter, "tree", None) is not None:
+        keys = "drafter.tree", "drafter.overlap"
+        yield keys, f"{kind} drafts chains; leave drafter.tree out, or use drafter.overlap=pingpong"
+    if config.decode.verify != "coupled":
+        keys = "decode.verify", "drafter.overlap"
+        yield keys, f"{config.decode.verify} is not supported with {kind}; use coupled"
+    if config.decode.lookup:
+        keys = "decode.lookup", "drafter.overlap"
+        yield keys, f"is not supported with {kind}; leave one of the two out"
+    if hasattr(config, "serve") and config.serve.role != "both":
+        keys = "serve.role", "drafter.overlap"
+        yield keys, f"{config.serve.role} is not supported with {kind}; leave one of the two out"
+
+
+def _two_halves(config: Any) -> Iterator[Problem]:
+    """Checks that the slots of every replica divide into two groups."""
+    axes = [axis for axis in config.sharding_rules.get("batch", ()) if hasattr(config.mesh, axis)]
+    replicas = math.prod(getattr(config.mesh, axis) for axis in axes)
+    size = config.decode.batch_size
+    if getattr(config.drafter, "overlap", None) == "pingpong" and size % (2 * replicas):
+        keys = "decode.batch_size", "drafter.overlap", *(f"mesh.{axis}" for axis in axes)
+        yield (
+            keys,
+            (
+                f"{size} does not divide into the two halves of drafter.overlap=pingpong; give a "
+                f"multiple of {2 * replicas}"
+            ),
+        )
+
+
+# Groups that a config must have, and their check.
+CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
+    (("drafter",), _draft_model),
+    (("drafter",), _one_block_size),
+    (("drafter", "decode"), _longest_context),
+    (("drafter", "decode"), _block_verification),
+    (("drafter", "decode"), _lookup),
+    (("drafter", "mesh"), _overlap),
+    (("drafter", "decode", "mesh", "sharding_rules"), _two_halves),
+)
