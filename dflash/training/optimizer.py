@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax import contrib
 
 from dflash.config.loss_schema import OptimizerConfig
 
@@ -19,6 +18,10 @@ Schedule = Callable[[jax.Array], jax.Array]
 # Scale Muon's updates to the RMS of AdamW's updates, so that one learning rate suits both.
 # Source: arXiv 2502.16982.
 _MUON_RMS = 0.2
+# Coefficients and number of the quintic Newton-Schulz iterations.
+# Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+_LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
+_ITERATIONS = 5
 # AdamW, not Muon, updates the parameters that map tokens to vectors and back.
 _EMBEDDING, _HEAD = "embedding", "lm_head"
 _MUON, _ADAMW = "muon", "adamw"
@@ -44,12 +47,11 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
         mask=decays,
     )
     if config.name == "muon":
-        muon = contrib.muon(
-            schedule,
-            beta=config.momentum,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            consistent_rms=_MUON_RMS,
+        muon = optax.chain(
+            optax.trace(config.momentum, nesterov=True),
+            optax.stateless_with_tree_map(lambda x, _: _orthogonalized(x, config.epsilon)),
+            optax.add_decayed_weights(config.weight_decay),
+            optax.scale_by_learning_rate(schedule),
         )
         update = optax.partition({_MUON: muon, _ADAMW: update}, _rules)
     if not config.clip_norm:
@@ -90,6 +92,30 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim > 1 and _EMBEDDING not in _names(path), params
     )
+
+
+def _orthogonalized(x: jax.Array, epsilon: float) -> jax.Array:
+    """Moves all singular values of a matrix near 1, and scales it to AdamW's RMS.
+
+    The products are of bfloat16 with float32 sums, which the iterations tolerate. In place of
+    optax's loop on float32, this takes a third of the processor time.
+
+    Args:
+      x: Momentum, float32 [M, N].
+      epsilon: Added to its norm.
+    """
+    tall = x.shape[0] > x.shape[1]
+    x = x / (jnp.linalg.norm(x) + epsilon)
+    for _ in range(_ITERATIONS):
+        gram = _product(x.T, x) if tall else _product(x, x.T)
+        factor = _CUBIC * gram + _QUINTIC * _product(gram, gram)
+        x = _LINEAR * x + (_product(x, factor) if tall else _product(factor, x))
+    return x * (_MUON_RMS * max(x.shape) ** 0.5)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    narrow = jnp.bfloat16
+    return jnp.dot(x.astype(narrow), y.astype(narrow), preferred_element_type=jnp.float32)
 
 
 def _rules(params: Any) -> Any:

@@ -137,6 +137,20 @@ def test_muon_orthogonalises_matrices_only():
     assert served == {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24)], ids=["wide", "tall"])
+def test_muon_is_that_of_optax_up_to_bfloat16(shape):
+    config = OptimizerConfig(name="muon", weight_decay=0.5, clip_norm=0.0, **CONSTANT)
+    keys = jax.random.split(jax.random.key(0))
+    params, grads = ({"kernel": jax.random.normal(key, shape)} for key in keys)
+    reference = optax.contrib.muon(
+        0.1, beta=config.momentum, eps=config.epsilon, weight_decay=0.5, consistent_rms=0.2
+    )
+    expected, _ = reference.update(grads, reference.init(params), params)
+    expected, found = expected["kernel"], update(config, grads, params)["kernel"]
+    gap = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    assert gap < 0.05
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_learns(name):
     params = params_of()
