@@ -3,7 +3,6 @@
 What a drafter drafts may be good or bad; what comes out must be what plain decoding gives.
 """
 
-import copy
 import dataclasses
 import functools
 import json
@@ -15,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import grammars
-from support.engines import decode, engine, expected, make_requests, occupied, random_prompts
+from support.engines import (
+    decode,
+    engine,
+    expected,
+    make_requests,
+    occupied,
+    random_prompts,
+    shared_engine,
+    without_prefix_cache,
+)
 from support.models import ARCHITECTURE, drafter, takes, target
 
 from dflash.config import registry
@@ -41,12 +49,9 @@ class Form:
 NAMES = sorted(registry.DRAFTERS)
 FORMS = [Form(name) for name in NAMES] + [Form(n, tree=True) for n in NAMES if takes(n, "tree")]
 each_form = pytest.mark.parametrize("form", FORMS, ids=str)
-PREFILL_CHUNK = 16
 SHORT = (1, 15, 16, 17, 9, 3, 12)
 LONG = (31, 1, 32, 33, 16, 17, 50)  # past every bucket edge, and of several chunks
 ONE_BUCKET = (16, 9, 31, 12, 13, 32, 11)  # ragged, and a single prefill program to compile
-# State in arrays of its own, in pages, and with a memory of what was refused.
-INTERRUPTED = [Form("dflash", tree=True), Form("autoregressive"), Form("lookahead")]
 LIMITS = [20, 1, 32, 7, 2, 13, 25]
 
 
@@ -79,15 +84,15 @@ CASES = [
 # Every case is one more program to compile. The loop is the same for all, so one drafter meets all
 # of them, and the others a ragged batch, which all further tests use too, and a single slot.
 THOROUGH = Form("dflash")
-RAGGED = Case(4, 5, 2, ONE_BUCKET)
-SOME_CASES = [RAGGED, Case(8, 1, 8, ONE_BUCKET, stop_ids=(3,))]
+RAGGED = Case(4, 5, 2, ONE_BUCKET)  # that of `shared_engine`
+ALONE = Case(8, 1, 8, ONE_BUCKET, stop_ids=(3,))
 
 
 def cases() -> list:
     """The cases of each form; for drafters without a block size what differs without it."""
     found = []
     for form in FORMS:
-        mine = CASES if form == THOROUGH else SOME_CASES
+        mine = [RAGGED, *(CASES if form == THOROUGH else [ALONE])]
         mine = dict.fromkeys(fitting(form, case) for case in mine)
         found += [pytest.param(form, case, id=f"{form}-{case}") for case in mine]
     return found
@@ -100,27 +105,24 @@ def fitting(form: Form, case: Case) -> Case:
     return dataclasses.replace(case, block_size=None)
 
 
-@functools.cache
-def case_engine(form: Form, case: Case, verify: str = "coupled") -> Engine:
+def case_engine(form: Form, case: Case) -> Engine:
+    if case == fitting(form, RAGGED):
+        return ragged_engine(form)
     return engine(
         drafter(form.name, block_size=case.block_size, tree=form.tree),
         batch_size=case.batch_size,
         sync_every=case.sync_every,
-        prefill_chunk=PREFILL_CHUNK,
         max_length=max(case.lengths) + 32,
-        verify=verify,
-        # With the programs of one, which all tests of a ragged batch share.
-        prefix_cache=case.lengths == ONE_BUCKET,
     )
 
 
 def ragged_engine(form: Form, verify: str = "coupled") -> Engine:
-    return case_engine(form, fitting(form, RAGGED), verify)
+    return shared_engine(form.name, tree=form.tree, verify=verify)
 
 
 @pytest.mark.parametrize(("form", "case"), cases())
 def test_output_is_that_of_plain_decoding(form, case):
-    run = case_engine(form, dataclasses.replace(case, stop_ids=()))  # which no program depends on
+    run = case_engine(form, case)
     prompts = random_prompts(case.lengths)
     reasons = set()
     for temperature, seed in [(0.0, 0), (0.8, 0), (0.8, 1), (0.8, 2**32 - 1)]:
@@ -158,42 +160,35 @@ class Watch:
 
 
 @pytest.mark.parametrize("form", [Form("none"), THOROUGH], ids=str)
-def test_a_hundred_prompts_keep_eight_slots_busy(form):
+def test_sixty_prompts_keep_five_slots_busy(form):
     rng = np.random.default_rng(7)
-    prompts = random_prompts(rng.integers(1, 17, 100).tolist())
-    limits = rng.integers(1, 25, 100).tolist()
-    watch = Watch(case_engine(form, fitting(form, Case(4, 8, 2, ONE_BUCKET))))
+    prompts = random_prompts(rng.integers(1, 13, 60).tolist())
+    limits = rng.integers(1, 21, 60).tolist()
+    watch = Watch(ragged_engine(form))
     done = decode(watch, prompts, limits)
     wanted = expected(prompts, limits, temperature=0.0)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
 
     slot_cycles = sum(len(one.acceptance_lengths) for one in done)
     longest = max(len(one.acceptance_lengths) for one in done)
-    ideal = slot_cycles / 8
+    ideal = slot_cycles / 5
     # A slot waits for at most the rest of its dispatch (one cycle here), and at the end for others.
-    assert ideal <= watch.cycles <= ideal + 100 / 8 + longest
-    drained = len(watch.busy) - watch.busy[::-1].index(8)
-    empty = sum(8 - count for count in watch.busy[:drained])
+    assert ideal <= watch.cycles <= ideal + 60 / 5 + longest
+    drained = len(watch.busy) - watch.busy[::-1].index(5)
+    empty = sum(5 - count for count in watch.busy[:drained])
     # The device alone knows that a sequence has ended with its first token, for one dispatch.
     at_once = sum(len(one.output_ids) == 1 for one in done)
     assert empty <= at_once, "a slot stayed empty while others were waiting"
     assert len(watch.busy) - drained <= longest
 
 
-@pytest.mark.parametrize("form", INTERRUPTED, ids=str)
+@each_form
 def test_a_sequence_that_gives_way_says_what_it_would_have_said(form):
     """Too few pages for all slots: sequences are interrupted and prefilled again."""
-    run = engine(
-        drafter(form.name, block_size=5, tree=form.tree),
-        batch_size=3,
-        sync_every=2,
-        max_length=48,
-        num_pages=7,
-    )
     # What they have said counts again when they come back.
     how = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
-    prompts, limits = random_prompts([15, 14, 13, 5]), [32, 32, 31, 20]
-    done = decode(run, prompts, limits, **how)
+    prompts, limits = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
+    done = decode(without_prefix_cache(ragged_engine(form)), prompts, limits, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == expected(prompts, limits, **how)
     assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
 
@@ -217,9 +212,7 @@ def finish(scheduler: Scheduler, request: Request) -> tuple[RequestOutput, dict]
 def test_a_cached_prefix_changes_no_token_no_draft_and_no_acceptance(form):
     """The same prompt again, the next turn of its chat, and another prompt that begins alike."""
     run = ragged_engine(form)
-    plain = copy.copy(run)
-    plain.prefix_cache = False
-    cached, alone = Scheduler(run), Scheduler(plain)
+    cached, alone = Scheduler(run), Scheduler(without_prefix_cache(run))
     cached.form = alone.form = form
     (text,) = random_prompts([32])
     how = {"temperature": 0.8, "seed": 2}

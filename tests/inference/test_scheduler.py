@@ -14,6 +14,9 @@ from support.engines import (
     expected,
     make_requests,
     random_prompts,
+    retargeted,
+    shared_engine,
+    without_prefix_cache,
 )
 from support.models import ARCHITECTURE, drafter, make_sharding
 
@@ -30,14 +33,18 @@ from dflash.parallel import parameters
 LENGTHS = [5, 1, 16, 9, 12, 3, 7]
 LIMITS = [20, 1, 2, 32, 11, 1, 17]
 STOP_IDS = (8, 2)
-# Of these, two of full length fit at once, in place of three.
-FEW_PAGES = 9
+# Prompts that grow to four pages each with 32 tokens more: three of five fit at once.
+GROWING = [31, 30, 29, 28, 25]
+
+
+def run() -> Engine:
+    return without_prefix_cache(shared_engine("dflash"))
 
 
 @functools.cache
-def run(sync_every: int = 3, num_pages: int | None = None) -> Engine:
+def run_of(num_pages: int | None = None, **options) -> Engine:
     model = drafter("dflash", block_size=4)
-    return engine(model, batch_size=3, sync_every=sync_every, max_length=48, num_pages=num_pages)
+    return engine(model, batch_size=3, max_length=48, num_pages=num_pages, **options)
 
 
 def requests(lengths=LENGTHS, limits=LIMITS, **sampling) -> list[Request]:
@@ -219,16 +226,15 @@ def test_a_scheduler_whose_last_request_is_cancelled_comes_to_rest():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_sequences_grow_into_pages_and_give_way_to_older_ones(pools, temperature):
-    small = run(num_pages=FEW_PAGES)
-    assert small.layout.overcommits
-    lengths, limits = [15, 14, 13, 5, 9], [32, 32, 31, 30, 28]
+    assert run().layout.overcommits
+    prompts, limits = random_prompts(GROWING), [32, 32, 31, 30, 28]
     how = {"temperature": temperature}
-    one = Scheduler(small)
-    for request in make_requests(random_prompts(lengths), limits, **how):
+    one = Scheduler(run())
+    for request in make_requests(prompts, limits, **how):
         one.submit(request)
     events = drain(one)
     done = completions(events)
-    assert outputs(done) == expected(random_prompts(lengths), limits, **how)
+    assert outputs(done) == expected(prompts, limits, **how)
     assert sum(d.preemptions for d in done) > 0, "the pool was never dry"
     assert done[0].preemptions == 0, "the oldest sequence never waits"
     assert pools[0].held == set()
@@ -240,46 +246,45 @@ def test_sequences_grow_into_pages_and_give_way_to_older_ones(pools, temperature
 
 def test_coming_back_compiles_nothing():
     """A preempted sequence is a longer prompt than any; its bucket is known beforehand."""
-    small = run(num_pages=FEW_PAGES)
-    prompts = random_prompts([15, 14, 13])
-    small.compile(map(len, prompts))
+    prompts = random_prompts(GROWING)
+    run().compile(map(len, prompts))
     with count_compilations() as compilations:
-        done = completions(decode(small, make_requests(prompts, 32)))
+        done = completions(decode(run(), make_requests(prompts, 32)))
     assert sum(one.preemptions for one in done) > 0
     assert compilations == []
 
 
 def test_a_preempted_sequence_waits_until_another_has_ended():
     """It needs at least the pages that it had, of which an older sequence has taken some."""
-    one = Scheduler(run(num_pages=FEW_PAGES))
-    for request in make_requests(random_prompts([15, 14, 13]), 32):
+    one = Scheduler(run())
+    for request in make_requests(random_prompts(GROWING), 32):
         one.submit(request)
     done = completions(drain(one))
     assert max(d.preemptions for d in done) == 1
 
 
 def test_a_preempted_sequence_comes_back_before_later_requests_begin():
-    one = Scheduler(run(num_pages=FEW_PAGES))
-    for request in make_requests(random_prompts([15, 14, 13, 12]), 32):
+    one = Scheduler(run())
+    for request in make_requests(random_prompts([*GROWING, 12]), 32):
         one.submit(request)
     events = drain(one)
-    assert next(d.preemptions for d in completions(events) if d.id == 2) > 0
+    preempted = next(d.id for d in completions(events) if d.preemptions > 0)
     heard = [event.id for event in events if isinstance(event, Tokens)]
-    later = heard[heard.index(3) + 1 :]
+    later = heard[heard.index(preempted + 1) + 1 :]
     # A dispatch's tokens come in the order in which sequences entered.
-    assert next(id for id in later if id in (2, 3)) == 2
+    assert next(id for id in later if id in (preempted, preempted + 1)) == preempted
 
 
 def test_a_pool_of_one_sequence_serves_them_one_after_the_other():
-    small = run(num_pages=run().layout.pages_per_sequence)
+    small = run_of(run_of().layout.pages_per_sequence)
     assert outputs(completions(decode(small, requests()))) == wanted()
 
 
 def test_a_pool_that_is_large_enough_changes_nothing():
     """And sequences get all their pages at once."""
-    most = run(num_pages=10**6)
+    most = run_of(10**6)
     assert not most.layout.overcommits
-    assert most.layout.pages_per_replica == run().layout.pages_per_replica
+    assert most.layout.pages_per_replica == run_of().layout.pages_per_replica
     assert "set_pages" not in {kind for kind, *_ in most.program_names([5])}
 
 
@@ -363,24 +368,24 @@ def test_a_prefill_counts_as_prefill_and_not_as_decoding(clock):
 
 def test_dispatches_count_as_decoding_and_a_share_of_the_last_one(clock):
     """A sequence ends with the cycle that ended it, not with its dispatch."""
-    slow = Slow(run(8), clock, generate_s=0.4)
+    slow = Slow(run(), clock, generate_s=0.4)
     short, long = completions(decode(slow, make_requests(random_prompts([5, 9]), [2, 32])))
     assert len(short.acceptance_lengths) == 1
-    assert short.decode_ms == pytest.approx(400 / 8), "one cycle of eight"
-    dispatches = math.ceil(len(long.acceptance_lengths) / 8)
+    assert short.decode_ms == pytest.approx(400 / 2), "one cycle of two"
+    dispatches = math.ceil(len(long.acceptance_lengths) / 2)
     assert dispatches > 2
     assert long.decode_ms == pytest.approx(400 * dispatches), "the last ends when all are done"
     assert long.decode_clock_s == pytest.approx(0.4 * dispatches)
     assert short.decode_clock_s == pytest.approx(0.4)
-    assert long.finished_at - short.finished_at == pytest.approx(0.4 * (dispatches - 1 / 8))
+    assert long.finished_at - short.finished_at == pytest.approx(0.4 * (dispatches - 1 / 2))
 
 
 # --- requests -----------------------------------------------------------------------------------
 
 
 def test_a_bad_request_is_refused_before_any_other_begins():
-    bad = Request(9, (1,) * 48, 1)
-    with pytest.raises(errors.InputError, match="prompt 9: 48 prompt tokens"):
+    bad = Request(9, (1,) * 64, 1)
+    with pytest.raises(errors.InputError, match="prompt 9: 64 prompt tokens"):
         next(decode(run(), [*requests(), bad]))
 
 
@@ -398,7 +403,7 @@ def test_acceptance_lengths_do_not_depend_on_the_dispatch_length():
     def lengths(one):
         return [done.acceptance_lengths for done in completions(decode(one, requests()))]
 
-    assert lengths(run(3)) == lengths(run(8))
+    assert lengths(run()) == lengths(run_of(sync_every=8))
 
 
 GOOD = Request(4, (1, 2), 1)
@@ -411,8 +416,8 @@ GOOD = Request(4, (1, 2), 1)
         ({"prompt": (0, 24, 30)}, r"prompt 4: token id 24 is outside the vocabulary of 24"),
         ({"prompt": (0, -1)}, r"prompt 4: token id -1 is outside the vocabulary of 24"),
         (
-            {"prompt": (1,) * 40, "max_new_tokens": 9},
-            r"prompt 4: 40 prompt tokens \+ 9 new ones = 49, but the cache holds 48; ",
+            {"prompt": (1,) * 40, "max_new_tokens": 25},
+            r"prompt 4: 40 prompt tokens \+ 25 new ones = 65, but the cache holds 64; ",
         ),
         ({"max_new_tokens": 0}, r"prompt 4: max_new_tokens: 0, expected 1 or more"),
         ({"stop_ids": (3, 24)}, r"prompt 4: stop id 24 is outside the vocabulary of 24"),
@@ -436,10 +441,10 @@ def test_requests_that_cannot_be_decoded(changes, message):
 
 
 def test_the_largest_request_that_fits():
-    request = Request(0, (1,) * 40, 8, stop_ids=(1, 2, 3, 4, 5, 6, 7, 8, 8))
+    request = Request(0, (1,) * 40, 24, stop_ids=(1, 2, 3, 4, 5, 6, 7, 8, 8))
     run().check(request)
     (done,) = completions(decode(run(), [dataclasses.replace(request, stop_ids=STOP_IDS)]))
-    assert outputs([done]) == expected([request.prompt], [8], temperature=0.0, stop_ids=STOP_IDS)
+    assert outputs([done]) == expected([request.prompt], [24], temperature=0.0, stop_ids=STOP_IDS)
 
 
 def test_tokens_of_a_dispatch_are_plain_integers():
@@ -468,7 +473,7 @@ def test_after_an_update_requests_go_on_with_the_new_weights(temperature):
     how = {"temperature": temperature, "seed": 4}
     (prompt, *_), limit = random_prompts([24, 5]), 24
     old, new = (_of_weights(seed) for seed in (0, 1))
-    base = engine(on=old, sync_every=2, max_length=64, batch_size=2)
+    base = without_prefix_cache(retargeted(shared_engine("none"), old))
     one = Scheduler(base)
     for request in make_requests([prompt, prompt], limit, **how):
         one.submit(request)

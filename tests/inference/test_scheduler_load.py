@@ -25,6 +25,11 @@ def run(**options) -> Engine:
     return engine(model, **{"batch_size": 3, "sync_every": 2, "max_length": 96} | options)
 
 
+def few() -> Engine:
+    """An engine with too few pages for all slots, and a prefix cache."""
+    return run(page_size=8, num_pages=15, prefix_cache=True)
+
+
 class Spy:
     """An engine that notes what the device is given: rows of prefill, or "cycles"."""
 
@@ -202,15 +207,14 @@ def similar_prompts(rng: np.random.Generator, count: int) -> list[tuple[int, ...
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_soak(temperature):
     """Random arrivals and cancellations with too few pages: no wrong token, no page lost."""
-    few = run(page_size=8, num_pages=15, prefix_cache=True)
-    assert few.layout.overcommits
+    assert few().layout.overcommits
     rng = np.random.default_rng(8)
     prompts = similar_prompts(rng, 80)
     limits = rng.integers(1, 33, len(prompts)).tolist()
     how = {"temperature": temperature, "seed": 5, "stop_ids": (7,)}
     wanted = expected(prompts, limits, **how)
     waiting = collections.deque(make_requests(prompts, limits, **how))
-    one, events, cancelled, submitted = Scheduler(few), [], set(), []
+    one, events, cancelled, submitted = Scheduler(few()), [], set(), []
     while waiting or not one.idle:
         for _ in range(rng.integers(0, 4)):
             if waiting:
@@ -242,8 +246,7 @@ def test_soak(temperature):
 
 
 def test_a_preempted_sequence_takes_up_its_own_pages():
-    few = run(page_size=8, num_pages=15, prefix_cache=True)
-    one = Scheduler(few)
+    one = Scheduler(few())
     prompts = random_prompts([40, 40, 40])
     for request in make_requests(prompts, 32):
         one.submit(request)
@@ -256,7 +259,7 @@ def test_a_preempted_sequence_takes_up_its_own_pages():
 
 def test_a_cached_prompt_leaves_its_last_token_to_compute():
     """Even where the prompt fills its pages: the first output token needs a row of logits."""
-    one = Scheduler(run(page_size=8, prefix_cache=True))
+    one = Scheduler(few())
     (prompt,) = random_prompts([16])
     wanted = expected([prompt], [9], temperature=0.0)[0]
     for cached in (0, 8):
@@ -269,10 +272,9 @@ def test_a_cached_prompt_leaves_its_last_token_to_compute():
 
 def test_what_is_decided_does_not_depend_on_time():
     """The same calls in the same order: the same events, step by step."""
-    few = run(page_size=8, num_pages=15, prefix_cache=True)
     found = []
     for _ in range(2):
-        one, steps = Scheduler(few), []
+        one, steps = Scheduler(few()), []
         for request in make_requests(random_prompts([50, 50, 9, 30]), 20, temperature=0.8):
             one.submit(request)
             steps.append([dataclasses.astuple(e)[:2] for e in one.step()])
@@ -298,7 +300,7 @@ def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
 
 
 def test_pages_are_shared_by_requests_of_one_salt_alone():
-    one = Scheduler(run(page_size=8, prefix_cache=True))
+    one = Scheduler(few())
     (prompt,) = random_prompts([33])
     salts = ["", "a", "", "a", "b", "ab"]
     cached = []

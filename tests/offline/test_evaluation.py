@@ -42,7 +42,7 @@ def drafting_test():
 def test_it_measures_what_decoding_has(drafting_test, seed):
     params, drafter = draw_params(seed)
     metrics = drafting_test(params)
-    run = engines.engine(drafter, batch_size=2, max_length=64)
+    run = engines.redrafted(engines.shared_engine("dflash"), drafter)
     lengths = {
         name: [n for one in engines.decode(run, some, 12) for n in one.acceptance_lengths]
         for name, some in PROMPTS.items()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from flax import nnx
 
 from dflash.config import schema
 from dflash.drafters.base import Drafter
@@ -18,7 +19,7 @@ from dflash.inference.pages import Slot
 from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.models.decoder import Decoder
 from dflash.offline import decoding
-from support.models import ARCHITECTURE, ONE_DEVICE, target
+from support.models import ARCHITECTURE, ONE_DEVICE, drafter, takes, target
 
 _ASKED = ("min_new_tokens", "logprobs", "grammar", "rejected")
 COMPILATION = "/jax/core/compile/backend_compile_duration"
@@ -39,6 +40,38 @@ def engine(
     return Engine(
         on or target(mesh), model, config, max_length=max_length, adaptive_blocks=adaptive_blocks
     )
+
+
+@functools.cache
+def shared_engine(name: str, *, tree: bool = False, verify: str = "coupled") -> Engine:
+    """Returns the engine of a strategy that all tests share, so that it compiles once.
+
+    Its 15 pages hold 5 sequences of up to 48 tokens; 5 longer ones give way to each other.
+    """
+    model = drafter(name, block_size=4 if takes(name, "block_size") else None, tree=tree)
+    return engine(
+        model,
+        batch_size=5,
+        sync_every=2,
+        max_length=64,
+        num_pages=16,
+        prefix_cache=True,
+        verify=verify,
+    )
+
+
+def without_prefix_cache(base: Engine) -> Engine:
+    """`base` without its prefix cache; both share all programs."""
+    twin = copy.copy(base)
+    twin.prefix_cache = False
+    return twin
+
+
+def retargeted(base: Engine, target: Decoder) -> Engine:
+    """`base` with another target of the same shapes; both share all programs."""
+    twin = copy.copy(base)
+    twin.target, twin.target_params = target, nnx.state(target)
+    return twin
 
 
 def redrafted(base: Engine, model: Drafter) -> Engine:
@@ -109,11 +142,12 @@ def make_requests(
 
 
 def occupied(run: Engine, requests: Sequence[Request]) -> DecodeState:
-    """A batch with one request in each slot, prefilled, with pages for its whole length."""
-    state = run.new_state()
+    """A batch with one request in each slot, prefilled, with its part of all pages."""
+    state, layout = run.new_state(), run.layout
+    count = min(layout.pages_per_sequence, (layout.pages_per_replica - 1) // layout.batch_size)
     for index, request in enumerate(requests):
-        slot = Slot(index, run.layout.standing_pages(index))
-        state = admit(run, state, slot, request)
+        first = 1 + index * count  # Page 0 is scratch.
+        state = admit(run, state, Slot(index, tuple(range(first, first + count))), request)
     return state
 
 

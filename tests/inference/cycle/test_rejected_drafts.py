@@ -1,20 +1,16 @@
 """Refused drafts, as events tell of them."""
 
 import pytest
-from support.engines import engine, make_requests, random_prompts
-from support.models import drafter
+from support.engines import make_requests, random_prompts, shared_engine
 
 from dflash.inference.request import RequestOutput, Tokens
 from dflash.offline import decoding
 
-ROWS = 4
-
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_what_was_drafted_was_accepted_or_rejected(tree):
-    model = drafter("dflash", block_size=ROWS, tree=tree)
-    run = engine(model, batch_size=2, sync_every=3)
-    drafts = model.block_size - 1
+    run = shared_engine("dflash", tree=tree)
+    drafts = run.drafter.block_size - 1
     (curious, other) = (
         make_requests(random_prompts([5, 9]), 14, temperature=0.8, rejected=rejected)[i]
         for i, rejected in enumerate((True, False))
@@ -45,7 +41,7 @@ def _cycles(event: Tokens):
 
 def test_an_origin_does_not_depend_on_where_the_output_ends():
     """An output that ends within an accepted draft ends with a draft, at a limit and a stop."""
-    run = engine(drafter("ngram"), batch_size=1, sync_every=3)
+    run = shared_engine("ngram")
     (prompt,) = random_prompts([6])
 
     def origins(limit, **how):

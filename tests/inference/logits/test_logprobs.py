@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import engine, make_requests, random_prompts
-from support.models import drafter, target
+from support.engines import make_requests, random_prompts, shared_engine
+from support.models import target
 
 from dflash.inference.logits import logprobs
 from dflash.inference.logits.sampling import SamplingParams
@@ -18,12 +18,8 @@ PROMPTS = random_prompts([5, 17, 9, 33])
 ASKED = [3, None, 0, 20]  # likeliest tokens that each prompt asks for
 
 
-@functools.cache
 def run(form: str):
-    model = None
-    if form != "none":
-        model = drafter("dflash", block_size=5, tree=form == "tree")
-    return engine(model, batch_size=3, sync_every=2, max_length=64)
+    return shared_engine("none" if form == "none" else "dflash", tree=form == "tree")
 
 
 @functools.partial(jax.jit, static_argnums=0)

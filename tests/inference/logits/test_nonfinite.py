@@ -1,6 +1,5 @@
 """Logits that are not finite end their sequence, and the message says where they began."""
 
-import copy
 import dataclasses
 import functools
 
@@ -8,9 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from support.engines import decode, engine, make_requests, random_prompts
-from support.models import ARCHITECTURE, drafter, make_sharding
+from support.engines import (
+    decode,
+    make_requests,
+    random_prompts,
+    retargeted,
+    shared_engine,
+    without_prefix_cache,
+)
+from support.models import ARCHITECTURE, make_sharding
 
 from dflash import errors
 from dflash.inference.cycle import cycle, judge, verify
@@ -32,7 +37,7 @@ def make_target() -> Qwen3:
 
 @functools.cache
 def sound_engine(name: str) -> Engine:
-    return engine(drafter(name), batch_size=2, sync_every=3, on=make_target())
+    return without_prefix_cache(retargeted(shared_engine(name), make_target()))
 
 
 def damaged(name: str, path: str, value: float, at=...) -> Engine:
@@ -40,9 +45,7 @@ def damaged(name: str, path: str, value: float, at=...) -> Engine:
     target = make_target()
     param = dict(parameters.named_parameters(target))[path]
     param.set_value(param.get_value().at[at].set(value))
-    twin = copy.copy(sound_engine(name))
-    twin.target, twin.target_params = target, nnx.state(target)
-    return twin
+    return retargeted(sound_engine(name), target)
 
 
 def message(run: Engine, prompts=PROMPTS, **how) -> str:
