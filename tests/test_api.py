@@ -141,7 +141,7 @@ def test_completions_come_in_order_and_tell_how_they_came_about(tiny, plain):
 
 def test_sampling_decides_how_an_output_is_drawn_and_ends(tiny, plain):
     # At this temperature even a sure model varies.
-    how = dflash.Sampling(temperature=5.0, top_k=50, top_p=0.9, seed=3, max_tokens=20)
+    how = dflash.Sampling(temperature=5.0, top_k=50, top_p=0.9, seed=3, max_tokens=8)
     drawn = tiny.generate([QUESTION] * 2, how)
     assert drawn[0].token_ids != drawn[1].token_ids, "each has noise of its own"
     again = [one.token_ids for one in plain.generate([QUESTION] * 2, how)]

@@ -55,7 +55,8 @@ def without_rings():
 @pytest.mark.parametrize(
     ("name", "tree", "options"),
     [
-        ("ngram", False, {"num_pages": 30, "partial_dispatches": True}),  # and preemption
+        ("ngram", False, {"num_pages": 30}),  # and preemption
+        ("ngram", False, {"num_pages": 30, "partial_dispatches": True}),
         ("dflash", True, {}),
         ("dflash", False, {"kv_dtype": "int8", "page_size": 8}),
     ],

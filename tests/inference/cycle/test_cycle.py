@@ -52,7 +52,7 @@ def check(base: Engine, script: Script, *, temperature: float, index: int, stop_
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("block_size", "batch_size"), [(2, 3), (16, 1)])
+@pytest.mark.parametrize(("block_size", "batch_size"), [(5, 3), (2, 3), (16, 1)])
 def test_drafts_always_right(block_size, batch_size, temperature):
     base = scripted_engine(block_size, False, batch_size)
     script = Script.chain(LENGTH, block_size - 1, False)
@@ -62,7 +62,7 @@ def test_drafts_always_right(block_size, batch_size, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("block_size", "batch_size"), [(2, 3), (16, 1)])
+@pytest.mark.parametrize(("block_size", "batch_size"), [(5, 3), (2, 3), (16, 1)])
 def test_drafts_always_wrong(block_size, batch_size, temperature):
     base = scripted_engine(block_size, False, batch_size)
     script = Script.chain(LENGTH, block_size - 1, True)
