@@ -32,6 +32,7 @@ from dflash.inference.in_flight import (
     PendingPrefill,
     committed,
     committed_logprobs,
+    count_cycles,
     grammar_error,
     rejected,
 )
@@ -293,13 +294,12 @@ class Scheduler:
         report = Report.joined(jax.device_get(reports))
         begin, end = self._time(work.enqueued_at)
         self._clock_s += end - begin
-        cycles = int(report.cycles)
-        busy = int(np.count_nonzero(report.num_committed[:cycles]))
-        self._counts.update(
-            dispatches=1, cycles=cycles, slot_cycles=busy, decode_seconds=end - begin
-        )
+        counts = count_cycles(report)
+        self._counts.update(dispatches=1, decode_seconds=end - begin, **counts)
         if work.queued:
-            self._counts.update(queued_cycles=cycles, queued_slot_cycles=busy)
+            self._counts.update(
+                queued_cycles=counts["cycles"], queued_slot_cycles=counts["slot_cycles"]
+            )
         events: list[Event] = []
         for slot, active in list(self._batch.running.items()):
             events += self._advance(active, slot, report, begin, end)

@@ -29,6 +29,10 @@ class SchedulerStats:
       slot_cycles: Cycles that committed tokens, counted per slot.
       queued_cycles: Part of `cycles` in dispatches during which requests waited for a slot.
       queued_slot_cycles: Part of `slot_cycles` in the same dispatches.
+      speculation_lookups: Verifications whose outcome was looked up in the speculation cache.
+      speculation_hits: Part of `speculation_lookups` whose outcome had been foreseen.
+      redrafted_cycles: Part of `cycles` after which all sequences drafted anew, because an outcome
+        had not been foreseen.
     """
 
     waiting: int
@@ -52,6 +56,9 @@ class SchedulerStats:
     slot_cycles: int
     queued_cycles: int
     queued_slot_cycles: int
+    speculation_lookups: int
+    speculation_hits: int
+    redrafted_cycles: int
 
 
 # Names of the statistics that are summed up over time, unlike the current load.
@@ -71,4 +78,7 @@ COUNTERS = (
     "slot_cycles",
     "queued_cycles",
     "queued_slot_cycles",
+    "speculation_lookups",
+    "speculation_hits",
+    "redrafted_cycles",
 )

@@ -22,13 +22,12 @@ from dflash.loading.job import Job
 from dflash.offline.decoding import decode
 from dflash.offline.usage import Usage
 from dflash.parallel import distributed
-from dflash.runs import block_advice, dates, outputs
+from dflash.runs import block_advice, dates, outputs, result_text
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory, check_config
 from dflash.runs.display import Display
 from dflash.runs.outputs import Record, Summary
 from dflash.runs.records import Records
-from dflash.runs.result_text import prompt_text, summary_line
 from dflash.runs.shards import Shard
 from dflash.storage import paths
 from dflash.text import prompts
@@ -228,7 +227,7 @@ def _round(
     silent = frozenset(job.stop_ids)
     display.expect(
         {index: len(prompt.ids) for index, prompt in by_index.items()},
-        {index: prompt_text(_asked(prompt)) for index, prompt in by_index.items()},
+        {index: result_text.prompt_text(_asked(prompt)) for index, prompt in by_index.items()},
     )
     reached_s, begin, tokens = clock_s, time.perf_counter(), 0
 
@@ -246,7 +245,7 @@ def _round(
         display.token(event.id, words.pop(event.id).flush())
         reached_s = clock_s + event.decode_clock_s
         record = _record(by_index[event.id], event, job.tokenizer, reached_s)
-        display.finish(event.id, summary_line(records.append(record)))
+        display.finish(event.id, result_text.summary_line(records.append(record)))
     return reached_s
 
 
@@ -309,7 +308,8 @@ def report(
     if job.shard.count > 1:
         facts["shard"] = str(job.shard)
     records.drafted.write_results(summary, **facts)
-    display.results(summary)
+    overlaps = job.config.drafter.overlaps and "mean_cycle_ms" in facts
+    display.results(summary, result_text.overlap_rows(facts) if overlaps else ())
     if cycle_ms:
         display.block_sizes(cycle_ms, summary.block_size_histogram)
     if records.baseline is not None:

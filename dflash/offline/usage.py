@@ -48,7 +48,25 @@ class Usage:
                 "stood_still_share": counts["stalled_seconds"] / busy_s if busy_s else None,
             },
             "tokens_per_second_end_to_end": self.tokens / self.seconds if self.seconds else None,
+            "mean_cycle_ms": self._ratio(1e3 * counts["decode_seconds"], "cycles"),
+            **self._speculation(),
         }
+
+    def _speculation(self) -> dict[str, Any]:
+        """Returns how often outcomes were foreseen; empty without speculation."""
+        lookups = self.counts["speculation_lookups"]
+        if not lookups:
+            return {}
+        return {
+            "speculation": {
+                "lookups": lookups,
+                "hit_rate": self._ratio(self.counts["speculation_hits"], "speculation_lookups"),
+                "redrafted_share": self._ratio(self.counts["redrafted_cycles"], "cycles"),
+            }
+        }
+
+    def _ratio(self, amount: float, count: str) -> float | None:
+        return amount / self.counts[count] if self.counts[count] else None
 
     def _share(self, busy: str, cycles: str) -> float | None:
         total = self.slots * self.counts[cycles]

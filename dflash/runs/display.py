@@ -189,9 +189,9 @@ class Display:
             yield step
         self.note(f"{message} … {time.perf_counter() - start:.1f} s")
 
-    def results(self, summary: outputs.Summary) -> None:
-        """Shows the summary of a run as a table on stderr."""
-        rows = result_text.result_rows(summary)
+    def results(self, summary: outputs.Summary, more: Sequence[tuple[str, str]] = ()) -> None:
+        """Shows the summary of a run, and `more` rows, as a table on stderr."""
+        rows = [*result_text.result_rows(summary), *more]
         width = max(len(name) for name, _ in rows)
         self._lines([f"{name:<{width}}  {value}".rstrip() for name, value in rows])
         if summary.cycles:

@@ -60,6 +60,17 @@ def result_rows(summary: outputs.Summary) -> list[tuple[str, str]]:
     ]
 
 
+def overlap_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the names and values that describe overlapped drafting; see `Usage.facts`."""
+    rows = [("time per cycle", number(facts.get("mean_cycle_ms"), " ms (mean)"))]
+    if speculation := facts.get("speculation"):
+        again = number(100 * speculation["redrafted_share"], " %", 1)
+        hits = number(100 * speculation["hit_rate"], " %", 1)
+        rows.append(("outcomes foreseen", f"{hits} of {speculation['lookups']}"))
+        rows.append(("drafted anew", f"after {again} of cycles"))
+    return rows
+
+
 def comparison_rows(
     records: Mapping[int, outputs.Record],
     baseline: Mapping[int, outputs.Record],

@@ -49,8 +49,24 @@ _COUNTERS = {
     "vllm:generation_tokens": ("Generated tokens.", ()),
     "vllm:request_success": ("Finished requests by finish reason.", ("finished_reason",)),
     "dflash:dispatches": ("Dispatches of decode cycles.", ()),
-    "dflash:cycles": ("Decode cycles, summed over slots.", ()),
+    "dflash:cycles": ("Decode cycles.", ()),
+    "dflash:cycle_seconds": ("Time of decode cycles in seconds.", ()),
+    "dflash:speculation_lookups": ("Verifications looked up in the speculation cache.", ()),
+    "dflash:speculation_hits": ("Verifications whose outcome the drafter had foreseen.", ()),
+    "dflash:redrafted_cycles": ("Decode cycles after which all sequences drafted anew.", ()),
     "dflash:block_sizes": ("Decode cycles by number of verified rows.", ("size",)),
+}
+# Counters that schedulers count, with the name in `SchedulerStats`.
+_SCHEDULER_COUNTS = {
+    "vllm:num_preemptions": "preemptions",
+    "vllm:prefix_cache_queries": "prefix_queries_tokens",
+    "vllm:prefix_cache_hits": "prefix_hits_tokens",
+    "dflash:dispatches": "dispatches",
+    "dflash:cycles": "cycles",
+    "dflash:cycle_seconds": "decode_seconds",
+    "dflash:speculation_lookups": "speculation_lookups",
+    "dflash:speculation_hits": "speculation_hits",
+    "dflash:redrafted_cycles": "redrafted_cycles",
 }
 _GAUGES = {
     "vllm:num_requests_running": ("Requests that hold a slot.", ()),
@@ -134,9 +150,8 @@ class Metrics:
         """Creates all metrics, at zero."""
         self.registry = CollectorRegistry()
         self.totals = Totals()
-        self._reported: dict[
-            str, int
-        ] = {}  # Totals of the schedulers that counters include already.
+        # Totals of the schedulers that counters include already.
+        self._reported: dict[str, float] = {}
         self._labels = {"model_name": "", "engine": "0"}
         self._metrics: dict[str, Any] = {}
         self._unlabeled: list[Any] = []  # Metrics without labels besides `_LABELS`.
@@ -205,13 +220,8 @@ class Metrics:
         self._metric("vllm:num_requests_running").set(running)
         self._metric("vllm:num_requests_waiting").set(sum(stats.waiting for stats in schedulers))
         self._metric("vllm:kv_cache_usage_perc").set(used / pages if pages else 0)
-        for name, total in (
-            ("vllm:num_preemptions", sum(stats.preemptions for stats in schedulers)),
-            ("vllm:prefix_cache_queries", sum(stats.prefix_queries_tokens for stats in schedulers)),
-            ("vllm:prefix_cache_hits", sum(stats.prefix_hits_tokens for stats in schedulers)),
-            ("dflash:dispatches", sum(stats.dispatches for stats in schedulers)),
-            ("dflash:cycles", sum(stats.cycles for stats in schedulers)),
-        ):
+        for name, count in _SCHEDULER_COUNTS.items():
+            total = sum(getattr(stats, count) for stats in schedulers)
             self._metric(name).inc(total - self._reported.get(name, 0))
             self._reported[name] = total
 

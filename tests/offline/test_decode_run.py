@@ -111,3 +111,20 @@ def test_answers_of_a_data_set_are_checked(run, tmp_path):
     assert err == (
         "error: command line: prompts.dataset: unknown data set 'gsm9k'; did you mean 'gsm8k'?\n"
     )
+
+
+def test_a_drafter_on_its_own_device_is_shown_with_its_hit_rate(run, tmp_path):
+    drafter = "drafter={name: autoregressive, checkpoint: random, block_size: 4, overlap: ssd}"
+    status, _, err = run("prompts.text=[abc, abcabcabc]", drafter, "--workdir=w")
+    assert status == 0, err
+    assert "outcomes foreseen" in err
+    assert "time per cycle" in err
+    results = json.loads((tmp_path / "w" / "results.json").read_text())
+    assert len(results["devices"]) == 2
+    speculation = results["speculation"]
+    assert speculation["lookups"] > 0 <= speculation["hit_rate"] <= 1
+    assert results["mean_cycle_ms"] > 0
+    status, _, err = run("prompts.text=[abc, abcabcabc]", "drafter.name=none", "--workdir=p")
+    assert status == 0, err
+    texts = [{i: one["output_ids"] for i, one in records(tmp_path / d).items()} for d in "wp"]
+    assert texts[0] == texts[1]

@@ -1,28 +1,59 @@
 """Tests of drafting on other devices: outputs are those of plain decoding."""
 
+import jax
 import pytest
+from flax import nnx
 from support import models
-from support.engines import check_plain_outputs, random_prompts
+from support.engines import check_plain_outputs, expected, make_requests, random_prompts
 
 from dflash.config import schema
+from dflash.drafters.autoregressive import Autoregressive
+from dflash.drafters.base import Drafter
 from dflash.inference.overlap.engine import OverlappedEngine
 from dflash.inference.overlap.overlap import Overlap
+from dflash.inference.request import RequestOutput
+from dflash.offline.decoding import decode
 from dflash.parallel import sharding
 
 SSD, PING_PONG = Overlap(groups=1, fan_out=2), Overlap(groups=2, fan_out=0)
 PROMPTS, LIMITS, STOPS = random_prompts([9, 16, 5, 12, 3, 14]), [12, 3, 8, 5, 7, 4], (3,)
 
 
-def overlapped(name: str, overlap: Overlap, **options) -> OverlappedEngine:
+def overlapped(drafter: str | Drafter, overlap: Overlap, **options) -> OverlappedEngine:
     """An engine over the tiny target whose drafter is on the next device."""
-    target = models.target()
-    there = sharding.beside(target.sharding, 1)
-    sizes = {"block_size": 4} if models.takes(name, "block_size") else {}
-    drafter = models.drafter(name, sharding=there, **sizes)
+    if isinstance(drafter, str):
+        sizes = {"block_size": 4} if models.takes(drafter, "block_size") else {}
+        drafter = models.drafter(drafter, sharding=elsewhere(), **sizes)
     config = schema.DecodeConfig(**{"page_size": 16, "prefill_chunk": 16} | options)
     return OverlappedEngine(
-        target, drafter, config, overlap=overlap, drafter_sharding=there, max_length=64
+        models.target(),
+        drafter,
+        config,
+        overlap=overlap,
+        drafter_sharding=elsewhere(),
+        max_length=64,
     )
+
+
+def elsewhere() -> sharding.Sharding:
+    """The device beside the target's."""
+    return sharding.beside(models.target().sharding, 1)
+
+
+def test_a_drafter_that_is_the_target_foresees_every_outcome():
+    target = models.target()
+    model = type(target)(target.arch, dtype=target.dtype, sharding=elsewhere())
+    nnx.update(model, jax.device_put(nnx.state(target), elsewhere().replicated()))
+    drafter = Autoregressive(model, block_size=4)
+    run = overlapped(drafter, Overlap(groups=1, fan_out=1), batch_size=2, sync_every=2)
+    prompts, limits, stats = PROMPTS[:3], [9, 4, 7], []
+    events = decode(run, make_requests(prompts, limits), stats.append)
+    done = {event.id: event for event in events if isinstance(event, RequestOutput)}
+    assert [(done[i].output_ids, done[i].finish_reason) for i in range(3)] == expected(
+        prompts, limits
+    )
+    assert stats[0].speculation_hits == stats[0].speculation_lookups > 0
+    assert stats[0].redrafted_cycles == 0
 
 
 @pytest.mark.parametrize("overlap", [SSD, PING_PONG], ids=["ssd", "pingpong"])

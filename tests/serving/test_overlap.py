@@ -1,0 +1,34 @@
+"""A server whose drafter has a device of its own."""
+
+import pytest
+from support import served
+
+TEXT = "/v1/completions"
+DRAFTER = "drafter={name: autoregressive, checkpoint: random, block_size: 4, overlap: %s}"
+
+
+@pytest.mark.parametrize("overlap", ["ssd", "pingpong"])
+def test_answers_are_those_of_plain_decoding(tmp_path, overlap):
+    with served.serving(tmp_path, DRAFTER % overlap) as server:
+        for seed, prompt in enumerate(("abcabc", "x", "abcabcabcab" * 4)):
+            asked = {"max_tokens": 20, "seed": seed, "temperature": 0.8}
+            status, answer = server.post(TEXT, {"prompt": prompt, **asked})
+            assert status == 200, answer
+            ids = served.decoded(server.config, prompt, **asked)
+            assert "".join(map(chr, ids)) == answer["choices"][0]["text"]
+        structure = {"name": "x", "schema": {"type": "boolean"}}
+        shape = {"type": "json_schema", "json_schema": structure}
+        status, answer = server.post(
+            TEXT, {"prompt": "abc", "response_format": shape, "stop_token_ids": [0]}
+        )
+        assert status == 200, answer
+        assert answer["choices"][0]["text"] in ("true", "false")
+        _, metrics = server.get("/metrics")
+        lines = metrics.decode().splitlines()
+        (lookups,) = (
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("dflash:speculation_lookups_total")
+        )
+        assert (lookups > 0) == (overlap == "ssd")
+    assert "decode.prefix_cache: off" in server.log.read_text()
