@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from flax import nnx
 
+    from dflash.checkpoints.safetensors_header import StoredTensor
+
 Layout = Literal["hf", "orbax", "maxtext", "gguf"]
 
 GGUF_FILE = "model.gguf"
@@ -88,20 +90,22 @@ def check(reference: str, *, weights: bool) -> None:
     if not is_remote(reference):
         directory = resolve(reference)
         read_config(directory)
-        if weights:
-            _check_weights(directory)
+        if weights and layout(directory) in ("hf", "gguf"):
+            stored_tensors(directory)  # Headers tell whether the files are complete.
 
 
-def _check_weights(directory: pathlib.Path) -> None:
-    """Checks that the files of the weights are complete, by their headers."""
+def stored_tensors(directory: pathlib.Path) -> "dict[str, StoredTensor]":
+    """Returns the tensors of a checkpoint that is no native one, by name, without reading any.
+
+    Raises:
+      CheckpointError: A file is missing or damaged.
+    """
     # Imported late, since --help does not need safetensors.
     from dflash.checkpoints import gguf_tensors, safetensors_header
 
-    found = layout(directory)
-    if found == "hf":
-        safetensors_header.read_headers(directory)
-    elif found == "gguf":
-        gguf_tensors.read_tensors(directory)
+    if layout(directory) == "gguf":
+        return gguf_tensors.read_tensors(directory)
+    return safetensors_header.read_headers(directory)
 
 
 def layout(directory: pathlib.Path) -> Layout:

@@ -3,7 +3,6 @@
 Keys and rules: llama.cpp, gguf-py/gguf/constants.py and the converters under conversion/.
 """
 
-import dataclasses
 import math
 import pathlib
 from collections.abc import Collection, Mapping
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from dflash import errors
-from dflash.checkpoints import gguf_header, hf_config
+from dflash.checkpoints import gguf_families, gguf_header, hf_config
+from dflash.checkpoints.gguf_families import FAMILIES, Family
 from dflash.checkpoints.gguf_header import GgufHeader
 from dflash.storage.files import view
 
@@ -29,43 +29,6 @@ _LLAMA3 = {
 }
 _MAX_DEVIATION = 1e-4  # Relative; divisors are stored in float32.
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """Architecture of llama.cpp that a target family here computes.
-
-    Attributes:
-      hf_class: Name of the class in Hugging Face's config.json.
-      model_type: Model type in config.json.
-      paired_rope: The file stores the rows of queries and keys so that rotary embedding rotates
-        neighbors; Hugging Face's layout rotates the two halves of a head.
-      fields: Fields of config.json that the file states, by key without the architecture.
-      implied: Fields of config.json that the architecture implies.
-    """
-
-    hf_class: str
-    model_type: str
-    paired_rope: bool = False
-    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", paired_rope=True),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        fields={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        implied={"norm_topk_prob": True},
-    ),
-}
-
 _INTEGERS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -80,13 +43,11 @@ _ELSEWHERE = {  # Keys that are read one by one below, or describe what other ke
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
     "rope.scaling.finetuned",
 }
+_ROTATED = "rope.dimension_count"
 _SCALING, _UNSCALED, _LLAMA3_NAME = "rope.scaling.", "none", "llama3"
 _YARN = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-_YARN_TYPES = {"factor": float, "original_max_position_embeddings": int}
-_PAIRED = {
-    ".attn_q.weight": "num_attention_heads",
-    ".attn_k.weight": "num_key_value_heads",
-}
+_SCALED = {"yarn": _YARN, "linear": {"factor": "factor"}}
+_SCALING_TYPES = {"factor": float, "original_max_position_embeddings": int}
 _NEUTRAL = {
     **{"expert_count": 0, "expert_used_count": 0, "rope.scale_linear": 1.0},
     **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0},
@@ -108,21 +69,6 @@ def family_of(header: GgufHeader) -> Family:
     return FAMILIES[name]
 
 
-def num_pairs(name: str, config: Mapping[str, Any]) -> int:
-    """Returns the number of heads whose rows a tensor stores as neighbors to be rotated together.
-
-    Args:
-      name: Name of the tensor in ggml.
-      config: Contents of config.json.
-    Returns:
-      The number of heads; 0 if the rows have the order of Hugging Face.
-    """
-    paired = {family.hf_class for family in FAMILIES.values() if family.paired_rope}
-    fields = (field for end, field in _PAIRED.items() if name.endswith(end))
-    field = next(fields, None) if paired & set(config["architectures"]) else None
-    return 0 if field is None else config[field]
-
-
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """Returns the contents of a config.json for the model in a file.
 
@@ -132,19 +78,22 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     """
     family = family_of(header)
     prefix = header.metadata[ARCHITECTURE] + "."
-    check_known(header, prefix, family.fields)
+    check_known(header, prefix, {*family.fields, *family.own_keys})
     config = decoder_of(header, prefix)
-    _check_size(header, prefix + "rope.dimension_count", config["head_dim"])
+    if _ROTATED not in family.own_keys:
+        _check_size(header, prefix + _ROTATED, config["head_dim"])
     for key, name in family.fields.items():
         config[name] = header.require(prefix + key, int)
+    config["rope_scaling"] = _rope_scaling(header, prefix, config)
+    own = family.own(header, prefix, config)
     return {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
         **config,
-        "rope_scaling": _rope_scaling(header, prefix, config),
         "vocab_size": _num_rows(header),
         "tie_word_embeddings": HEAD not in header.tensors,
         **family.implied,
+        **own,
     }
 
 
@@ -163,13 +112,33 @@ def decoder_of(header: GgufHeader, prefix: str) -> dict[str, Any]:
         "torch_dtype": "float32",
     }
     for key, name in _INTEGERS.items():
-        config[name] = header.require(prefix + key, int)
-    config["rms_norm_eps"] = _shortest(header.require(prefix + _EPSILON, float))
+        # Models without dense layers may state the width of their experts only.
+        by_experts = prefix + f"expert_{key}"
+        is_stated = prefix + key in header.metadata or by_experts not in header.metadata
+        config[name] = header.require(prefix + key if is_stated else by_experts, int)
+    config["rms_norm_eps"] = gguf_families.shortest(header.require(prefix + _EPSILON, float))
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = header.get(prefix + "attention.head_count_kv", int, heads)
     config["head_dim"] = _head_dim(header, prefix, config["hidden_size"], heads)
     config["rope_theta"] = _theta(header, prefix + "rope.freq_base")
     return config
+
+
+def written_family(config: Mapping[str, Any]) -> tuple[str, Family]:
+    """Returns the architecture in llama.cpp and the family of a model to be written.
+
+    Raises:
+      CheckpointError: Models of this architecture are not written.
+    """
+    hf_class = config["architectures"][0]
+    written = {name: family for name, family in FAMILIES.items() if family.is_written}
+    known = {family.hf_class: (name, family) for name, family in written.items()}
+    if hf_class not in known:
+        raise errors.CheckpointError(
+            f"config.json: architectures: {hf_class} cannot be written as a GGUF file, only "
+            f"{', '.join(known)} and block drafters"
+        )
+    return known[hf_class]
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,14 +147,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       CheckpointError: The architecture or an option of it is unsupported.
     """
-    hf_class = config["architectures"][0]
-    known = {family.hf_class: (name, family) for name, family in FAMILIES.items()}
-    if hf_class not in known:
-        raise errors.CheckpointError(
-            f"config.json: architectures: {hf_class} cannot be written as a GGUF file, only "
-            f"{', '.join(known)} and block drafters"
-        )
-    name, family = known[hf_class]
+    name, family = written_family(config)
     for field, implied in family.implied.items():
         hf_config.check_only(config, field, implied)
     prefix = name + "."
@@ -216,7 +178,10 @@ def decoder_metadata(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         )
     return values | {
         f"{prefix}{_SCALING}type": scaling["rope_type"],
-        **{f"{prefix}{_SCALING}{key}": scaling[field] for key, field in _YARN.items()},
+        **{
+            f"{prefix}{_SCALING}{key}": scaling[field]
+            for key, field in _SCALED[scaling["rope_type"]].items()
+        },
     }
 
 
@@ -255,16 +220,11 @@ def check_known(header: GgufHeader, prefix: str, own: Collection[str]) -> None:
         )
 
 
-def _shortest(value: float) -> float:
-    """Returns the shortest number with the same value in float32, such as 1e-05."""
-    return float(str(np.float32(value)))
-
-
 def _theta(header: GgufHeader, key: str) -> float:
     theta = header.get(key, float, _DEFAULT_THETA)
     if theta < 1:
         raise gguf_header.corrupt(header.file, f"{key} is {theta}")
-    return _shortest(theta)
+    return gguf_families.shortest(theta)
 
 
 def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:
@@ -298,21 +258,22 @@ def _rope_scaling(
     """Returns `rope_scaling` of config.json."""
     if ROPE_FACTORS in header.tensors:
         return _llama3_scaling(header, config)
-    return yarn_scaling(header, prefix)
+    return stated_scaling(header, prefix)
 
 
-def yarn_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
+def stated_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
     """Returns `rope_scaling` of config.json that the metadata state; None without scaling."""
     kind = header.get(f"{prefix}{_SCALING}type", str, _UNSCALED)
     if kind == _UNSCALED:
         return None
-    if kind != "yarn":
+    if kind not in _SCALED:
         raise errors.CheckpointError(
-            f"{header.file}: {prefix}{_SCALING}type: {kind!r} is not supported, only 'yarn'"
+            f"{header.file}: {prefix}{_SCALING}type: {kind!r} is not supported, only "
+            f"{' and '.join(map(repr, _SCALED))}"
         )
     stated = {
-        field: header.require(f"{prefix}{_SCALING}{key}", _YARN_TYPES[field])
-        for key, field in _YARN.items()
+        field: header.require(f"{prefix}{_SCALING}{key}", _SCALING_TYPES[field])
+        for key, field in _SCALED[kind].items()
     }
     return {"rope_type": kind, **stated}
 

@@ -6,12 +6,11 @@ file names the inputs of layers: input n is the output of layer n - 1.
 Source: llama.cpp, src/models/dflash.cpp and the converters under conversion/.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.checkpoints import gguf_architecture, gguf_header, hf_config
+from dflash.checkpoints import gguf_architecture, gguf_families, gguf_header, hf_config
 from dflash.checkpoints.gguf_header import GgufHeader
 
 DRAFT_IDS = "d2t"  # Tensor with the target token of each draft token.
@@ -49,7 +48,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     config = decoder | {
         "model_type": "qwen3",
         "vocab_size": len(header.require(_TOKENS, list)),
-        "rope_scaling": gguf_architecture.yarn_scaling(header, _PREFIX),
+        "rope_scaling": gguf_architecture.stated_scaling(header, _PREFIX),
         "block_size": header.require(_BLOCK_SIZE, int),
         **_windows(header, decoder["num_hidden_layers"]),
         "partial_rotary_factor": _rotated_part(header, decoder["head_dim"]),
@@ -125,10 +124,8 @@ def _windows(header: GgufHeader, num_layers: int) -> dict[str, Any]:
 
 
 def _rotated_part(header: GgufHeader, head_dim: int) -> float:
-    """Returns `partial_rotary_factor`, so that its product with `head_dim` is not rounded down."""
-    rotated = header.get(_ROTATED, int, head_dim)
-    part = rotated / head_dim
-    return part if int(part * head_dim) == rotated else math.nextafter(part, 2)
+    """Returns `partial_rotary_factor`."""
+    return gguf_families.rotated_part(header.get(_ROTATED, int, head_dim), head_dim)
 
 
 def _dspark_fields(header: GgufHeader) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import pathlib
 import numpy as np
 from flax import nnx
 
-from dflash.checkpoints import gguf_tensors, safetensors_io, tensor_map
-from dflash.checkpoints.safetensors_header import BUFFER_DTYPES, PLAIN_DTYPES
+from dflash.checkpoints import gguf_tensors, gguf_values, safetensors_io, tensor_map
+from dflash.checkpoints.safetensors_header import BUFFER_DTYPES, PACKED_CODE, PLAIN_DTYPES
 from dflash.parallel import parameters
 
 
@@ -17,7 +17,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
       CheckpointError: The file is damaged, or its tensors do not fit the module.
     """
     tensors = gguf_tensors.read_tensors(directory)
-    if hasattr(module, "stored_format"):
+    if getattr(module, "stored_format", None) == gguf_values.Q8_0_FORMAT:
         shapes = ((path, leaf.shape) for path, leaf in parameters.readable(module).items())
         suffix = module.stored_format.scale_suffix
         scales = (name for name in tensor_map.by_tensor(module, shapes) if name.endswith(suffix))
@@ -33,5 +33,6 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
       CheckpointError: The file is damaged or its model is unsupported.
     """
     tensors = gguf_tensors.read_tensors(directory)
-    codes = {tensor.code for tensor in tensors.values()} - BUFFER_DTYPES.keys()
+    packed = {*BUFFER_DTYPES, PACKED_CODE}
+    codes = {tensor.code for tensor in tensors.values()} - packed
     return {np.dtype(PLAIN_DTYPES[code]) for code in codes}

@@ -1,7 +1,6 @@
-"""Tensors of a GGUF file under their names in Hugging Face's layout, dequantized when read."""
+"""Tensors of a GGUF file under their names in Hugging Face's layout."""
 
 import dataclasses
-import math
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
 
@@ -12,93 +11,24 @@ from dflash.checkpoints import (
     files,
     gguf_architecture,
     gguf_drafter,
+    gguf_families,
     gguf_header,
     gguf_model,
     gguf_names,
 )
 from dflash.checkpoints.gguf_header import GgufHeader, TensorEntry
-from dflash.checkpoints.gguf_names import TensorNames
+from dflash.checkpoints.gguf_layout import Layout
+from dflash.checkpoints.gguf_model import Kind
+from dflash.checkpoints.gguf_values import GgufTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
     PLAIN_DTYPES,
     Index,
     StoredTensor,
 )
-from dflash.checkpoints.weight_formats import StoredFormat
 from dflash.storage.files import view
 
 WEIGHTS = "model.gguf"  # Name of the file, or of a link to it, in a checkpoint directory.
-
-Q8_0_FORMAT = StoredFormat((1, 32), "weight_scale")
-
-_Q8_0 = "Q8_0"  # Blocks of a float16 scale and 32 int8 values.
-_Q8_0_BYTES = 34
-_FLOAT32_BYTES = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class GgufTensor(StoredTensor):
-    """Tensor of a GGUF file under its name and in the row order of Hugging Face.
-
-    Attributes:
-      kind: Name of its quantization type; `code` is the dtype of the values that `read` returns.
-      pairs: Number of heads whose rows the file stores as neighbors to be rotated together; 0 if
-        rows have the order of Hugging Face.
-    """
-
-    kind: str
-    pairs: int = 0
-
-    @property
-    def row_bytes(self) -> int:
-        """Returns the bytes that a row takes in memory, dequantized."""
-        return _FLOAT32_BYTES * math.prod(self.shape[1:])
-
-    def read(self, index: Index) -> np.ndarray:
-        """Returns the values at `index`; it dequantizes whole rows, however few columns."""
-        rows, *columns = index
-        if not self.pairs:
-            return self._rows(rows.start, rows.stop)[(slice(None), *columns)]
-        size = self.shape[0] // self.pairs
-        first, last = rows.start // size * size, -(-rows.stop // size) * size
-        heads = self._rows(first, last).reshape(-1, size // 2, 2, *self.shape[1:])
-        halves = heads.swapaxes(1, 2).reshape(last - first, *self.shape[1:])
-        return halves[(slice(rows.start - first, rows.stop - first), *columns)]
-
-    def _rows(self, first: int, last: int) -> np.ndarray:
-        """Returns rows first … last - 1 in the order of the file."""
-        if len(self.shape) == 1:
-            return self._dequantized(self.begin, self.end, 1).reshape(-1)[first:last]
-        size = (self.end - self.begin) // self.shape[0]
-        begin, end = self.begin + first * size, self.begin + last * size
-        return self._dequantized(begin, end, last - first).reshape(-1, *self.shape[1:])
-
-    def _dequantized(self, begin: int, end: int, rows: int) -> np.ndarray:
-        """Returns the float32 values [rows, …] of the bytes begin … end - 1 of the file."""
-        gguf = gguf_header.package(self.file)
-        stored = view(self.file, begin, end).reshape(rows, -1)
-        with np.errstate(all="ignore"):  # Damaged scales may be infinite.
-            return gguf.dequantize(stored, gguf.GGMLQuantizationType[self.kind])
-
-
-class _Q8Values(GgufTensor):
-    """Values of a tensor in Q8_0, int8."""
-
-    def _dequantized(self, begin: int, end: int, rows: int) -> np.ndarray:
-        return _blocks(self.file, begin, end, rows)[..., 2:].view(np.int8).reshape(rows, -1)
-
-
-class _Q8Scales(GgufTensor):
-    """Scales of a tensor in Q8_0, one for 32 values of a row."""
-
-    def _dequantized(self, begin: int, end: int, rows: int) -> np.ndarray:
-        scales = _blocks(self.file, begin, end, rows)[..., :2].copy()
-        return scales.view(np.float16)[..., 0].astype(np.float32)
-
-
-def _blocks(file: pathlib.Path, begin: int, end: int, rows: int) -> np.ndarray:
-    """Returns the bytes of the blocks, uint8 [rows, blocks, bytes]."""
-    return view(file, begin, end).reshape(rows, -1, _Q8_0_BYTES)
 
 
 def in_eight_bits(
@@ -112,12 +42,9 @@ def in_eight_bits(
     """
     kept = dict(tensors)
     for name, tensor in tensors.items():
-        if name in names and isinstance(tensor, GgufTensor) and tensor.kind == _Q8_0:
-            fields = vars(tensor)
-            scales = name.removesuffix("weight") + Q8_0_FORMAT.scale_suffix
-            shape = (*tensor.shape[:-1], tensor.shape[-1] // Q8_0_FORMAT.block[1])
-            kept[name] = _Q8Values(**fields | {"code": "I8"})
-            kept[scales] = _Q8Scales(**fields | {"name": scales, "shape": shape})
+        held = tensor.eight_bits() if name in names and hasattr(tensor, "eight_bits") else None
+        if held is not None:
+            kept |= {part.name: part for part in held}
     return kept
 
 
@@ -135,7 +62,9 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     tensors = {}
     unexpected = []
     for name, entry in header.tensors.items():
-        found = list(_named(header, name, entry, kind.names, config))
+        if config.get(gguf_families.DRAFTING_LAYERS) and _is_behind(name, config):
+            continue
+        found = list(_named(header, name, entry, kind, config))
         tensors |= {tensor.name: tensor for tensor in found}
         if not found and name != gguf_architecture.ROPE_FACTORS:
             unexpected.append(name)
@@ -144,16 +73,25 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
             f"{file}: {len(unexpected)} unexpected tensors: {files.quote_some(unexpected)}; "
             "this variant of the architecture is not supported"
         )
-    return tensors
+    try:
+        return dict(kind.join(tensors, config))
+    except ValueError as error:
+        raise errors.CheckpointError(f"{file}: tensor {error}") from error
+
+
+def _is_behind(name: str, config: Mapping) -> bool:
+    """Returns whether a tensor belongs to a layer behind those of the language model."""
+    layer = gguf_names.layer_of(name)
+    return layer is not None and layer >= config["num_hidden_layers"]
 
 
 def _named(
-    header: GgufHeader, name: str, entry: TensorEntry, names: TensorNames, config: Mapping
+    header: GgufHeader, name: str, entry: TensorEntry, kind: Kind, config: Mapping
 ) -> Iterator[StoredTensor]:
     """Yields a tensor under its name in Hugging Face's layout, where experts are separate."""
     known = entry.kind in PLAIN_DTYPES or entry.kind in BUFFER_DTYPES
     place = (entry.kind if known else "F32", entry.shape, entry.begin, entry.end)
-    hf_name = names.to_hf(name)
+    hf_name = kind.names.to_hf(name)
     if name == gguf_drafter.DRAFT_IDS and hf_name is not None:
         if entry.kind != "I64" or len(entry.shape) != 1:
             raise gguf_header.corrupt(header.file, f"tensor {name!r} is no list of token ids")
@@ -162,26 +100,24 @@ def _named(
         return
     tensor = GgufTensor(header.file, hf_name or name, *place, kind=entry.kind)
     if hf_name is not None:
-        yield dataclasses.replace(tensor, pairs=_num_pairs(header, name, entry, config))
+        layout = _layout(header, name, entry, kind, config)
+        yield dataclasses.replace(tensor, layout=layout, shape=layout.shape(entry.shape))
         return
-    experts = names is gguf_names.TARGET and gguf_names.experts(name, entry.shape[0])
     size = (tensor.end - tensor.begin) // entry.shape[0]
-    for number, expert in enumerate(experts or ()):
+    for number, expert in enumerate(kind.names.experts(name, entry.shape[0])):
         begin = tensor.begin + number * size
         yield dataclasses.replace(
             tensor, name=expert, shape=entry.shape[1:], begin=begin, end=begin + size
         )
 
 
-def _num_pairs(header: GgufHeader, name: str, entry: TensorEntry, config: Mapping) -> int:
-    """Returns `GgufTensor.pairs`."""
-    heads = gguf_architecture.num_pairs(name, config)
-    if heads < 0 or (heads and entry.shape[0] % (2 * heads)):
-        raise errors.CheckpointError(
-            f"{header.file}: tensor {name!r} has {entry.shape[0]} rows, which do not form {heads} "
-            "heads"
-        )
-    return heads
+def _layout(
+    header: GgufHeader, name: str, entry: TensorEntry, kind: Kind, config: Mapping
+) -> Layout:
+    try:
+        return kind.layout(name, entry.shape, config)
+    except ValueError as error:
+        raise errors.CheckpointError(f"{header.file}: tensor {name!r} {error}") from error
 
 
 class _DraftIds(StoredTensor):

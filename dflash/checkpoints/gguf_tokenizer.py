@@ -61,21 +61,40 @@ class _PreTokenizer:
     adds_bos: bool = False
 
 
-def _words(digits: str) -> str:
-    """Returns the pattern that Llama 3 and Qwen share but for runs of digits."""
+_SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UP_TO_3_DIGITS = r"\p{N}{1,3}"
+
+
+def _words(digits: str, marks: str = "") -> str:
+    """Returns the pattern that Llama 3 and Qwen share but for digits and marks within words."""
+    letters = r"\p{L}" + marks
+    letter = f"[{letters}]" if marks else letters
     return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?{letter}+|"
+        rf"{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+def _words_by_case() -> str:
+    """Returns the pattern of GPT-4o, in which a word's capitals precede its small letters."""
+    capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{before}{capitals}*{small}+{_SUFFIXES}?|{before}{capitals}+{small}*{_SUFFIXES}?|"
+        rf"{_UP_TO_3_DIGITS}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
 _QWEN = _PreTokenizer(_words(r"\p{N}"), nfc=True)
-_LLAMA3 = _PreTokenizer(_words(r"\p{N}{1,3}"), ignore_merges=True, adds_bos=True)
+_LLAMA3 = _PreTokenizer(_words(_UP_TO_3_DIGITS), ignore_merges=True, adds_bos=True)
 _PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer(),
     "smollm": _PreTokenizer(single_digits=True),
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
+    "qwen35": _PreTokenizer(_words(r"\p{N}", marks=r"\p{M}"), nfc=True),
+    "gpt-4o": _PreTokenizer(_words_by_case()),
+    "smaug-bpe": _PreTokenizer(_words(_UP_TO_3_DIGITS)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,

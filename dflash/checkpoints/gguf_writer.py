@@ -15,10 +15,9 @@ from dflash.checkpoints import (
     gguf_drafter,
     gguf_header,
     gguf_model,
-    gguf_names,
     outgoing,
 )
-from dflash.checkpoints.gguf_names import TensorNames
+from dflash.checkpoints.gguf_model import Kind
 from dflash.checkpoints.outgoing import OutgoingTensor
 from dflash.storage import files
 
@@ -31,13 +30,13 @@ class _Tensor(NamedTuple):
     Attributes:
       name: Name in ggml.
       parts: The tensor itself, or those that it stacks.
-      pairs: Number of heads whose rows the file stores as neighbors; 0 to keep their order.
+      rows: Row of the file that holds each row; None to keep their order.
       is_stack: Whether the parts are stacked, even if there is only one.
     """
 
     name: str
     parts: list[OutgoingTensor]
-    pairs: int = 0
+    rows: np.ndarray | None = None
     is_stack: bool = False
 
     @property
@@ -59,10 +58,11 @@ class _Tensor(NamedTuple):
         values = (np.stack(parts) if self.is_stack else parts[0]).astype(self.dtype, copy=False)
         if self.name == gguf_drafter.DRAFT_IDS:
             return values + np.arange(len(values))
-        if not self.pairs:
+        if self.rows is None:
             return np.ascontiguousarray(values)
-        halves = values.reshape(self.pairs, 2, -1, *values.shape[1:])
-        return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        stored = np.empty_like(values, order="C")
+        stored[self.rows] = values
+        return stored
 
 
 def save(
@@ -84,8 +84,8 @@ def save(
       CheckpointError: The model cannot be written in this format, or `gguf` is not installed.
       WorkdirError: The file cannot be written.
     """
-    names = gguf_model.of_config(config).names
-    tensors = list(_tensors(outgoing.tensors_of(module), names, config))
+    kind = gguf_model.of_config(config)
+    tensors = list(_tensors(outgoing.tensors_of(module), kind, config))
     factors = gguf_architecture.rope_factors(config)
     with files.explained(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,16 +101,16 @@ def save(
 
 
 def _tensors(
-    tensors: Iterable[OutgoingTensor], names: TensorNames, config: Mapping[str, Any]
+    tensors: Iterable[OutgoingTensor], kind: Kind, config: Mapping[str, Any]
 ) -> Iterator[_Tensor]:
     """Yields the tensors of the file."""
     stacks: dict[str, list[OutgoingTensor]] = {}
     for tensor in tensors:
-        name = names.to_ggml(tensor.name)
+        name = kind.names.to_ggml(tensor.name)
         if name is not None:
-            yield _Tensor(name, [tensor], gguf_architecture.num_pairs(name, config))
+            yield _Tensor(name, [tensor], kind.layout(name, tensor.shape, config).rows)
             continue
-        stack = gguf_names.stack_of(tensor.name)
+        stack = kind.names.stack_of(tensor.name)
         if stack is not None:
             stacks.setdefault(stack, []).append(tensor)
         elif tensor.name != _DERIVED:

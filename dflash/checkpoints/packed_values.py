@@ -18,7 +18,8 @@ PER_WORD = 8  # Values per int32. Source: compressed-tensors, pack-quantized.
 # Source: OCP Microscaling Formats (MX) 1.0, MXFP4.
 PER_SCALE = 32
 _EXPONENT_BIAS = 127
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)  # Twice the e2m1 values of codes 0 to 7.
+_MAGNITUDES = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)  # Twice those of e2m1.
+DOUBLED = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # Twice the e2m1 value of each code.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +64,20 @@ def _read_blocks(stored: Read, index: Index) -> np.ndarray:
 
 def _pairs() -> np.ndarray:
     """Returns the two int8 values of every byte, as one int16."""
-    codes = np.concatenate([_DOUBLED, -_DOUBLED])
     byte = np.arange(256)
-    return np.stack([codes[byte & 0xF], codes[byte >> 4]], axis=-1).view(np.int16)[:, 0]
+    return np.stack([DOUBLED[byte & 0xF], DOUBLED[byte >> 4]], axis=-1).view(np.int16)[:, 0]
 
 
 _PAIRS = _pairs()
 
 
 def _read_exponents(stored: Read, index: Index) -> np.ndarray:
-    """Reads half the e8m0 scales, in float32."""
-    return np.ldexp(np.float32(0.5), stored(index).astype(np.int32) - _EXPONENT_BIAS)
+    return halved_scales(stored(index))
+
+
+def halved_scales(exponents: np.ndarray) -> np.ndarray:
+    """Returns half the scales, float32, of e8m0 exponents, uint8."""
+    return np.ldexp(np.float32(0.5), exponents.astype(np.int32) - _EXPONENT_BIAS)
 
 
 def _groups(values: slice, size: int) -> slice:

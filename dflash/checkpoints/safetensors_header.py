@@ -22,10 +22,11 @@ from dflash.storage import paths
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PLAIN_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+PACKED_CODE = "U8"  # Of values of fewer bits; see `packed_values`.
 BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 
 _QUANTIZED_DTYPES = {"I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
-_DTYPES = PLAIN_DTYPES | BUFFER_DTYPES | _QUANTIZED_DTYPES | {"U8": np.uint8}
+_DTYPES = PLAIN_DTYPES | BUFFER_DTYPES | _QUANTIZED_DTYPES | {PACKED_CODE: np.uint8}
 
 
 @dataclasses.dataclass(frozen=True)

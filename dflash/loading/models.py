@@ -18,6 +18,7 @@ from dflash.checkpoints import (
     checkpoint,
     files,
     gguf_tensors,
+    gguf_values,
     hf_config,
     safetensors_header,
     weight_formats,
@@ -166,7 +167,7 @@ def _quantize(model: nnx.Module, source: Source, wanted: str | None, group: str)
         _keep_q8_0(held, source, group)
         return
     if stored is not None:
-        quantization.follow(held, safetensors_header.read_headers(source.directory), stored)
+        quantization.follow(held, checkpoint.stored_tensors(source.directory), stored)
     quantization.quantize(held, wanted)
 
 
@@ -180,7 +181,7 @@ def _keep_q8_0(model: nnx.Module, source: Source, group: str) -> None:
         )
     tensors = gguf_tensors.read_tensors(source.directory)
     kept = gguf_tensors.in_eight_bits(tensors, tensors)
-    quantization.follow(model, kept, gguf_tensors.Q8_0_FORMAT)
+    quantization.follow(model, kept, gguf_values.Q8_0_FORMAT)
     if all(kernel.format is None for _, kernel in quantization.projections(model)):
         file = next(iter(tensors.values())).file
         raise errors.ConfigError(

@@ -24,6 +24,12 @@ from dflash.models.llama3 import Llama3
 from dflash.parallel import parameters
 
 FAMILIES = ["llama3", "qwen2", "qwen3", "qwen3_moe"]
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
 WRITTEN = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 TQ1_0 TQ2_0 MXFP4".split()
 
 
@@ -60,6 +66,130 @@ def test_a_file_loads_as_the_directory_that_it_was_made_from(tmp_path, family, t
     assert loaded.keys() == expected.keys()
     for path, value in expected.items():
         np.testing.assert_array_equal(loaded[path], value, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("smollm3", {}),
+        ("gemma3_text", {"final_logit_softcapping": 5.0, "rope_local_base_freq": 1e4}),
+        ("gpt_oss", {}),
+        ("qwen3_next", {}),
+        ("qwen3_5_text", {}),
+        ("qwen3_5_text", EXPERTS),
+    ],
+    ids=["smollm3", "gemma3", "gpt-oss", "qwen3next", "qwen35", "qwen35moe"],
+)
+def test_a_file_whose_tensors_are_changed_loads_as_its_source(tmp_path, family, fields):
+    kind, arch = gguf_files.make_model(tmp_path / "m", family, **fields)
+    more = {"gemma3.final_logit_softcapping": 5.0} if family == "gemma3_text" else {}
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more)
+    directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
+    assert kind.architecture_from_hf(checkpoint.read_config(directory)) == arch
+    expected, loaded = load(tmp_path / "m", kind), load(directory, kind)
+    assert loaded.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_allclose(loaded[path], value, rtol=1e-6, atol=1e-6, err_msg=path)
+
+
+def test_layers_that_only_draft_are_not_read(tmp_path):
+    kind, arch = gguf_files.make_model(tmp_path / "m", "qwen3_5_text")
+    more = {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    beside = {"blk.2.nextn.eh_proj.weight": np.zeros((4, 4), np.float32)}
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more, beside=beside)
+    directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
+    assert kind.architecture_from_hf(checkpoint.read_config(directory)) == arch
+    assert not [name for name in gguf_tensors.read_tensors(directory) if "layers.2" in name]
+
+
+def test_yarn_of_gpt_oss_is_not_rounded_and_gemma_scales_linearly():
+    values = llama_values(32, 2) | {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 32.0,
+        "llama.rope.scaling.original_context_length": 4096,
+    }
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    windows = {"attention.sliding_window": 4, "expert_count": 2, "expert_used_count": 1}
+    own = {f"llama.{key}": value for key, value in windows.items()}
+    own["llama.expert_feed_forward_length"] = 8
+    found = config_of("gpt-oss", values | own)
+    assert found["rope_scaling"] == yarn | {"truncate": False}
+    assert found["layer_types"] == ["sliding_attention"]
+    linear = {"llama.rope.scaling.type": "linear", "llama.attention.sliding_window": 4}
+    found = config_of("gemma3", values | linear)
+    assert found["rope_scaling"] == {"rope_type": "linear", "factor": 32.0}
+    assert found["sliding_window"] == 4
+
+
+def config_of(architecture, values):
+    """The config.json of a file with the metadata of a llama, under another architecture."""
+    values = {key.replace("llama.", f"{architecture}."): value for key, value in values.items()}
+    entry = gguf_header.TensorEntry("F32", (4, 32), 0, 512)
+    values["general.architecture"] = architecture
+    header = gguf_header.GgufHeader("x.gguf", values, {"token_embd.weight": entry})
+    return gguf_architecture.config_of(header)
+
+
+def test_gemma_states_its_windows_by_interval_or_by_layer(tmp_path):
+    values = llama_values(32, 2) | {"llama.block_count": 7, "llama.attention.sliding_window": 4}
+    pattern = "llama.attention.sliding_window_pattern"
+    sliding, full = "sliding_attention", "full_attention"
+    for stated, kinds in (
+        ({}, [sliding] * 5 + [full, sliding]),
+        ({pattern: 2}, [sliding, full] * 3 + [sliding]),
+        ({pattern: [False] + [True] * 6}, [full] + [sliding] * 6),
+        ({"llama.attention.sliding_window": 0}, [full] * 7),
+    ):
+        assert config_of("gemma3", values | stated)["layer_types"] == kinds
+    message = failure(config_of, "gemma3", values | {pattern: [True]})
+    assert "corrupt (gemma3.attention.sliding_window_pattern is [True])" in message
+
+
+def test_experts_in_mxfp4_stay_in_eight_bits(tmp_path):
+    """They are the numbers that the package dequantizes; gate and up alternate."""
+    gguf_files.make_model(tmp_path / "m", "gpt_oss", hidden_size=64, intermediate_size=32)
+    mxfp4 = gguf.GGMLQuantizationType.MXFP4
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", kind=mxfp4)
+    model = build(str(tmp_path / "m.gguf"), None)
+    reader = gguf.GGUFReader(str(tmp_path / "m.gguf"))
+    stacks = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    experts = model.layers[0].mlp.experts
+    x = np.zeros((1, 1), np.float32)
+    for kernel, names in (
+        (experts.interleaved_proj, ("gate", "up")),
+        (experts.down_proj, ("down",)),
+    ):
+        assert kernel.kernel.dtype == np.int8
+        parts = [stacks[f"blk.0.ffn_{name}_exps.weight"] for name in names]
+        whole = np.stack(parts, axis=2).reshape(len(parts[0]), -1, parts[0].shape[-1])
+        np.testing.assert_array_equal(np.asarray(kernel.plain(x)).swapaxes(1, 2), whole)
+
+
+def test_a_hybrid_in_q8_0_stays_in_eight_bits(tmp_path):
+    """Value heads that are whole blocks can be reordered; others are dequantized."""
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    for width, kept in ((32, True), (16, False)):
+        directory = tmp_path / f"m{width}"
+        sizes = {"linear_value_head_dim": width, "hidden_size": 64, "intermediate_size": 64}
+        gguf_files.make_model(directory, "qwen3_5_text", **sizes)
+        file = f"{directory}.gguf"
+        gguf_files.write(file, directory, kind=q8_0)
+        plain, eight = (build(file, scheme).layers[0].self_attn for scheme in (None, "q8_0"))
+        x = np.zeros((1, 1), np.float32)
+        for name in ("q_proj", "v_proj", "z_proj", "out_proj"):
+            kernel = getattr(eight, name)
+            assert (kernel.format is not None) == (kept or name != "out_proj")
+            np.testing.assert_array_equal(
+                np.asarray(kernel.plain(x)), getattr(plain, name).plain(x), err_msg=name
+            )
+
+
+def test_a_hybrid_of_other_sizes_is_named(tmp_path):
+    gguf_files.make_model(tmp_path / "m", "qwen3_5_text")
+    more = {"qwen35.ssm.inner_size": 40}
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more)
+    message = failure(gguf_tensors.read_tensors, checkpoint.resolve(str(tmp_path / "m.gguf")))
+    assert "rows or columns for 4 value heads of 10 in 2 groups" in message
 
 
 def test_shards_are_read_alone(tmp_path):
@@ -147,11 +277,11 @@ def test_a_conversion_to_another_layout(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"general.architecture": "gemma3"}, "architecture 'gemma3' is not supported, only llama"),
+        ({"general.architecture": "gemma"}, "architecture 'gemma' is not supported, only llama"),
         ({"llama.logit_scale": 2.0}, "that are not supported: llama.logit_scale=2.0"),
         ({"llama.expert_count": 8}, "that are not supported: llama.expert_count=8"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count: 8 is not supported"),
-        ({"llama.rope.scaling.type": "linear"}, "'linear' is not supported, only 'yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "is not supported, only 'yarn' and 'linear'"),
         ({"llama.block_count": "x"}, "llama.block_count: expected int, got str"),
         ({"llama.attention.head_count": 0}, "corrupt (llama.attention.head_count is 0)"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: 't5' is not supported, only gpt2"),

@@ -89,6 +89,21 @@ def unpack(directory, values):
     return load_tokenizer(directory, date=TODAY)
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("qwen35", "a\u0902b I'm 123", ["a\u0902b", " I", "'m", " ", "1", "2", "3"]),
+        ("gpt-4o", "HTTPServer I'm 1234/\n", ["HTTPServer", " I'm", " ", "123", "4", "/\n"]),
+        ("smaug-bpe", "HTTPServer I'm 1234", ["HTTPServer", " I", "'m", " ", "123", "4"]),
+    ],
+)
+def test_words_of_a_family(tmp_path, pre, text, words):
+    values = byte_level_values(train("gpt-2"), "gpt-2") | {"tokenizer.ggml.pre": pre}
+    unpack(tmp_path, values)
+    splits = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
+    assert [text[slice(*place)] for _, place in splits.pre_tokenize_str(text)] == words
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Each kind: what it was made from, and what we read."""

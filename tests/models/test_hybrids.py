@@ -131,8 +131,8 @@ def test_packed_documents_are_computed_apart():
 
 
 @functools.cache
-def verify_and_commit(is_tree):
-    model = tiny()
+def verify_and_commit(family, is_tree):
+    model = tiny(family)
 
     @jax.jit
     def run(cache, tokens, start, count, ancestry, path):
@@ -144,13 +144,17 @@ def verify_and_commit(is_tree):
     return run
 
 
+@pytest.mark.parametrize(
+    ("family", "cycles"), [("qwen3_next", 5), ("qwen3_next", 20), ("qwen3_5", 20)]
+)
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**20), is_tree=st.booleans())
-def test_states_after_cycles_are_those_of_a_fresh_prefill(seed, is_tree):
+def test_states_after_cycles_are_those_of_a_fresh_prefill(family, cycles, seed, is_tree):
     """Random trees and acceptances, none of a block among them, through the whole model."""
-    model, rng, batch, rows = tiny(), np.random.default_rng(seed), 3, 7
-    cache, texts = make_cache(model, batch, 48), [[] for _ in range(batch)]
-    for _ in range(5):
+    model, rng, batch, rows = tiny(family), np.random.default_rng(seed), 3, 7
+    capacity = 8 * cycles + 8
+    cache, texts = make_cache(model, batch, capacity), [[] for _ in range(batch)]
+    for _ in range(cycles):
         ancestry = np.tril(np.ones((batch, rows, rows), bool))
         if is_tree:
             ancestry = random_ancestry(rng, batch, rows)
@@ -160,12 +164,12 @@ def test_states_after_cycles_are_those_of_a_fresh_prefill(seed, is_tree):
         paths = [path[: rng.integers(len(path) + 1)] for path in paths]
         count = np.array([len(path) for path in paths], np.int32)
         path = np.stack([np.pad(path, (0, rows - len(path))) for path in paths]).astype(np.int32)
-        cache = verify_and_commit(is_tree)(cache, tokens, start, count, ancestry, path)
+        cache = verify_and_commit(family, is_tree)(cache, tokens, start, count, ancestry, path)
         for b in range(batch):
             texts[b] += tokens[b, paths[b]].tolist()
     lengths = np.array([len(text) for text in texts])
-    whole = np.stack([np.pad(text, (0, 40 - len(text))) for text in texts])
-    *_, fresh = step(model, whole, [0] * batch, make_cache(model, batch, 48), count=lengths)
+    whole = np.stack([np.pad(text, (0, 8 * cycles - len(text))) for text in texts])
+    *_, fresh = step(model, whole, [0] * batch, make_cache(model, batch, capacity), count=lengths)
     for state, wanted in zip(cache.states, fresh.states, strict=True):
         for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())

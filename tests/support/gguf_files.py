@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import gguf
 import jax
@@ -18,6 +19,21 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
+}
+PAIRED = "LlamaForCausalLM", "SmolLM3ForCausalLM"
+TILED = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+# What a tiny member of a family has so that its file can state it.
+FIELDS = {
+    "smollm3": {"num_hidden_layers": 4},
+    "gemma3_text": {"query_pre_attn_scalar": 16},
+    "qwen3_next": {"layer_types": (), "full_attention_interval": 2},
+    "qwen3_5_text": {"layer_types": (), "full_attention_interval": 2},
 }
 FLOAT32 = gguf.GGMLQuantizationType.F32
 
@@ -25,14 +41,22 @@ FLOAT32 = gguf.GGMLQuantizationType.F32
 def make_model(directory, family="qwen3", **changes):
     """A checkpoint with random weights; returns its class and its architecture."""
     kind = registry.load(registry.TARGETS[family].implementation)
-    arch = family_architecture(family, make_architecture(**changes))
+    arch = family_architecture(family, make_architecture(), **FIELDS.get(family, {}) | changes)
     module = kind(arch, dtype=np.dtype("float32"), sharding=make_sharding())
     parameters.initialize(module, jax.random.key(0))
     checkpoint.save_hf(module, directory, kind.config_to_hf(arch))
     return kind, arch
 
 
-def write(file: pathlib.Path, directory: pathlib.Path, *, kind=FLOAT32, tokenizer=None, more=None):
+def write(
+    file: pathlib.Path,
+    directory: pathlib.Path,
+    *,
+    kind=FLOAT32,
+    tokenizer=None,
+    more=None,
+    beside=None,
+):
     """Writes the model of a checkpoint directory as a GGUF file.
 
     Args:
@@ -41,12 +65,15 @@ def write(file: pathlib.Path, directory: pathlib.Path, *, kind=FLOAT32, tokenize
       kind: type of the matrices; vectors, and rows that are no whole blocks, stay in float32.
       tokenizer: metadata of the tokenizer, by key.
       more: further metadata, which replace others.
+      beside: further tensors, by their names in the file.
     """
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(str(file), gguf.MODEL_ARCH_NAMES[arch])
     write_values(writer, metadata(config, arch) | (tokenizer or {}) | (more or {}))
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, value in (beside or {}).items():
+        add(writer, name, value)
     for name, value in tensors(directory, config).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         fits = value.ndim > 1 and value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
@@ -84,6 +111,9 @@ def finish(writer) -> None:
 
 def metadata(config, arch) -> dict:
     prefix = gguf.MODEL_ARCH_NAMES[arch]
+    rope_theta = config.get("rope_theta")
+    if arch == gguf.MODEL_ARCH.GEMMA3:
+        rope_theta = config["rope_parameters"]["full_attention"]["rope_theta"]
     values = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -94,37 +124,127 @@ def metadata(config, arch) -> dict:
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": config["rope_theta"],
+        "rope.freq_base": rope_theta,
         "vocab_size": config["vocab_size"],
     }
-    if "num_experts" in config:
+    values |= _of_experts(config)
+    if "linear_num_key_heads" in config:
+        heads = config["linear_num_value_heads"]
         values |= {
-            "expert_count": config["num_experts"],
-            "expert_used_count": config["num_experts_per_tok"],
-            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": heads,
+            "ssm.inner_size": config["linear_value_head_dim"] * heads,
+            "full_attention_interval": config["full_attention_interval"],
+            "rope.dimension_count": int(config["head_dim"] * config["partial_rotary_factor"]),
+            "rope.dimension_sections": [1, 1, 0, 0],
         }
+    if config.get("sliding_window"):
+        values["attention.sliding_window"] = config["sliding_window"]
+    if arch == gguf.MODEL_ARCH.GEMMA3:
+        kinds = config["layer_types"]
+        values["attention.sliding_window_pattern"] = kinds.index("full_attention") + 1
     return {f"{prefix}.{key}": value for key, value in values.items()}
 
 
+def _of_experts(config) -> dict:
+    if "num_local_experts" in config:  # gpt-oss, whose dense width is that of an expert.
+        return {
+            "expert_count": config["num_local_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["intermediate_size"],
+        }
+    if not config.get("num_experts"):
+        return {}
+    values = {
+        "expert_count": config["num_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+    }
+    shared = config.get("shared_expert_intermediate_size")
+    return values | ({"expert_shared_feed_forward_length": shared} if shared else {})
+
+
 def tensors(directory: pathlib.Path, config) -> dict[str, np.ndarray]:
-    """The tensors as llama.cpp's converter changes them: q and k permuted, experts stacked."""
+    """The tensors as llama.cpp's converters change them, under names that `gguf` knows."""
     stored = load_file(directory / "model.safetensors")
-    paired = config["architectures"][0] == "LlamaForCausalLM"
+    family = config["architectures"][0]
     changed, experts = {}, {}
     for name, value in sorted(stored.items()):
-        if ".experts." in name:
+        if re.search(r"\.experts\.\d", name):
             layer, _, rest = name.partition(".experts.")
             number, stem, _ = rest.split(".")
             experts.setdefault(f"{layer}.experts.{stem}", {})[int(number)] = value
-        elif paired and ".q_proj." in name:
+        elif family in PAIRED and ".q_proj." in name:
             changed[name] = permute(value, config["num_attention_heads"])
-        elif paired and ".k_proj." in name:
+        elif family in PAIRED and ".k_proj." in name:
             changed[name] = permute(value, config["num_key_value_heads"])
+        elif family == "GptOssForCausalLM":
+            changed |= of_gpt_oss(name, value)
+        elif family == "Gemma3ForCausalLM":
+            changed[name] = value + 1 if name.endswith("norm.weight") else value
+        elif "linear_num_key_heads" in config:
+            changed |= of_hybrid(name, value, config)
         else:
             changed[name] = value
     for name, parts in experts.items():
         changed[f"{name}.weight"] = np.stack([parts[i] for i in range(len(parts))])
     return changed
+
+
+def of_gpt_oss(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """Source: llama.cpp, conversion/gpt_oss.py."""
+    if name.endswith("sinks"):
+        return {f"{name}.weight": value}
+    stem, _, leaf = name.rpartition(".experts.")
+    if not stem:
+        return {name: value}
+    stem += ".experts"
+    suffix = "bias" if leaf.endswith("_bias") else "weight"
+    if suffix == "weight":
+        value = value.swapaxes(1, 2)
+    if leaf.startswith("down"):
+        return {f"{stem}.down_proj.{suffix}": value}
+    parts = {"gate_proj": value[:, ::2], "up_proj": value[:, 1::2]}
+    return {f"{stem}.{part}.{suffix}": rows for part, rows in parts.items()}
+
+
+def of_hybrid(name: str, value: np.ndarray, config) -> dict[str, np.ndarray]:
+    """Source: llama.cpp, conversion/qwen.py, `_LinearAttentionVReorderBase` and its base."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+
+    def tile(rows, width):
+        groups = rows.reshape(keys, values // keys, width, *rows.shape[1:])
+        return groups.swapaxes(0, 1).reshape(rows.shape)
+
+    if name.endswith(".conv1d.weight"):
+        value = value.squeeze()
+    if name.endswith("in_proj_qkvz.weight"):
+        parts = value.reshape(keys, -1, value.shape[-1])
+        ends = np.cumsum([key_dim, key_dim, values // keys * value_dim])
+        q, k, v, z = (part.reshape(-1, value.shape[-1]) for part in np.split(parts, ends, axis=1))
+        name = name.replace("in_proj_qkvz", "in_proj_qkv")
+        return {name: np.concatenate([q, k, v]), name.replace("_qkv", "_z"): z}
+    if config["architectures"][0] in TILED and "linear_attn." in name:
+        leaf = name.rpartition("linear_attn.")[2]
+        first = 2 * keys * key_dim
+        if leaf in ("in_proj_qkv.weight", "conv1d.weight"):
+            value = np.concatenate([value[:first], tile(value[first:], value_dim)])
+        elif leaf == "in_proj_z.weight":
+            value = tile(value, value_dim)
+        elif leaf in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+            value = tile(value, 1)
+        elif leaf == "out_proj.weight":
+            value = tile(value.T, value_dim).T
+    if name.endswith(".A_log"):
+        value = -np.exp(value)
+    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        value = value + 1
+    elif name.endswith("shared_expert_gate.weight"):
+        value = value.squeeze()
+    return {name.replace(".dt_bias", ".dt_proj.bias"): value}
 
 
 def permute(weights: np.ndarray, heads: int) -> np.ndarray:
