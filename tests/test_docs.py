@@ -27,7 +27,7 @@ BLOCK = re.compile(
     r"(?:<!-- (?P<mark>test|needs): (?P<detail>[^\n]+?) -->\n)?```sh\n(?P<lines>.*?)```", re.DOTALL
 )
 # What .ci/run does, or what makes no sense within a test.
-ELSEWHERE = ("pip", "pytest", "mkdocs", "source", "gcloud", "ssh", "mkdir", "cp")
+ELSEWHERE = ("pip", "pytest", "mkdocs", "source", "gcloud", "ssh", "mkdir", "cp", "export")
 
 SMALL = "on a tiny target"
 ON_A_TINY_TARGET = {

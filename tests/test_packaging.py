@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
@@ -100,8 +101,8 @@ def test_metadata(metadata, wheel):
     assert metadata["Version"] == dflash.__version__
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = {"test", "tpu", "hf", "docs", "parity", "serve", "grammar", "gcs", "tfds"}
-    assert set(metadata.get_all("Provides-Extra")) == extras
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
     (name,) = [name for name in wheel.namelist() if name.endswith("licenses/LICENSE")]
     assert b"Version 2.0, January 2004" in wheel.read(name)
 

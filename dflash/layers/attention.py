@@ -193,7 +193,7 @@ class Attention(nnx.Module):
 
         return attend
 
-    def join(self) -> None:
+    def join_projections(self) -> None:
         """Joins projections that always read the same rows into one; see `joining.join`."""
         if self.products != ("q", "k", "v"):
             return

@@ -184,7 +184,7 @@ class GatedDeltaNet(nnx.Module):
         """Projects gated outputs [B, T, V · dv] to rows [B, T, D]."""
         return self.out_proj(attended)
 
-    def join(self) -> None:
+    def join_projections(self) -> None:
         """Joins the projections to queries, keys, values and gates; see `joining.join`."""
         maps = [getattr(self, name) for name in self.products]
         if len(maps) > 1 and joining.can_join(maps):

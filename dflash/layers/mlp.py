@@ -62,7 +62,7 @@ class Mlp(nnx.Module):
         )
         return self.down_proj(*gate(product))
 
-    def join(self) -> None:
+    def join_projections(self) -> None:
         """Joins the gate and up projections into one; see `joining.join`."""
         if not self.is_joined and joining.can_join([self.gate_proj, self.up_proj]):
             self.gate_up_proj = joining.join([self.gate_proj, self.up_proj])

@@ -183,5 +183,5 @@ def join_projections(model: nnx.Module) -> None:
       model: Model with weights, or abstract. Joined projections are left unchanged.
     """
     for _, module in list(nnx.iter_modules(model)):
-        if hasattr(module, "join"):
-            module.join()
+        if hasattr(module, "join_projections"):
+            module.join_projections()

@@ -47,7 +47,7 @@ class Answer:
     Attributes:
       begin, first, last: Times at which it was sent, and its first and last tokens arrived.
       tokens: Number of output tokens.
-      accepted: Number of output tokens that were accepted drafts.
+      cycles: Number of cycles of drafting and verification.
       error: Error message, or None.
     """
 
@@ -55,7 +55,7 @@ class Answer:
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
-    accepted: int = 0
+    cycles: int = 0
     error: str | None = None
 
 
@@ -90,9 +90,11 @@ async def _open_loop(plan: LoadPlan, client, zero: float) -> list[Answer]:
 
 async def _ask(client, url: str, body: dict[str, Any], zero: float) -> Answer:
     begin = time.perf_counter() - zero
-    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    options = {"include_usage": True}
+    request = {**body, "stream": True, "stream_options": options, "include_metrics": True}
     first = last = 0.0
     usage: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     try:
         async with client.stream("POST", f"{url}/v1/completions", json=request) as answer:
             if answer.status_code != 200:
@@ -105,11 +107,11 @@ async def _ask(client, url: str, body: dict[str, Any], zero: float) -> Answer:
                     return Answer(begin, error=event["error"]["message"])
                 if event["choices"]:
                     first, last = first or now, now
-                usage = event["usage"] or usage
+                usage, metrics = event["usage"] or usage, event.get("metrics", metrics)
     except httpx.HTTPError as error:
         return Answer(begin, error=f"{type(error).__name__}: {error}")
-    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
-    return Answer(begin, first, last, usage["completion_tokens"], accepted)
+    cycles = metrics["speculative_decoding"]["num_spec_steps"]
+    return Answer(begin, first, last, usage["completion_tokens"], cycles)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_heads_are_those_of_projections_apart(mesh, takes_context):
         values = jax.random.normal(jax.random.key(i), like.shape)
         projection.bias.set_value(jax.device_put(values, like.sharding))
     together = joined(attention)
-    together.join()  # a second time it stays as it is
+    together.join_projections()  # a second time it stays as it is
     x = jax.random.normal(jax.random.key(1), (2, 3, 24))
     cos_sin = rotary.angles(jnp.arange(6).reshape(2, 3), ARCHITECTURE)
     calls = [Attention.project, *[Attention.keys_values] * takes_context]
@@ -143,5 +143,5 @@ def test_columns_that_are_split_differently_stay_apart():
         dtype=jnp.float32, sharding=Sharding(mesh.mesh, rules),
     )  # fmt: skip
     before = dict(parameters.named_parameters(attention))
-    attention.join()
+    attention.join_projections()
     assert dict(parameters.named_parameters(attention)).keys() == before.keys()

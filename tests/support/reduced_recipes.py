@@ -35,6 +35,7 @@ REDUCED = {
     "dflash2": (*DRAFTER, *BLOCK, "drafter.architecture.num_target_features=1"),
     "qwen3_4b_dflash": (*DRAFTER, *BLOCK, "drafter.architecture.target_layer_ids=[0]"),
     "qwen3_4b_eagle3": EAGLE3,
+    "tiny_dflare": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
     "tiny_dflash": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
     "tiny_dflash2": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
     "tiny_dspark": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),

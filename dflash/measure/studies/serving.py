@@ -146,8 +146,7 @@ def _row(name: str, at_a_time: int | None, rate: float | None, answers: Sequence
     """Computes the figures of one load."""
     seconds = max(answer.last for answer in answers) - min(answer.begin for answer in answers)
     tokens = sum(answer.tokens for answer in answers)
-    # Prefill returns the first token, and each cycle commits one token of the target's own.
-    cycles = sum(answer.tokens - 1 - answer.accepted for answer in answers)
+    cycles = sum(answer.cycles for answer in answers)
     first = [1e3 * (answer.first - answer.begin) for answer in answers]
     each = [
         1e3 * (answer.last - answer.first) / (answer.tokens - 1)
@@ -166,7 +165,8 @@ def _row(name: str, at_a_time: int | None, rate: float | None, answers: Sequence
             "ttft_p99_ms": _percentile(first, 99),
             "tpot_p50_ms": _percentile(each, 50),
             "tpot_p99_ms": _percentile(each, 99),
-            "tau": (tokens - len(answers)) / cycles if cycles else None,
+            # Prefill returns the first token; without a drafter no cycles are counted.
+            "tau": (tokens - len(answers)) / cycles if cycles else 1.0,
         },
         (),
     )
