@@ -70,21 +70,16 @@ def plain(tiny):
 
 def test_importing_dflash_imports_no_array_library():
     code = """
-        import sys, time
-        begin = time.process_time()
+        import sys
+        before = set(sys.modules)
         import dflash
-        print(time.process_time() - begin)
+        names = {name.partition(".")[0] for name in set(sys.modules) - before}
+        assert names <= {"dflash", *sys.stdlib_module_names}, names
+        assert len(names) < 60, names
         assert dflash.errors.ConfigError and "LLM" in dir(dflash)
-        heavy = {"jax", "numpy", "flax", "absl", "yaml"} & set(sys.modules)
-        assert not heavy, heavy
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    # The least of three: others may use this machine, and none of them makes the import faster.
-    took = [
-        float(subprocess.run(command, check=True, capture_output=True, timeout=300).stdout)
-        for _ in range(3)
-    ]
-    assert min(took) < 0.1, took
+    subprocess.run(command, check=True, timeout=300)
 
 
 def test_names_of_the_package():

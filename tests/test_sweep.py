@@ -140,12 +140,26 @@ def test_a_dry_run_lists_the_points(run, capsys):
     assert len(lines) == 4
 
 
+# Sweeps in a process of its own, which stops after the first point.
+STUCK = """
+import sys, time
+from dflash import sweep
+from dflash.runs import sweeps
+record = sweeps._record
+def record_and_wait(*args):
+    record(*args)
+    time.sleep(600)
+sweeps._record = record_and_wait
+sweep.main(sys.argv[1:])
+"""
+
+
 def test_a_killed_sweep_goes_on(run):
     """SIGKILL after the first point, then the same command: every point once."""
     block = BLOCK.replace("[0.5, 0.9]", "[0.5]")
     pathlib.Path("s.yml").write_text(f"base: [c.yml]{block}")
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "dflash.sweep", "s.yml", "--workdir=w"]
+    command = [sys.executable, "-c", STUCK, "s.yml", "--workdir=w"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
     deadline = time.time() + 240
     while time.time() < deadline and not list(pathlib.Path("w/points").glob("*/point.json")):

@@ -247,7 +247,8 @@ def test_a_bar_keeps_its_place_whatever_runs(monkeypatch):
     shown, stdout, stderr = make_display(terminal=True)
     with shown.progress("measuring") as step:
         step("x", 0.5)
-        time.sleep(0.15)  # until it is drawn
+        while "50%" not in stderr.getvalue():  # A thread draws it.
+            time.sleep(0.01)
         step("a step whose name is far too long for what is left of the line, " * 3, 1.0)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr.getvalue())
     drawn = [line for line in re.split(r"[\r\n]+", plain) if "%" in line]

@@ -225,7 +225,7 @@ def test_large_bodies_and_other_content_types_are_rejected(server):
     assert server.post(TEXT, b"x", **{"Content-Encoding": "gzip"})[0] == 415
 
 
-def raw(server, content: bytes, *, patience_s: float = 10) -> bytes:
+def raw(server, content: bytes, *, patience_s: float = 300) -> bytes:
     """Returns the server's response to raw bytes on a connection."""
     place = urllib.parse.urlsplit(server.url)
     with socket.create_connection((place.hostname, place.port), patience_s) as connection:

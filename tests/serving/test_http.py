@@ -75,13 +75,16 @@ def test_a_later_error_is_an_event():
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_disconnect_ends_the_stream(begun):
+    waits = asyncio.Event()
+
     async def disconnect():
-        await asyncio.sleep(0.05)
+        await waits.wait()
         return {"type": "http.disconnect"}
 
     async def slow():
         if begun:
             yield {}
+        waits.set()
         await never()
         yield {}
 

@@ -2,9 +2,11 @@
 
     python toy_run.py DIR STEPS CHECKPOINT_EVERY PAUSE_S [ADDRESS PROCESSES PROCESS]
 
-Exits with the outcome's status, as the real command does; writes DIR/final.npz at the end.
+With a pause, it waits after two checkpoints until DIR/go is there. Exits with the outcome's status,
+as the real command does; writes DIR/final.npz at the end.
 """
 
+import itertools
 import pathlib
 import sys
 import time
@@ -26,7 +28,7 @@ def main() -> int:
         mesh = (int(count), 1, 1)
     run = toy.Run(pathlib.Path(directory), steps=int(steps), checkpoint_every=int(every), mesh=mesh)
     if float(pause_s):
-        slow_down(float(pause_s))
+        slow_down(float(pause_s), 3 * int(every), run.directory / "go")
     try:
         outcome = run.go()
     except errors.UserError as error:
@@ -37,12 +39,18 @@ def main() -> int:
     return outcome.exit_status
 
 
-def slow_down(pause_s: float) -> None:
-    """Makes every batch take a while, so that a signal arrives during the run."""
-    read = toy.Counting.__next__
+def slow_down(pause_s: float, batches: int, go: pathlib.Path) -> None:
+    """Makes every batch take a while, and lets no more than `batches` pass before `go` is there.
+
+    So a signal arrives during the run, however late it is sent.
+    """
+    read, count = toy.Counting.__next__, itertools.count()
 
     def read_slowly(self):
         time.sleep(pause_s)
+        held = next(count) >= batches
+        while held and not go.exists():
+            time.sleep(pause_s)
         return read(self)
 
     toy.Counting.__next__ = read_slowly

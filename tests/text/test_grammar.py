@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -276,16 +275,14 @@ c: | c c | "a"
 def test_an_ambiguous_grammar_exceeds_the_limits_soon():
     masks = np.zeros((33, 1), np.int32)
     matcher = grammar.lark(AMBIGUOUS, VOCABULARY).matcher()
-    begin = time.thread_time()
-    for _ in range(200):
+    for _ in range(100):
         matcher.fill(masks, [A] * 32, ends=(END,))
         if not masks[0, 0] >> A & 1:
             break
         matcher.advance([A])
     assert names(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))) == {END}
     assert not matcher.may_end
-    assert matcher.problem
-    assert time.thread_time() - begin < 5
+    assert "Current row has" in matcher.problem
 
 
 def test_a_grammar_fails_when_its_masks_take_too_long(monkeypatch):

@@ -120,6 +120,7 @@ def test_a_signal_saves_the_very_step(uninterrupted, tmp_path, number, status):
     process = start(tmp_path, PAUSE_S)
     wait_for(lambda: saved_steps(tmp_path), process)
     process.send_signal(number)
+    (tmp_path / "go").touch()
     _, stderr = process.communicate(timeout=300)
     assert (process.returncode, "Traceback" in stderr) == (status, False), stderr
     rest = toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY)
@@ -210,6 +211,7 @@ def test_two_processes_equal_one(uninterrupted, tmp_path):
     pair = start_both(PAUSE_S)
     wait_for(lambda: saved_steps(tmp_path), pair[1])
     pair[1].send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
     finish(pair, 143)
     finish(start_both(0), 0)
     lines = toy.metrics(tmp_path)
