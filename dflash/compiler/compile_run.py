@@ -5,12 +5,20 @@ import dataclasses
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from dflash.compiler import bundles, curve, programs, report, report_table, topology
+from dflash.compiler import (
+    bundles,
+    curve,
+    overlap_programs,
+    programs,
+    report,
+    report_table,
+    topology,
+)
 from dflash.compiler.bundles import Section
 from dflash.compiler.curve import CurvePoint
 from dflash.compiler.programs import CompiledProgram
@@ -18,6 +26,7 @@ from dflash.compiler.report import CompileReport, ProgramReport, RunAssumptions
 from dflash.compiler.topology import TpuMachine
 from dflash.config import loader
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
+from dflash.parallel import sharding
 from dflash.runs.display import Display
 from dflash.storage import files, paths
 
@@ -113,7 +122,7 @@ def compile_programs(
       ConfigError: The models do not fit each other or the mesh.
     """
     tpu, rates = machine.topology, machine.rates
-    mesh = dataclasses.asdict(config.mesh)
+    mesh = {axis: size for axis, size in dataclasses.asdict(config.mesh).items() if size}
     trains = isinstance(config, CompileTrain)
     decode = config.evaluation_decode if trains else config.decode
     capacity = tpu.chip.hbm_gb * 1e9 / tpu.chip.devices
@@ -129,7 +138,7 @@ def compile_programs(
     steps = (
         programs.compile_training(config, machine.sharding, on_start)
         if trains
-        else programs.compile_decoding(config, config.tpu, machine.sharding, on_start)
+        else _decoding(config, machine, on_start)
     )
     try:
         for program in steps:
@@ -142,6 +151,17 @@ def compile_programs(
             raise
         refused = " ".join(str(error).split())[:400]
     return report_so_far()
+
+
+def _decoding(
+    config: CompileDecode, machine: TpuMachine, on_start: programs.OnStart
+) -> Iterator[CompiledProgram]:
+    """Returns the programs of a decoding run."""
+    place = machine.sharding
+    if not config.drafter.overlaps:
+        return programs.compile_decoding(config, config.tpu, place, on_start)
+    beside = sharding.beside(place, config.mesh.drafter or 1, machine.topology.devices)
+    return overlap_programs.compile_overlapped(config, place, beside, on_start)
 
 
 def _memory(program: CompiledProgram, program_report: ProgramReport) -> dict[str, int]:

@@ -1,13 +1,14 @@
 """The forecast command: compiles every strategy, joins the costs with acceptance, and reports."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
+from dflash import errors
 from dflash.compiler import compile_points, compile_run, forecast_table, topology
 from dflash.compiler.compile_points import PointSpec
 from dflash.compiler.forecast import PLAIN, Forecast, StrategyPoint
 from dflash.compiler.topology import TpuMachine
+from dflash.config.schema import MeshConfig, subset
 from dflash.config.tpu_schema import CompileDecode
 from dflash.measure import acceptance, plots, published, table
 from dflash.measure.acceptance import ExpectedAcceptance
@@ -25,6 +26,10 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     Raises:
       UserError: The config, the acceptance file or the TPU compiler is unusable.
     """
+    if config.drafter.overlaps:
+        raise errors.ConfigError(
+            "drafter.overlap: --forecast compares cycles on the same chips; leave one of them out"
+        )
     histograms = acceptance.read(config.forecast.acceptance)
     specs = compile_points.point_specs(config)
     topology.prepare_environment()
@@ -66,7 +71,8 @@ def _shape(spec: PointSpec, point: StrategyPoint) -> acceptance.DraftShape:
 
 
 def _machine_line(machine: TpuMachine, config: CompileDecode) -> str:
-    axes = " × ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(config.mesh).items())
+    sizes = subset(config.mesh, MeshConfig)
+    axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
     chips = machine.topology
     name = f"{chips.slices} × {chips.name}" if chips.slices > 1 else chips.name
     return f"{name}, mesh {axes}; {forecast_table.LABEL}"

@@ -56,7 +56,7 @@ def _overlap(config: Any) -> Iterator[Problem]:
             keys = "mesh.drafter", "drafter.overlap"
             yield keys, "needs drafter.overlap=ssd or pingpong; leave it out"
         return
-    if any(hasattr(config, group) for group in ("train", "answers", "tpu")):
+    if any(hasattr(config, group) for group in ("train", "answers")):
         yield ("drafter.overlap",), "is for decoding and serving only; leave it out"
         return
     kind = f"drafter.overlap={drafter.overlap}"

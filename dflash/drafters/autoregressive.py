@@ -181,7 +181,7 @@ class Autoregressive(Drafter):
         hidden, forked = self.run(forked, bonus, jnp.repeat(position, count) + ends)
         return dataclasses.replace(forked, hidden=hidden[:, 0])
 
-    def join(self, state, forked):
+    def close_forks(self, state, forked):
         """Keeps the pool of pages, which the forks share; see `Drafter.join`."""
         cache = dataclasses.replace(state.cache, layers=forked.cache.layers)
         return dataclasses.replace(state, cache=cache)

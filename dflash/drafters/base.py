@@ -326,7 +326,7 @@ class Drafter(nnx.Module):
         tokens = tokens.reshape(-1, rows + 1)
         return self.observe(state, position, tokens, num_committed.reshape(-1), stale, heads)
 
-    def join(self, state: Any, forked: Any) -> Any:
+    def close_forks(self, state: Any, forked: Any) -> Any:
         """Returns the state once its forks are used up; the default's forks are copies."""
         return state
 

@@ -23,23 +23,30 @@ def drafter_sharding(config: DecodeRun, target: Decoder) -> Sharding:
 
 
 def make_engine(
-    config: DecodeRun, target: Decoder, drafter: Drafter, *, max_length: int, num_stop_ids: int
+    config: DecodeRun,
+    target: Decoder,
+    drafter: Drafter,
+    *,
+    max_length: int,
+    num_stop_ids: int,
+    there: Sharding | None = None,
 ) -> Engine:
     """Returns an engine over two models, which may be abstract.
 
     Args:
       config: Config of the run.
       target: Target model.
-      drafter: Drafter, placed by `drafter_sharding`.
+      drafter: Drafter.
       max_length: Length of the longest sequence in tokens, prompt and output together.
       num_stop_ids: Number of stop ids that a request may have.
+      there: Placement of a drafter that overlaps; None is `drafter_sharding`.
     """
     sizes = {"max_length": max_length, "num_stop_ids": num_stop_ids}
     overlap = Overlap.of(config.drafter)
     if overlap is None:
         adaptive = config.drafter.adaptive
         return Engine(target, drafter, config.decode, adaptive_blocks=adaptive, **sizes)
-    there = drafter_sharding(config, target)
+    there = there or drafter_sharding(config, target)
     return OverlappedEngine(
         target, drafter, config.decode, overlap=overlap, drafter_sharding=there, **sizes
     )

@@ -180,7 +180,7 @@ class Eagle3(WeightedDrafter):
         hidden, cache = self.run(rows, heads.embed(bonus.reshape(-1, 1)), cache, start)
         return Eagle3State(cache, hidden[:, 0])
 
-    def join(self, state, forked):
+    def close_forks(self, state, forked):
         """Drops the trail; see `Drafter.join`."""
         return dataclasses.replace(state, trail=None)
 

@@ -186,7 +186,7 @@ def speculate(
         drafts.shape[1], forked, anchors, position, SequenceSampler(params), heads
     )
     cache = SpeculationCache(bonus, ahead.tokens.reshape(*bonus.shape, -1))
-    observed = dataclasses.replace(drafting.observed, state=drafter.join(state, forked))
+    observed = dataclasses.replace(drafting.observed, state=drafter.close_forks(state, forked))
     return dataclasses.replace(drafting, observed=observed, cache=cache)
 
 

@@ -275,6 +275,10 @@ class OverlappedEngine(Engine):
         chunks = self.layout.chunks(prompt_lengths)
         return [*((kind,) for kind in kinds), *(("prefill", rows) for rows in chunks)]
 
+    def drafting_program(self, kind: str, *sizes: int) -> jax.stages.Compiled:
+        """Returns the compiled program of the drafter's devices; see `program`."""
+        return self._drafting.get(kind, *sizes)
+
     def abstract_drafting(self) -> tuple[Any, Any]:
         """Returns the heads and states of the drafter's devices, without allocating them."""
         prompts = self.drafting_shapes.observed(self.num_prefill_slots)
