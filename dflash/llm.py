@@ -304,11 +304,15 @@ class LLM:
           lora_alpha: Numerator of the scale of LoRA parameters in the tree, which are merged.
         Raises:
           CheckpointError: The tree does not fit, or holds NaN. The old weights stay.
-          InputError: A stream is being read.
+          InputError: A stream is being read, or an adapter is merged into the weights.
         """
         if any(stream.is_open for stream in self._streams):
             raise errors.InputError(
                 "update_weights: an output is being streamed; read it to its end, or drop it"
+            )
+        if self.config.target.adapter is not None:
+            raise errors.InputError(
+                "update_weights: target.adapter is merged, which new weights would not have"
             )
         weight_update.update(self._job.target, tree, lora_alpha=lora_alpha)
 

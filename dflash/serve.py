@@ -65,7 +65,7 @@ def _serve(command: cli.Command) -> int:
     dry = command.dry_run
     host, port, config = command.flags["host"], command.flags["port"], command.config.of_role()
     job = jobs.prepare_models(config, dry=dry, date=None if dry else dates.find(None))
-    job = job.with_room()
+    job = job.with_room().with_adapters(config.serve.adapters)
     if config.serve.role != "both":
         handover.check_target(job.target)
     if dry:

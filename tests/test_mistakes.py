@@ -339,7 +339,26 @@ MISTAKES = {
         both(copy(TARGET, without="model.safetensors"), put("m/pytorch_model.bin", "")),
     ),
     "adapter": Mistake(
-        f"decode c.yml {M}", "a LoRA adapter; merge it", 2, put("m/adapter_config.json", "{}")
+        f"decode c.yml {M}", "a LoRA adapter; give its base", 2, put("m/adapter_config.json", "{}")
+    ),
+    "no adapter": Mistake(
+        "decode c.yml target.adapter=m", "target.adapter: m: no adapter_config.json; give", 2,
+        put("m/x", ""),
+    ),
+    "kind of adapter": Mistake(
+        "serve c.yml serve.adapters.a=m", "serve.adapters.a: m/adapter_config.json: use_dora: true",
+        2, put("m/adapter_config.json", '{"use_dora": true}'),
+    ),
+    "name of an adapter": Mistake(
+        "serve c.yml serve.adapters.x=m serve.model=x", "serve.adapters.x: is the name of the"
+    ),
+    "adapters apart": Mistake(
+        "serve c.yml serve.adapters.x=m serve.role=prefill",
+        "serve.adapters: not supported with serve.role=prefill; set target.adapter",
+    ),
+    "new weights under an adapter": Mistake(
+        "serve c.yml target.adapter=m serve.update_weights=true",
+        "serve.update_weights: not with target.adapter",
     ),
     "quantized": Mistake(
         f"decode c.yml {M}", "quantized weights (gptq) are not supported, only fp8", 2,

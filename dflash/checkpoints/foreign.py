@@ -7,7 +7,11 @@ from typing import Any
 _SUPPORTED = "model.safetensors (or shards with an index) beside config.json, or params/ of Orbax"
 # Other formats, in order of precedence: (file patterns, description, advice).
 _FORMATS = (
-    ("adapter_config.json", "a LoRA adapter", "merge it into its model (merge_and_unload of peft)"),
+    (
+        "adapter_config.json",
+        "a LoRA adapter",
+        "give its base model as target.checkpoint, and the adapter as target.adapter",
+    ),
     ("*.gguf", "GGUF weights of llama.cpp", "give the .gguf file itself"),
     (
         "*.bin *.pt *.pth *.ckpt",

@@ -91,7 +91,7 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
     """
     index = source_of(directory)
     if index.name == WEIGHTS:
-        return {tensor.name: tensor for tensor in _read_header(index)}
+        return {tensor.name: tensor for tensor in read_file(index)}
     weight_map = files.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise errors.CheckpointError(f"{index}: has no weight_map")
@@ -110,7 +110,7 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
             raise errors.CheckpointError(
                 f"{file}: missing; {INDEX} says it holds {files.quote_some(expected)}"
             )
-        held = {tensor.name: tensor for tensor in _read_header(file)}
+        held = {tensor.name: tensor for tensor in read_file(file)}
         lacking = [name for name in expected if name not in held]
         if lacking:
             raise errors.CheckpointError(
@@ -120,7 +120,7 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_header(file: pathlib.Path) -> list[StoredTensor]:
+def read_file(file: pathlib.Path) -> list[StoredTensor]:
     """Reads the header of one file and checks that the file is complete.
 
     The safetensors library detects the same damage, but does not name the tensor.

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 from dflash import errors
-from dflash.checkpoints import checkpoint
+from dflash.checkpoints import checkpoint, lora
 from dflash.config import locations as places
 from dflash.config import registry
 from dflash.storage import paths
@@ -31,6 +31,8 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
             check_bucket(location, find_problem)
             if place == "checkpoint":
                 checkpoint.check(location, weights=files)
+            elif place == "adapter":
+                lora.check(location)
             elif place == "tokenizer":
                 checkpoint.check_reference(location)
             elif place in ("directory", "disk"):

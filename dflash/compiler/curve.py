@@ -17,7 +17,7 @@ from dflash.compiler.components import ATTENTION, MLP, Component
 from dflash.compiler.report import RunAssumptions
 from dflash.compiler.topology import TpuMachine
 from dflash.config.schema import DecodeConfig
-from dflash.layers.linear import matmul_precision
+from dflash.layers.products import matmul_precision
 from dflash.loading import models, weights
 from dflash.models.decoder import Decoder
 from dflash.parallel.chips import Chip

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from dflash.config import distill_schema, drafting_checks, registry, schema, serve_schema
+from dflash.config import distill_schema, drafting_checks, registry, schema, serve_checks
 from dflash.config.drafting_checks import Check, Problem
 
 _FILES = "jsonl"  # Name of the data set that reads the user's files.
@@ -276,21 +276,6 @@ def _sharding_rules(config: Any) -> Iterator[Problem]:
                 yield (key,), f"names mesh axis {axis!r} twice"
 
 
-def _roles(config: Any) -> Iterator[Problem]:
-    """Checks the address of the server that prefills, and what its clients cannot do."""
-    serve = config.serve
-    if serve.role != "decode":
-        if serve.prefill is not None:
-            yield ("serve.prefill", "serve.role"), "only with serve.role=decode"
-        return
-    if serve.prefill is None:
-        yield ("serve.prefill", "serve.role"), "required by serve.role=decode: host:port"
-    elif serve_schema.host_and_port(serve.prefill) is None:
-        yield ("serve.prefill",), f"expected host:port, got {serve.prefill!r}"
-    if serve.compare:
-        yield ("serve.compare", "serve.role"), "not supported with serve.role=decode"
-
-
 def _batch(config: Any) -> Iterator[Problem]:
     axes = config.sharding_rules.get("batch", ())
     if not set(axes) <= set(_MESH_AXES):
@@ -353,6 +338,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("answers", "test"), _distillation),
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),
-    (("serve",), _roles),
+    (("serve", "target", "drafter"), serve_checks.problems),
     (("train", "optimizer", "mesh", "sharding_rules"), _training_length),
 )

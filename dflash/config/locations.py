@@ -7,13 +7,17 @@ from typing import Any
 from dflash.config import schema
 from dflash.storage import hub
 
+_PINNED = ("checkpoint", "adapter")
+
 
 def locations(config: Any, prefix: str = "") -> Iterator[tuple[str, schema.Place, str]]:
     """Yields (dotted key, kind of path, path as given) for every path in a config."""
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         place = field.metadata.get(schema.PLACE)
-        if place is not None and value is not None:
+        if place is not None and isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", place, location) for name, location in value.items())
+        elif place is not None and value is not None:
             for location in (value,) if isinstance(value, str) else value:
                 yield key, place, location
         groups = value if isinstance(value, Mapping) else {None: value}
@@ -28,7 +32,7 @@ def pin_checkpoints(config: Any) -> Any:
     changes = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.metadata.get(schema.PLACE) == "checkpoint" and isinstance(value, str):
+        if field.metadata.get(schema.PLACE) in _PINNED and isinstance(value, str):
             changes[field.name] = hub.pinned(value)
         elif dataclasses.is_dataclass(value):
             changes[field.name] = pin_checkpoints(value)

@@ -22,8 +22,8 @@ MAX_LAYERS = 1024  # Layers of a model; all are built before a model can be chec
 DType = Literal["float32", "bfloat16"]
 # Kind of path that a key takes: a file to read; a directory, created if missing; a disk, which is a
 # directory on a file system, not in a bucket; or a checkpoint's or tokenizer's directory, as
-# `checkpoint.resolve` accepts it.
-Place = Literal["file", "directory", "disk", "checkpoint", "tokenizer"]
+# `checkpoint.resolve` accepts it; or that of a LoRA adapter, likewise.
+Place = Literal["file", "directory", "disk", "checkpoint", "tokenizer", "adapter"]
 PLACE, HF_ALIASES = "place", "hf_aliases"  # Keys of a field's metadata.
 
 
@@ -81,7 +81,10 @@ class RecordsKeys:
 
 def location(kind: Place, default: Any = None) -> Any:
     """Returns a dataclass field of one or several paths, which are checked before any work."""
-    return dataclasses.field(default=default, metadata={PLACE: kind})
+    metadata = {PLACE: kind}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +163,7 @@ class TargetConfig:
 
     name: str | None = None  # None: inferred from the checkpoint's config.json.
     checkpoint: str | None = location("checkpoint")  # Directory, hf:org/name, or random.
+    adapter: str | None = location("adapter")  # LoRA adapter to merge into the weights.
     rope_scaling: RopeScaling | None = None  # None: the checkpoint's.
     quantization: Quantization | None = None  # None: as stored in the checkpoint.
     architecture: TargetArchitecture | None = None

@@ -1,10 +1,12 @@
 """Schema of a serving config."""
 
 import dataclasses
+import pathlib
+from collections.abc import Mapping
 from typing import Literal
 
 from dflash.config import schema
-from dflash.config.schema import option
+from dflash.config.schema import location, option
 
 # Names of `text.chat_formats.table.FORMATS`.
 ToolFormat = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "harmony", "kimi_k2"]
@@ -47,6 +49,8 @@ class ServeConfig:
     # Whether answers may begin with reasoning between <think> and </think>, which chats return
     # apart; auto: found by the chat template.
     reasoning: Literal["auto", "think", "none"] = "auto"
+    # LoRA adapters of the target by the name that requests give as their model.
+    adapters: Mapping[str, str] = location("adapter", {})
     # Let clients replace the target's weights by those of a checkpoint on this machine.
     update_weights: bool = False
     # Accept requests that constrain their output by a grammar. Compiles two more programs.
@@ -70,6 +74,12 @@ class ServeRun(schema.DecodeRun):
 
     decode: ServeDecode = dataclasses.field(default_factory=ServeDecode)
     serve: ServeConfig = dataclasses.field(default_factory=ServeConfig)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the target in /v1/models."""
+        checkpoint = self.target.checkpoint or schema.RANDOM
+        return self.serve.model or pathlib.PurePath(checkpoint.removeprefix("hf:")).name
 
     def of_role(self) -> "ServeRun":
         """Returns the config without what the server's role has no use for."""

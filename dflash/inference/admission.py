@@ -37,7 +37,8 @@ def admit(
         raise ValueError(f"prompt of {length} tokens, expected 1 to {layout.max_length - 1}")
     for start in range(0, length, layout.longest_chunk):
         end = min(start + layout.longest_chunk, length)
-        chunk = PrefillChunk.of(token_ids, start, end, slot, request.sampling, fresh=not start)
+        options = {"fresh": not start, "adapter": request.adapter}
+        chunk = PrefillChunk.of(token_ids, start, end, slot, request.sampling, **options)
         state, prefill_state, anchors, _ = engine.prefill(
             state, prefill_state, {prefill_slot: chunk}
         )

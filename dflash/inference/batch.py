@@ -79,6 +79,7 @@ class Batch:
                 request.request.sampling,
                 fresh=not request.touched,
                 constraints=None if request.output_ids else request.constraints,
+                adapter=request.request.adapter,
             )
             request.prefilled, request.touched = end, True
         self._state, self._prefill_state, anchors, logprobs = self._engine.prefill(
@@ -174,7 +175,7 @@ class Batch:
             replica = self._layout.replica_of(slot)
             if slot not in taken and replica not in self.prefilling:
                 free.setdefault(replica, slot)
-        wanted = request.token_ids, request.context, request.request.cache_salt
+        wanted = request.token_ids, request.context, request.request.cache_group
         cached = {replica: self._cache.find(replica, *wanted) for replica in free}
         for replica in sorted(free, key=lambda replica: -len(cached[replica])):
             if self._take_pages(request, replica, cached[replica]):
@@ -270,7 +271,7 @@ class Batch:
             request.token_ids,
             rows,
             request.published,
-            request.request.cache_salt,
+            request.request.cache_group,
         )
 
     def pages(self) -> dict[str, int]:

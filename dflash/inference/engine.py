@@ -125,6 +125,7 @@ class Engine:
             max_length=self.layout.max_length,
             vocab_size=self.vocab_size,
             num_stop_ids=self.num_stop_ids,
+            num_adapters=len(self.target.adapters),
         )
 
     # --- the four calls -------------------------------------------------------------------------
@@ -159,10 +160,8 @@ class Engine:
     def _prompt_inputs(self, chunks: Mapping[int, PrefillChunk]) -> tuple:
         """Returns the program for the next chunks; the chunks; their constraints and sampling."""
         inputs = pack(chunks, self.num_prefill_slots, self.layout)
-        samplings = [
-            chunks[slot].sampling if slot in chunks else GREEDY
-            for slot in range(self.num_prefill_slots)
-        ]
+        slots = range(self.num_prefill_slots)
+        samplings = [chunks[slot].sampling if slot in chunks else GREEDY for slot in slots]
         params = jax.tree.map(lambda *rows: np.stack(rows), *map(SamplingParams.of, samplings))
         run = self.program("prefill", inputs.tokens.shape[1])
         return run, inputs, self._constraints(chunks), params
@@ -223,6 +222,7 @@ class Engine:
         return self.program("insert")(
             state, prefill_state, anchors, *where, self.page_row(slot), np.int32(length),
             np.int32(request.limit), stop_ids, stated, SamplingParams.of(request.sampling),
+            np.int32(request.adapter) if self.target.adapters else None,
         )  # fmt: skip
 
     def generate(self, state: DecodeState, bucket: int | None = None) -> tuple[DecodeState, Report]:

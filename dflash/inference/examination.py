@@ -33,7 +33,7 @@ def explain(
         run = engine.program("examine", rows)
         for start in range(0, len(tokens), rows):
             part = tokens[start : start + rows]
-            where = np.int32(start), np.int32(len(part))
+            where = np.int32(start), np.int32(len(part)), np.int32(request.adapter)
             cache, now = run(engine.target_params, cache, padded(part, rows)[None], *where)
             finite = finite & jax.device_get(now)
     except jax.errors.JaxRuntimeError:

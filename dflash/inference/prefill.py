@@ -40,6 +40,7 @@ class PrefillChunk:
       sampling: Sampling parameters of the sequence.
       fresh: Whether this is the first chunk of the sequence that the drafter observes.
       constraints: Constraints on the sampled token, without a batch axis; None for none.
+      adapter: Number of the sequence's adapter, 0 for none.
     """
 
     tokens: Sequence[int]
@@ -50,6 +51,7 @@ class PrefillChunk:
     sampling: RequestSampling
     fresh: bool
     constraints: FirstTokenConstraints | None = None
+    adapter: int = 0
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class PrefillChunk:
         *,
         fresh: bool,
         constraints: FirstTokenConstraints | None = None,
+        adapter: int = 0,
     ) -> "PrefillChunk":
         """Returns the chunk of tokens start … end - 1 of a sequence."""
         following = token_ids[end] if end < len(token_ids) else UNKNOWN
@@ -75,6 +78,7 @@ class PrefillChunk:
             sampling,
             fresh,
             constraints,
+            adapter,
         )
 
 
@@ -95,6 +99,7 @@ class ChunkInputs:
       fresh: bool [n]; whether the drafter's state belongs to another prompt and must be cleared.
       slot: int32 [n]; slot of each sequence within its replica.
       table: int32 [n, M]; pages of each sequence.
+      adapter: int32 [n]; number of each sequence's adapter, 0 for none.
     """
 
     tokens: jax.Array
@@ -104,6 +109,7 @@ class ChunkInputs:
     fresh: jax.Array
     slot: jax.Array
     table: jax.Array
+    adapter: jax.Array
 
 
 def pack(chunks: Mapping[int, PrefillChunk], num_slots: int, layout: Layout) -> ChunkInputs:
@@ -132,6 +138,7 @@ def pack(chunks: Mapping[int, PrefillChunk], num_slots: int, layout: Layout) -> 
         fresh=np.array([chunk.fresh for chunk in all_chunks]),
         slot=np.array([chunk.slot % layout.slots_per_replica for chunk in all_chunks], np.int32),
         table=np.stack([padded(chunk.pages, layout.prefill_pages) for chunk in all_chunks]),
+        adapter=np.array([chunk.adapter for chunk in all_chunks], np.int32),
     )
 
 
@@ -174,6 +181,7 @@ def prefill_chunk(
             cache.at_slots(chunk.slot, begins, chunk.table, target.sharding),
             feature_layers=drafter.feature_layers,
             count=chunk.count,
+            adapters=chunk.adapter,
         )
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
     logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))

@@ -17,10 +17,11 @@ from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk, pack
+from dflash.inference.request import SHARED, CacheGroup
 
 
 def page_keys(
-    token_ids: Sequence[int], page_size: int, ahead: int = 0, salt: str = ""
+    token_ids: Sequence[int], page_size: int, ahead: int = 0, group: CacheGroup = SHARED
 ) -> Iterator[bytes]:
     """Yields the keys of the pages that a sequence fills, in order, as a chain of hashes.
 
@@ -29,10 +30,14 @@ def page_keys(
       page_size: Tokens per page.
       ahead: Number of tokens past its end that a page depends on too; pages without them are left
         out.
-      salt: Name that all keys depend on, so that pages of another salt are never found.
+      group: What all keys depend on, so that pages of another group are never found.
     """
-    tokens = np.asarray(token_ids, np.uint32)
-    key = hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""
+    tokens, key = np.asarray(token_ids, np.uint32), b""
+    if group.salt:
+        key = hashlib.blake2b(group.salt.encode(), digest_size=16, person=b"salt").digest()
+    if group.adapter:
+        number = group.adapter.to_bytes(4, "little")
+        key = hashlib.blake2b(key + number, digest_size=16, person=b"adapter").digest()
     for end in range(page_size, len(tokens) - ahead + 1, page_size):
         # The tokens that follow belong to the key of this page, but not to the chain.
         key = hashlib.blake2b(
@@ -57,7 +62,7 @@ class PrefixCache:
         self._context = engine.program("new_context")() if self._keeps_rows else ()
 
     def find(
-        self, replica: int, token_ids: Sequence[int], length: int, salt: str
+        self, replica: int, token_ids: Sequence[int], length: int, group: CacheGroup
     ) -> tuple[int, ...]:
         """Returns a replica's cached pages of the first `length` tokens of a sequence.
 
@@ -66,7 +71,7 @@ class PrefixCache:
         if not self._engine.prefix_cache:
             return ()
         most = (length - 1) // self._engine.layout.page_size
-        return self._pool.find(replica, list(self._keys(token_ids, salt))[:most])
+        return self._pool.find(replica, list(self._keys(token_ids, group))[:most])
 
     def restore(
         self,
@@ -107,7 +112,7 @@ class PrefixCache:
         token_ids: Sequence[int],
         rows: int,
         begin: int,
-        salt: str,
+        group: CacheGroup,
     ) -> int:
         """Publishes the full pages of a sequence.
 
@@ -117,7 +122,7 @@ class PrefixCache:
           token_ids: Tokens of the sequence.
           rows: Number of its positions that both the cache and the drafter's state hold.
           begin: Number of its pages that were published before.
-          salt: Salt of the sequence; see `page_keys`.
+          group: Group of the sequence; see `page_keys`.
         Returns:
           The number of its published pages, including those published by other sequences.
         """
@@ -125,7 +130,7 @@ class PrefixCache:
             return begin
         layout = self._engine.layout
         replica, full = layout.replica_of(slot.index), rows // layout.page_size
-        keys = list(self._keys(token_ids, salt))[:full]
+        keys = list(self._keys(token_ids, group))[:full]
         fresh = [0] * len(keys)
         for i in range(begin, len(keys)):
             if self._pool.publish(replica, slot.pages[i], keys[i]):
@@ -137,6 +142,6 @@ class PrefixCache:
             self._context = run(self._context, state.drafter, *where)
         return max(begin, len(keys))
 
-    def _keys(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
+    def _keys(self, token_ids: Sequence[int], group: CacheGroup) -> Iterator[bytes]:
         ahead = self._engine.drafter.rows_ahead
-        return page_keys(token_ids, self._engine.layout.page_size, ahead, salt)
+        return page_keys(token_ids, self._engine.layout.page_size, ahead, group)

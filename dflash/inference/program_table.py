@@ -20,7 +20,7 @@ from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import nonfinite
 from dflash.inference.shapes import Shapes, places
-from dflash.layers.linear import matmul_precision
+from dflash.layers.products import matmul_precision
 from dflash.parallel.sharding import zeros
 
 Name = tuple  # Entry of the table, followed by its sizes.
@@ -205,7 +205,8 @@ def _insert_arguments(shapes: Shapes) -> tuple:
     stop_ids = shapes.whole((shapes.num_stop_ids,))
     where = number, number, shapes.table_row(), number, number, stop_ids
     default = shapes.constraints(1).controls
-    return shapes.state(), shapes.prefill_state(), anchors, *where, default, shapes.one_sampling()
+    of_request = default, shapes.one_sampling(), number if shapes.target.adapters else None
+    return shapes.state(), shapes.prefill_state(), anchors, *where, *of_request
 
 
 def prefill_arguments(shapes: Shapes, rows: int) -> tuple:
@@ -247,7 +248,7 @@ def _write_sequence_arguments(shapes: Shapes) -> tuple:
 
 def _examine_arguments(shapes: Shapes, rows: int) -> tuple:
     number = shapes.scalar()
-    return shapes.weights[0], shapes.examined(), shapes.whole((1, rows)), number, number
+    return shapes.weights[0], shapes.examined(), shapes.whole((1, rows)), number, number, number
 
 
 def _per_device(shapes: Shapes, function: Callable, arguments: tuple, results: Any) -> Callable:

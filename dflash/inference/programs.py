@@ -56,6 +56,7 @@ def insert(
     stop_ids: jax.Array,
     stated: Controls,
     sampling: SamplingParams,
+    adapter: jax.Array | None,
 ) -> DecodeState:
     """Puts a prefilled sequence into a slot, and decides whether it has ended already.
 
@@ -72,6 +73,7 @@ def insert(
       stop_ids: Tokens that end it, int32 [E].
       stated: Its logit controls, with a batch axis of size 1.
       sampling: Its sampling parameters, without a batch axis.
+      adapter: Number of its adapter; None if the target has none.
     """
     anchor = anchors[prefill_slot]
     # The host does not know the anchor of a new sequence yet.
@@ -99,6 +101,7 @@ def insert(
         lookup=state.lookup and state.lookup.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),
         concluded=state.concluded,
+        adapter=None if adapter is None else state.adapter.at[slot].set(adapter),
     )
 
 

@@ -9,6 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from dflash import errors
 from dflash.config.schema import FLOAT32_MAX, INT32_MAX, SamplingConfig, option, subset
@@ -45,6 +46,21 @@ class RequestSampling(SamplingConfig):
         return cls(**subset(config, SamplingConfig), sequence=sequence)
 
 
+class CacheGroup(NamedTuple):
+    """Part of the prefix cache: requests share cached pages only within their group.
+
+    Attributes:
+      salt: Salt of the requests.
+      adapter: Number of their adapter, on which cached rows depend.
+    """
+
+    salt: str = ""
+    adapter: int = 0
+
+
+SHARED = CacheGroup()
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """Prompt to decode, with its sampling and stopping parameters.
@@ -64,6 +80,7 @@ class Request:
       rejected: Whether to report rejected drafts.
       cache_salt: Name of the part of the prefix cache to use; requests share cached pages only with
         those of the same salt.
+      adapter: Number of the target's adapter to decode with, from 1; 0 for none.
     """
 
     id: int
@@ -76,6 +93,12 @@ class Request:
     grammar: Grammar | None = None
     rejected: bool = False
     cache_salt: str = ""
+    adapter: int = 0
+
+    @property
+    def cache_group(self) -> CacheGroup:
+        """Returns the part of the prefix cache that the request uses."""
+        return CacheGroup(self.cache_salt, self.adapter)
 
     @property
     def limit(self) -> int:
@@ -209,7 +232,12 @@ def max_length(requests: Iterable[Request]) -> int:
 
 
 def check_request(
-    request: Request, *, max_length: int, vocab_size: int, num_stop_ids: int | None = None
+    request: Request,
+    *,
+    max_length: int,
+    vocab_size: int,
+    num_stop_ids: int | None = None,
+    num_adapters: int = 0,
 ) -> None:
     """Raises if a request cannot be decoded.
 
@@ -218,6 +246,7 @@ def check_request(
       max_length: Tokens that the cache holds per sequence.
       vocab_size: Vocabulary size of the target.
       num_stop_ids: Stop ids that the engine supports; None skips this check.
+      num_adapters: Number of the target's adapters.
     Raises:
       InputError: A field is out of range; the message names the request and the field.
     """
@@ -236,6 +265,10 @@ def check_request(
         raise errors.InputError(
             f"{where}: {len(set(request.stop_ids))} stop ids, but the engine was built for at "
             f"most {num_stop_ids}"
+        )
+    if not 0 <= request.adapter <= num_adapters:
+        raise errors.InputError(
+            f"{where}: adapter: {request.adapter}, but the target has {num_adapters}"
         )
     if request.max_new_tokens < 1:
         raise errors.InputError(

@@ -152,6 +152,7 @@ class Shapes:
             else None,
             nonfinite_at=ints,
             concluded=self.scalar(),
+            adapter=ints if self.target.adapters else None,
         )
 
     def sampling(self, batch: int, name: str | None = None) -> SamplingParams:
@@ -202,6 +203,7 @@ class Shapes:
             fresh=self.whole((count,), jnp.bool_),
             slot=per_prompt,
             table=self.whole((count, self.layout.prefill_pages)),
+            adapter=per_prompt,
         )
 
     def constraints(self, batch: int) -> first_token.FirstTokenConstraints:

@@ -17,9 +17,10 @@ from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import paged_attention
 from dflash.kernels.quantized import Rows
 from dflash.kernels.split_heads import Part, split_heads
-from dflash.layers import joining, linear
+from dflash.layers import joining
 from dflash.layers.cache import CacheArray, batch_axes
 from dflash.layers.linear import Linear, RMSNorm, UnscaledRMSNorm
+from dflash.layers.products import finish
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
@@ -249,7 +250,7 @@ class Attention(nnx.Module):
             implementation=chosen,
         )
         arrays = [
-            linear.finish(product, self.sharding), cos_sin, tuple(norm.factor for norm in norms)
+            finish(product, self.sharding), cos_sin, tuple(norm.factor for norm in norms)
         ]  # fmt: skip
         if chosen == "reference" and len(parts) == 1:
             # XLA partitions plain JAX by itself. It cannot partition a kernel, nor the output of a

@@ -13,10 +13,11 @@ from flax import nnx
 from dflash.kernels import gated_delta
 from dflash.kernels.causal_conv import causal_conv, last_rows
 from dflash.kernels.split_heads import rms_norm
-from dflash.layers import joining, linear
+from dflash.layers import joining
 from dflash.layers.attention import Attend
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.products import finish
 from dflash.layers.recurrent_state import (
     PendingState,
     RecurrentSpec,
@@ -123,9 +124,7 @@ class GatedDeltaNet(nnx.Module):
           decays [B, T, V], before their activations.
         """
         del angles  # Positions matter only through the decay.
-        products = tuple(
-            linear.finish(getattr(self, name)(x), self.sharding) for name in self.products
-        )
+        products = tuple(finish(getattr(self, name)(x), self.sharding) for name in self.products)
         return products, self.b(x), self.a(x)
 
     def attend_state(

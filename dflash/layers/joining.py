@@ -53,10 +53,12 @@ def join(linears: Sequence[Linear]) -> Linear:
 def can_join(linears: Sequence[Linear]) -> bool:
     """Returns whether all maps have the same format and columns sharded over the same mesh axes.
 
-    Maps with block scales are never joined, since a block could straddle two of them. Either all
-    maps have a bias or none has.
+    Maps with block scales are never joined, since a block could straddle two of them, and neither
+    are maps with adapters. Either all maps have a bias or none has.
     """
     if len({linear.bias is None for linear in linears}) > 1:
+        return False
+    if any(linear.low_rank is not None for linear in linears):
         return False
     formats = {linear.format for linear in linears}
     if len(formats) > 1 or any(form is not None and form.block for form in formats):

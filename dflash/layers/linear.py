@@ -10,6 +10,7 @@ from flax import nnx
 
 from dflash.kernels import quantized
 from dflash.kernels.split_heads import rms_norm
+from dflash.layers.products import project, widen_late
 from dflash.layers.weight_format import WeightFormat
 from dflash.parallel import parameters
 from dflash.parallel.compiler_options import NARROW_IN_LOOPS
@@ -167,26 +168,31 @@ class Linear(Kernel):
         self.bias = (
             parameters.declare((out_features,), axes[1:], stddev=0.0, **build) if bias else None
         )
+        self.dtype = jnp.dtype(dtype)
+        # Updates of the map by adapters, a `low_rank.LowRank`; None without adapters.
+        self.low_rank = nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [..., in] to [..., out]."""
         product = self._multiply(x)
+        if self.low_rank is not None and (update := self.low_rank(x)) is not None:
+            product = product + update
         return product if self.bias is None else product + self.bias[...]
 
     def _multiply(self, x: jax.Array) -> jax.Array:
         if self.format is None:
-            return _project(x, self.kernel[...], self.sharding)
+            return project(x, self.kernel[...], self.sharding)
         if self.format.block is not None:
-            return _project(x, self.plain(x), self.sharding)
+            return project(x, self.plain(x), self.sharding)
         if self.format.int8_products:
             return quantized.int8_product(x, self.kernel[...], self.kernel_scale[...])
         kernel = widen_late(x, self.kernel[...], self.sharding).astype(x.dtype)
-        product = _project(x, kernel, self.sharding, dtype=jnp.float32)
+        product = project(x, kernel, self.sharding, dtype=jnp.float32)
         return (product * self.kernel_scale[0]).astype(x.dtype)
 
     def attend(self, hidden: jax.Array) -> jax.Array:
         """Applies an output head: returns float32 logits [..., V] of hidden states [..., D]."""
-        return _project(hidden, self.kernel[...], self.sharding, dtype=jnp.float32)
+        return project(hidden, self.kernel[...], self.sharding, dtype=jnp.float32)
 
     def columns(self, tokens: np.ndarray) -> jax.Array:
         """Returns the columns [D, Q] of an output head for token ids int [Q]."""
@@ -213,7 +219,7 @@ class Embedding(nnx.Module):
     def attend(self, hidden: jax.Array) -> jax.Array:
         """Returns float32 logits [..., V] of hidden states [..., D]."""
         table = self.embedding[...]
-        return _project(hidden, table, self.sharding, transposed=True, dtype=jnp.float32)
+        return project(hidden, table, self.sharding, transposed=True, dtype=jnp.float32)
 
     def columns(self, tokens: np.ndarray) -> jax.Array:
         """Returns the columns [D, Q] of the output head for token ids int [Q]."""
@@ -275,126 +281,3 @@ class ZeroCenteredRMSNorm(RMSNorm):
     def factor(self) -> jax.Array:
         """Factor float32 [D] of a normalized row."""
         return 1.0 + self.scale[...].astype(jnp.float32)
-
-
-def _project(
-    x: jax.Array,
-    weights: jax.Array,
-    sharding: Sharding,
-    *,
-    transposed: bool = False,
-    dtype: jnp.dtype | None = None,
-) -> jax.Array:
-    """Computes x [..., D] @ weights [D, F], or weights [F, D] if transposed.
-
-    Args:
-      x: Rows [..., D].
-      weights: [D, F], or [F, D] if `transposed`.
-      sharding: Mesh and platform of the arrays.
-      transposed: Contract with the last dimension of `weights`.
-      dtype: Dtype of the result; None for the promoted dtype of x and weights.
-    """
-    weights = widen_late(x, weights, sharding)
-    dtype = dtype or jnp.result_type(x, weights)
-    widened = sharding.platform == "cpu"
-    if not _is_single_row(x, sharding):
-        return _product(x, weights, transposed, dtype, widened)
-    pair = jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, 1), (0, 0)))
-    return _product(pair, weights, transposed, dtype, widened)[..., :1, :]
-
-
-def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:
-    """Returns whether each device has a single row of x, on a TPU.
-
-    XLA multiplies a single row on the vector units, which it expects to take three times as long as
-    reading the weights; two rows go through the matrix unit.
-    """
-    if sharding.platform != "tpu" or x.ndim < 2 or x.shape[-2] != 1:
-        return False
-    return math.prod(x.shape[:-1]) <= sharding.size("batch")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _product(x, weights, transposed, dtype, widened):
-    """Computes x @ weights, with a custom gradient that differs only in the order of factors.
-
-    In the gradient of the weights, x comes first. In the opposite order, a CPU transposes a copy of
-    the outputs' gradient, the larger factor, which takes a fifth of a training step.
-
-    Args:
-      x: Rows [..., D].
-      weights: [D, F], or [F, D] if `transposed`.
-      transposed: Contract with the last dimension of `weights`.
-      dtype: Dtype of the result.
-      widened: Compute products in float32 and round them: XLA on a CPU uses the matrix units for
-        bfloat16 factors only if the product is in float32.
-    """
-    equation = "...d,fd->...f" if transposed else "...d,df->...f"
-    return _multiply(equation, x, weights, dtype, widened)
-
-
-def _product_forward(x, weights, transposed, dtype, widened):
-    return _product(x, weights, transposed, dtype, widened), (x, weights)
-
-
-def _product_backward(transposed, dtype, widened, residuals, cotangents):
-    x, weights = residuals
-    # Cast the gradient of float32 logits to the factors' dtype, so that no factor is widened.
-    cotangents = cotangents.astype(jnp.result_type(x, weights))
-    to_x = "...f,fd->...d" if transposed else "...f,df->...d"
-    by_x = _multiply(to_x, cotangents, weights, x.dtype, widened)
-    rows, cotangents = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))
-    by_weights = _multiply("rd,rf->df", rows, cotangents, weights.dtype, widened)
-    return by_x, by_weights.T if transposed else by_weights
-
-
-def _multiply(equation: str, a, b, dtype: jnp.dtype, widened: bool) -> jax.Array:
-    """Returns the product of two arrays in `dtype`; see `_product`."""
-    product = jnp.promote_types(dtype, jnp.result_type(a, b))
-    if widened and product == jnp.bfloat16:
-        product = jnp.float32
-    return jnp.einsum(equation, a, b, preferred_element_type=product).astype(dtype)
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-def matmul_precision(dtype: jnp.dtype) -> str:
-    """Returns the `jax.default_matmul_precision` for computing in `dtype`."""
-    # Users choose float32 for exactness, but a TPU multiplies float32 in bfloat16 by default.
-    return "highest" if dtype == jnp.float32 else "default"
-
-
-def finish(product: jax.Array, sharding: Sharding) -> jax.Array:
-    """Keeps XLA on a TPU from fusing a matrix product with the split of its columns into heads.
-
-    The fused form needs transposed weights: XLA would copy the weights of every layer ahead of each
-    dispatch, which doubles their memory.
-
-    Args:
-      product: Output of a linear map, returned unchanged.
-      sharding: Mesh and platform of the array.
-    """
-    return jax.lax.optimization_barrier(product) if sharding.platform == "tpu" else product
-
-
-def widen_late(x: jax.Array, weights: jax.Array, sharding: Sharding) -> jax.Array:
-    """Keeps XLA on a CPU from holding float32 copies of all narrower weights at once.
-
-    A CPU multiplies bfloat16 and 8-bit weights as float32. XLA would convert every matrix ahead of
-    time, outside the decode loop, which takes three times the memory of the weights. An artificial
-    dependency on x delays the conversion until the matrix is multiplied. It does nothing on other
-    platforms. Inside a loop, XLA must also be kept from hoisting the conversion out of it; see
-    `NARROW_IN_LOOPS`.
-
-    Args:
-      x: Rows that the weights are about to be multiplied with.
-      weights: Weights, returned bit for bit unless x begins with a NaN.
-      sharding: Mesh and platform of the arrays.
-    """
-    if sharding.platform != "cpu" or weights.dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
-        return weights
-    first = x.reshape(-1)[0]  # XLA recognizes and removes simpler dependencies.
-    filler = jnp.nan if jnp.issubdtype(weights.dtype, jnp.floating) else 0
-    other = jnp.asarray(filler, weights.dtype)
-    return jnp.where(first != first, other, weights)

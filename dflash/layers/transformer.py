@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.config.schema import TargetArchitecture
+from dflash.layers import low_rank
 from dflash.layers.attention import Attend, Attention
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import RMSNorm
@@ -141,6 +142,7 @@ def run_layer(
     *seen: Any,
     gather: bool = False,
     remat: bool = False,
+    adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Computes `layer(x, angles, attend)`, tracing layers of identical structure only once.
 
@@ -156,17 +158,19 @@ def run_layer(
       *seen: Further arguments of `attention_of`, pytrees of arrays.
       gather: All-gather the layer's weights first; see `parameters.gathered`.
       remat: Recompute the layer in the backward pass.
+      adapters: Adapter of each row, int32 [B, T] or [B, 1]; see `low_rank.choose`.
     Returns:
       Rows [B, T, D], and the auxiliary result of `attend`.
     """
     graph, params = nnx.split(layer)
     run = functools.partial(_run_split, graph, attention_of, gather)
-    return (jax.checkpoint(run) if remat else run)(params, x, angles, *seen)
+    return (jax.checkpoint(run) if remat else run)(params, x, angles, adapters, *seen)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run_split(graph, attention_of, gather, params, x, angles, *seen):
+def _run_split(graph, attention_of, gather, params, x, angles, adapters, *seen):
     layer = nnx.merge(graph, params)
+    low_rank.choose(layer, adapters)
     if gather:
         layer = parameters.gathered(layer, layer.sharding)
     return layer(x, angles, attention_of(layer, *seen))

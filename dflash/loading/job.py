@@ -13,6 +13,7 @@ import jax
 
 from dflash import errors
 from dflash.checkpoints import vocabulary
+from dflash.checkpoints.lora import Adapter
 from dflash.config import loader
 from dflash.config.data_schema import DataConfig
 from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
@@ -21,7 +22,7 @@ from dflash.data.example import Example
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import NUM_STOP_IDS, Engine
 from dflash.inference.request import Request, RequestSampling, max_length
-from dflash.loading import decode_plan, engines, models, weights
+from dflash.loading import adapters, decode_plan, engines, models, weights
 from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.parallel import agreement, distributed, sharding
@@ -53,6 +54,7 @@ class Job:
       max_length: Length of the longest sequence, prompt and output, in tokens.
       date: Date that chat templates print; None for today.
       shard: Part of the config's prompts that the job holds.
+      adapters: Adapters that sequences choose among, by name; see `loading.adapters`.
     """
 
     config: DecodeRun
@@ -65,6 +67,7 @@ class Job:
     max_length: int
     date: datetime.date | None = None
     shard: Shard = shards.WHOLE
+    adapters: Mapping[str, Adapter] = dataclasses.field(default_factory=dict)
 
     @property
     def drafter_sharding(self) -> Sharding:
@@ -161,11 +164,20 @@ class Job:
           CheckpointError: A checkpoint is damaged, or does not fit its model.
         """
         weights.load(self.target, self.target_source, self.target.sharding)
+        adapters.fill(self.target, tuple(self.adapters.values()))
         self.load_drafter()
 
     def load_drafter(self) -> None:
         """Loads the weights of the drafter alone; see `load_weights`."""
         weights.load(self.drafter, self.drafter_source, self.drafter_sharding)
+
+    def with_adapters(self, references: Mapping[str, str]) -> "Job":
+        """Returns the job with adapters, read from references by name, which its target gets too.
+
+        Raises:
+          CheckpointError: An adapter cannot be read, or does not fit the target.
+        """
+        return dataclasses.replace(self, adapters=adapters.declare(self.target, references))
 
     def with_drafter(self, config: DecodeRun) -> "Job":
         """Returns the job with the same prompts and target under another config.

@@ -20,14 +20,16 @@ from dflash.checkpoints import (
     gguf_tensors,
     gguf_values,
     hf_config,
+    lora,
     safetensors_header,
     weight_formats,
 )
+from dflash.checkpoints.lora import Adapter
 from dflash.config import registry, schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.drafters.autoregressive_config import AutoregressiveConfig
 from dflash.drafters.base import Drafter
-from dflash.loading import quantization
+from dflash.loading import adapters, quantization
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -46,23 +48,28 @@ class Source:
       directory: Directory of the checkpoint; None for random weights, or without a download.
       hf: Content of the checkpoint's config.json, or None.
       seed: Seed of random weights.
+      adapter: Adapter to merge into the weights, or None.
     """
 
     directory: pathlib.Path | None
     hf: Mapping[str, Any] | None
     seed: int
+    adapter: Adapter | None = None
 
 
 def find_target(config: TargetConfig, *, download: bool = True) -> Source:
-    """Finds the target's checkpoint.
+    """Finds the target's checkpoint, and reads the adapter to merge into it.
 
     Args:
       config: Target group of the run's config.
-      download: Fetch a checkpoint that is not on this machine; otherwise use random weights.
+      download: Fetch what is not on this machine; otherwise use random weights, and no adapter.
     Raises:
-      CheckpointError: The checkpoint is missing or cannot be read.
+      CheckpointError: The checkpoint or the adapter is missing or cannot be read.
     """
-    return _find(config.checkpoint, _TARGET_SEED, download)
+    source = _find(config.checkpoint, _TARGET_SEED, download)
+    if config.adapter is None or (not download and checkpoint.is_remote(config.adapter)):
+        return source
+    return dataclasses.replace(source, adapter=lora.read(config.adapter))
 
 
 def find_drafter(config: DrafterConfig, *, download: bool = True) -> Source:
@@ -77,7 +84,7 @@ def build_target(
 
     Raises:
       ConfigError: The config states another family or shape than the checkpoint has.
-      CheckpointError: The checkpoint belongs to an unknown family.
+      CheckpointError: The checkpoint belongs to an unknown family, or the adapter does not fit.
     """
     if source.hf is None:
         if config.name is None or config.architecture is None:
@@ -98,6 +105,8 @@ def build_target(
         arch = hf_config.with_rope_scaling(arch, config.rope_scaling)
     model = kind(arch, dtype=jnp.dtype(dtype), sharding=sharding)
     _quantize(model, source, config.quantization, "target")
+    if source.adapter is not None:
+        adapters.check_mergeable(model, source.adapter)
     return model
 
 
@@ -206,6 +215,8 @@ def load_weights(module: nnx.Module, source: Source) -> None:
             module.check_weights(source.directory)
     else:
         parameters.init_fast_random(module, source.seed)
+    if source.adapter is not None:
+        adapters.merge(module, source.adapter)
 
 
 def find_class(

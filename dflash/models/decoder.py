@@ -70,6 +70,7 @@ class Decoder(nnx.Module):
         self.arch = arch
         self.dtype = jnp.dtype(dtype)
         self.sharding = sharding
+        self.adapters: tuple[str, ...] = ()  # Names; see `loading.adapters`.
         build = {"dtype": self.dtype, "sharding": sharding}
         self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
         self.layers = nnx.List(self.make_layer(i, **build) for i in range(arch.num_hidden_layers))
@@ -123,6 +124,7 @@ class Decoder(nnx.Module):
         tree_mask: jax.Array | None = None,
         count: jax.Array | None = None,
         packing: Packing | None = None,
+        adapters: jax.Array | None = None,
     ) -> TargetOutput:
         """Runs T new rows per sequence on top of its cached context.
 
@@ -140,14 +142,19 @@ class Decoder(nnx.Module):
             they are verified first.
           packing: Packing of the rows that are computed; hidden states and features are then packed
             rows. None computes all T rows of every sequence.
+          adapters: int32 [B]; number of each sequence's adapter, from 1, or 0 for none. None if the
+            target has no adapters, or to leave them out.
         """
         context = positions[:, 0], tree_mask, count, packing
         by_layer = zip(cache.layers, cache.tables, strict=True)
         seen = [(kept, table, *context) for kept, table in by_layer]
+        by_row = None
+        if self.adapters and adapters is not None:
+            by_row = adapters[:, None] if packing is None else packing.spread(adapters)
         if packing is not None:
             tokens, positions = packing.pack(tokens), packing.pack(positions)
         hidden, features, layers = self._run_layers(
-            tokens, positions, _attend_cached, seen, feature_layers
+            tokens, positions, _attend_cached, seen, feature_layers, adapters=by_row
         )
         return TargetOutput(hidden, features, dataclasses.replace(cache, layers=tuple(layers)))
 

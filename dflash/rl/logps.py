@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.layers import losses
-from dflash.layers.linear import matmul_precision
+from dflash.layers.products import matmul_precision
 from dflash.models.decoder import Decoder
 
 

@@ -172,7 +172,8 @@ class Endpoints:
         """Serves OpenAI's /v1/completions."""
         request = await self._read(http_request, openai_requests.read_completion)
         model = self._service.served()
-        head = responses.envelope("text_completion", f"cmpl-{_id(http_request)}", model)
+        id = f"cmpl-{_id(http_request)}"
+        head = responses.envelope("text_completion", id, request, model)
         choice = responses.text_choice(request, model)
         return await self._openai(http_request, request, model, (head, choice), (head, choice))
 
@@ -181,9 +182,9 @@ class Endpoints:
         request = await self._read(http_request, openai_requests.read_chat)
         model = self._service.served()
         id = f"chatcmpl-{_id(http_request)}"
-        head = responses.envelope("chat.completion", id, model)
+        head = responses.envelope("chat.completion", id, request, model)
         whole = head, responses.chat_choice(request, model)
-        head = responses.envelope("chat.completion.chunk", id, model)
+        head = responses.envelope("chat.completion.chunk", id, request, model)
         parts = head, responses.chat_chunk_choice(request, model)
         return await self._openai(http_request, request, model, whole, parts, roles=True)
 
@@ -292,20 +293,21 @@ class Endpoints:
         return Response(self._service.metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, http_request: Request) -> Response:
-        """Returns a list that holds the served model."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """Returns the target, followed by its adapters."""
+        return JSONResponse({"object": "list", "data": self._cards()})
 
     async def one_model(self, http_request: Request) -> Response:
-        """Returns the served model if the path names it."""
-        card, name = self._card(), http_request.path_params["name"]
-        if name != card["id"]:
-            message = f"no such model; this server has {card['id']!r}"
-            raise RequestError(message, status=404, param="model", code="model_not_found")
-        return JSONResponse(card)
+        """Returns the target or the adapter that the path names."""
+        cards, name = self._cards(), http_request.path_params["name"]
+        for card in cards:
+            if card["id"] == name:
+                return JSONResponse(card)
+        message = f"no such model; this server has {', '.join(repr(card['id']) for card in cards)}"
+        raise RequestError(message, status=404, param="model", code="model_not_found")
 
-    def _card(self) -> dict[str, Any]:
+    def _cards(self) -> list[dict[str, Any]]:
         model = self._service.served()
-        return {
+        target = {
             "id": model.name,
             "object": "model",
             "created": self._service.created,
@@ -315,6 +317,9 @@ class Endpoints:
             "max_model_len": model.max_length,
             "dflash": {"drafter": model.drafter, "compares": model.compares},
         }
+        adapters = model.adapters.items()
+        own = ({"id": name, "root": root, "parent": model.name} for name, root in adapters)
+        return [target, *(target | adapter for adapter in own)]
 
     async def flush_cache(self, http_request: Request) -> Response:
         """Empties the prefix cache."""

@@ -10,6 +10,7 @@ import jax
 
 from dflash import errors
 from dflash.checkpoints.safetensors_header import read_headers
+from dflash.config.schema import RANDOM
 from dflash.config.serve_schema import ServeRun, host_and_port
 from dflash.inference.engine import Engine
 from dflash.inference.roles import handover
@@ -159,10 +160,9 @@ class Backend:
     def model(self, engines: Mapping[str, Engine]) -> ServedModel:
         """Returns the facts about the model that requests depend on."""
         job, config, engine = self._job, self.config, engines[DRAFTED]
-        root = config.target.checkpoint or "random"
         return ServedModel(
-            name=config.serve.model or pathlib.PurePath(root.removeprefix("hf:")).name,
-            root=root,
+            name=config.model_name,
+            root=config.target.checkpoint or RANDOM,
             drafter=config.drafter.name,
             tokenizer=job.tokenizer,
             names=TokenNames(job.tokenizer),
@@ -180,6 +180,7 @@ class Backend:
                 tools=config.serve.tool_format,
                 thinking=config.serve.reasoning,
             ),
+            adapters=config.serve.adapters,
         )
 
     @functools.cached_property

@@ -289,7 +289,7 @@ class GenerateBody(Body):
     top_logprobs_num: NumLogprobs = 0
     stream: bool = False
     logprob_start_len: only(-1) = None
-    lora_path: only("") = None
+    lora_path: Text = None
     return_hidden_states: only(False) = None
     return_text_in_logprobs: Any = None  # Responses always contain the texts.
     log_metrics: Any = None

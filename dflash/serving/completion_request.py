@@ -71,6 +71,7 @@ class CompletionRequest:
       priority: Number by which requests wait; lower ones go first.
       chat_format: Format by which outputs are parsed; None for plain text.
       rules: What an answer may contain, for the parser.
+      adapter: Number of the target's adapter, 0 for none.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -88,6 +89,7 @@ class CompletionRequest:
     priority: int = 0
     chat_format: ChatFormat | None = None
     rules: AnswerRules | None = None
+    adapter: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -115,6 +117,7 @@ class CompletionRequest:
                 grammar=self.grammar,
                 rejected=self.options.drafts,
                 cache_salt=self.cache_salt,
+                adapter=self.adapter,
             )
             for prompt in self.prompts
             for number in range(self.choices)
@@ -141,15 +144,32 @@ class CompletionRequest:
 
 
 def check_model(body: Mapping[str, Any], model: ServedModel) -> None:
-    """Raises RequestError if a body names another model than the one that is served."""
-    name = body.get("model")
-    if isinstance(name, str) and name not in (model.name, model.root):
-        raise RequestError(
-            f"model: {jsonl.quote(name)} is not served here; this server has {model.name!r}",
-            param="model",
-            status=404,
-            code="model_not_found",
-        )
+    """Raises RequestError if a body names another model than the target or one of its adapters."""
+    adapter_number(body.get("model"), model)
+
+
+def adapter_number(name: Any, model: ServedModel, param: str = "model") -> int:
+    """Returns the number of the adapter that a request names as its model, 0 for none.
+
+    Args:
+      name: Value of the field; no string if it is absent, or invalid in another way.
+      model: Model that is served.
+      param: Name of the field.
+    Raises:
+      RequestError: There is no such model.
+    """
+    names = model.served_names
+    if not isinstance(name, str) or name == model.root:
+        return 0
+    if name in names:
+        return names.index(name)
+    raise RequestError(
+        f"{param}: {jsonl.quote(name)} is not served here; this server has "
+        f"{', '.join(map(repr, names))}",
+        param=param,
+        status=404,
+        code="model_not_found",
+    )
 
 
 def complete(

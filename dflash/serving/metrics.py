@@ -55,6 +55,9 @@ _COUNTERS = {
     "dflash:speculation_hits": ("Verifications whose outcome the drafter had foreseen.", ()),
     "dflash:redrafted_cycles": ("Decode cycles after which all sequences drafted anew.", ()),
     "dflash:block_sizes": ("Decode cycles by number of verified rows.", ("size",)),
+    # The mean acceptance length of an adapter is the ratio of these two.
+    "dflash:adapter_tokens": ("Output tokens of cycles with drafts, by adapter.", ("adapter",)),
+    "dflash:adapter_cycles": ("Verified cycles with drafts, by adapter.", ("adapter",)),
 }
 # Counters that schedulers count, with the name in `SchedulerStats`.
 _SCHEDULER_COUNTS = {
@@ -153,6 +156,7 @@ class Metrics:
         # Totals of the schedulers that counters include already.
         self._reported: dict[str, float] = {}
         self._labels = {"model_name": "", "engine": "0"}
+        self._served_names: tuple[str, ...] = ("",)
         self._metrics: dict[str, Any] = {}
         self._unlabeled: list[Any] = []  # Metrics without labels besides `_LABELS`.
         for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
@@ -178,6 +182,7 @@ class Metrics:
           engine: Engine that decodes with drafts.
         """
         self._labels = {"model_name": model.name, "engine": "0"}
+        self._served_names = model.served_names
         self.totals.accepted_at = [0] * (engine.drafter.longest_path - 1)
         layout = engine.layout
         self._metric(
@@ -237,7 +242,7 @@ class Metrics:
             self.totals.prompt_tokens += prompt_tokens
         elif num_tokens:
             self._observe("vllm:inter_token_latency_seconds", now - served.last_at)
-        self._count_cycles(event)
+        self._count_cycles(event, served.request.adapter)
 
     def finished(self, served: ServedRequest, done: RequestOutput, now: float) -> None:
         """Records a request that the engine has finished."""
@@ -263,8 +268,8 @@ class Metrics:
             mean_s = (served.last_at - served.first_at) / (served.tokens - 1)
             self._observe("vllm:request_time_per_output_token_seconds", mean_s)
 
-    def _count_cycles(self, event: Tokens) -> None:
-        """Counts cycles by block size and by accepted drafts."""
+    def _count_cycles(self, event: Tokens, adapter: int) -> None:
+        """Counts cycles by block size, by accepted drafts, and by adapter if there are any."""
         totals, sizes = self.totals, event.block_sizes
         for size in set(sizes):
             self._metric("dflash:block_sizes", size=str(size)).inc(sizes.count(size))
@@ -278,6 +283,10 @@ class Metrics:
         totals.committed += sum(lengths)
         totals.accepted += sum(accepted)
         totals.drafted += drafted
+        if len(self._served_names) > 1:
+            name = self._served_names[adapter]
+            self._metric("dflash:adapter_tokens", adapter=name).inc(sum(lengths))
+            self._metric("dflash:adapter_cycles", adapter=name).inc(len(lengths))
         self._metric("vllm:spec_decode_num_drafts").inc(len(accepted))
         self._metric("vllm:spec_decode_num_accepted_tokens").inc(sum(accepted))
         self._metric("vllm:spec_decode_num_draft_tokens").inc(drafted)

@@ -148,4 +148,5 @@ def _request(
         reasoning=getattr(fields, "include_reasoning", True),
     )
     request = requests.complete(fields, model, prompts, options, fields.cache_salt)
-    return dataclasses.replace(request, priority=fields.priority)
+    adapter = requests.adapter_number(fields.model, model)
+    return dataclasses.replace(request, priority=fields.priority, adapter=adapter)

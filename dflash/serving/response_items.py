@@ -194,7 +194,7 @@ def _head(id: str, fields: ResponsesBody, request: CompletionRequest, model: Ser
         "id": id,
         "object": "response",
         "created_at": int(time.time()),
-        "model": model.name,
+        "model": model.served_names[request.adapter],
         "error": None,
         "incomplete_details": None,
         "instructions": fields.instructions,

@@ -119,9 +119,10 @@ def metrics(request: CompletionRequest, outputs: Sequence[Output], model: Served
     return {"metrics": {"speculative_decoding": counts}}
 
 
-def envelope(kind: str, id: str, model: ServedModel) -> Json:
+def envelope(kind: str, id: str, request: CompletionRequest, model: ServedModel) -> Json:
     """Returns the fields that a response, or each chunk of a stream, begins with."""
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model.name}
+    name = model.served_names[request.adapter]
+    return {"id": id, "object": kind, "created": int(time.time()), "model": name}
 
 
 def text_choice(request: CompletionRequest, model: ServedModel) -> Choice:

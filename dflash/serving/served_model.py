@@ -1,7 +1,7 @@
 """Facts about the served model that requests depend on."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from dflash.config.schema import DecodeConfig
 from dflash.serving.token_names import TokenNames
@@ -30,6 +30,7 @@ class ServedModel:
       compares: Whether requests can also be decoded without drafting.
       shares_prefixes: Whether requests without a cache salt share cached pages.
       chat_format: How the target writes reasoning and tool calls.
+      adapters: Directories of the target's adapters by their names, in the order of their numbers.
     """
 
     name: str
@@ -47,3 +48,9 @@ class ServedModel:
     compares: bool = False
     shares_prefixes: bool = True
     chat_format: ChatFormat = PLAIN
+    adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that requests give as their model, by the number of the adapter; 0 is none."""
+        return (self.name, *self.adapters)

@@ -1,5 +1,6 @@
 """Reads the body of SGLang's /generate."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ def read_generate(body: Mapping[str, Any], model: ServedModel) -> tuple[Completi
         special_tokens=not sampling.skip_special_tokens,
     )
     request = requests.complete(sampling, model, prompts, options, fields.cache_salt)
+    adapter = requests.adapter_number(fields.lora_path or None, model, "lora_path")
+    request = dataclasses.replace(request, adapter=adapter)
     several = several or request.choices > 1
     if options.stream and several:
         raise RequestError("stream: true supports only one prompt and n=1", param="stream")

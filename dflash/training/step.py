@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflash.layers.linear import matmul_precision
+from dflash.layers.products import matmul_precision
 from dflash.parallel import compiler_options
 from dflash.parallel.sharding import Sharding
 from dflash.training import state as states

@@ -12,8 +12,8 @@ PICKLES = (
     "them to safetensors (save_pretrained of transformers does)"
 )
 FORMATS = {
-    "adapter_config.json": "holds a LoRA adapter; merge it into its model (merge_and_unload of "
-    "peft)",
+    "adapter_config.json": "holds a LoRA adapter; give its base model as target.checkpoint, "
+    "and the adapter as target.adapter",
     "model-q4_k_m.gguf": "holds GGUF weights of llama.cpp; give the .gguf file itself",
     "pytorch_model.bin": PICKLES,
     "consolidated.00.pth": PICKLES,

@@ -13,7 +13,7 @@ from support.models import drafter
 from dflash.inference.cycle import adaptive
 from dflash.inference.engine import Engine
 from dflash.inference.prefix_cache import page_keys
-from dflash.inference.request import Request, RequestOutput, Tokens
+from dflash.inference.request import CacheGroup, Request, RequestOutput, Tokens
 from dflash.inference.scheduler import Scheduler
 
 CHUNK = 16
@@ -313,10 +313,11 @@ def test_pages_are_shared_by_requests_of_one_salt_alone():
 
 def test_no_salt_gives_the_keys_of_another_sequence():
     tokens = list(range(64))
-    salted = {key for salt in ("a", "b", "ab") for key in page_keys(tokens, 8, salt=salt)}
-    assert len(salted) == 3 * 8
+    groups = [CacheGroup(salt, adapter) for salt in ("", "a", "b", "ab") for adapter in (0, 1, 2)]
+    salted = {key for group in groups[1:] for key in page_keys(tokens, 8, group=group)}
+    assert len(salted) == 11 * 8
     plain = list(page_keys(tokens, 8))
     assert not salted.intersection(plain)
     # A salt that spells the key of a page does not continue its sequence.
     spelled = plain[0].decode("latin-1")
-    assert not set(plain).intersection(page_keys(tokens[8:], 8, salt=spelled))
+    assert not set(plain).intersection(page_keys(tokens[8:], 8, group=CacheGroup(spelled)))

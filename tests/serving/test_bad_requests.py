@@ -134,7 +134,7 @@ WRONG = [
     (GENERATE, {"text": ["a", "b"], "stream": True}, "stream"),
     (GENERATE, {"text": "a", "sampling_params": []}, "sampling_params"),
     (GENERATE, {"text": "a", "sampling_params": {"x": 1}}, "sampling_params.x"),
-    (GENERATE, {"text": "a", "lora_path": "/x"}, "lora_path"),
+    (GENERATE, {"text": "a", "lora_path": 3}, "lora_path"),
     (GENERATE, {"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
     ("/tokenize", {}, "messages"),
     ("/detokenize", {}, "tokens"),

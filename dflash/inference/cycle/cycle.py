@@ -221,6 +221,7 @@ def _forward(target, drafter, state, tokens, tree, packing):
             feature_layers=drafter.feature_layers,
             tree_mask=None if tree is None else tree.ancestry,
             packing=packing,
+            adapters=state.adapter,
         )
     return output, positions
 

@@ -39,6 +39,8 @@ class DecodeState:
       nonfinite_at: int32 [B]; position of the first token with non-finite logits, which ended the
         sequence; 0 if there was none.
       concluded: int32 []; cycles of the current dispatch that were run before its loop.
+      adapter: int32 [B]; number of each sequence's adapter, 0 for none; None if the target has no
+        adapters.
     """
 
     length: jax.Array
@@ -54,6 +56,7 @@ class DecodeState:
     lookup: Lookup | None
     nonfinite_at: jax.Array
     concluded: jax.Array
+    adapter: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -31,7 +31,12 @@ def finite_rows(logits: jax.Array, picked: jax.Array) -> jax.Array:
 
 
 def examine_chunk(
-    target: Decoder, cache: PagedCache, tokens: jax.Array, start: jax.Array, count: jax.Array
+    target: Decoder,
+    cache: PagedCache,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    adapter: jax.Array,
 ) -> tuple[PagedCache, jax.Array]:
     """Runs a chunk of a sequence and checks the output of every stage for non-finite values.
 
@@ -41,13 +46,19 @@ def examine_chunk(
       tokens: int32 [1, T]; the first `count` belong to the sequence.
       start: int32 []; position of the first token.
       count: int32 []; number of valid tokens.
+      adapter: int32 []; number of the sequence's adapter, 0 for none.
     Returns:
       The cache, and whether each of `stages` gave finite values, bool [stages].
     """
     positions = start + jnp.arange(tokens.shape[1])[None]
     depth = target.arch.num_hidden_layers
     output = target(
-        tokens, positions, cache, feature_layers=tuple(range(depth)), count=jnp.reshape(count, 1)
+        tokens,
+        positions,
+        cache,
+        feature_layers=tuple(range(depth)),
+        count=jnp.reshape(count, 1),
+        adapters=jnp.reshape(adapter, 1),
     )
     layers = output.features.reshape(*tokens.shape, depth, -1)
     last = jnp.reshape(count - 1, (1, 1, 1))

@@ -1,0 +1,49 @@
+"""Consistency checks of a server's config; see `checks`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dflash.config.serve_schema import host_and_port
+
+Problem = tuple[tuple[str, ...], str]
+
+
+def problems(config: Any) -> Iterator[Problem]:
+    """Yields (keys, message) for every inconsistency in the config of a server."""
+    yield from _roles(config)
+    yield from _adapters(config)
+
+
+def _roles(config: Any) -> Iterator[Problem]:
+    """Checks the address of the server that prefills, and what its clients cannot do."""
+    serve = config.serve
+    if serve.role != "decode":
+        if serve.prefill is not None:
+            yield ("serve.prefill", "serve.role"), "only with serve.role=decode"
+        return
+    if serve.prefill is None:
+        yield ("serve.prefill", "serve.role"), "required by serve.role=decode: host:port"
+    elif host_and_port(serve.prefill) is None:
+        yield ("serve.prefill",), f"expected host:port, got {serve.prefill!r}"
+    if serve.compare:
+        yield ("serve.compare", "serve.role"), "not supported with serve.role=decode"
+
+
+def _adapters(config: Any) -> Iterator[Problem]:
+    """Checks the names of adapters, and what a server does not support beside them."""
+    serve = config.serve
+    if serve.update_weights and config.target.adapter is not None:
+        keys = "serve.update_weights", "target.adapter"
+        yield keys, "not with target.adapter, which new weights would not have"
+    for name in serve.adapters:
+        if not name or not name.isprintable():
+            yield ("serve.adapters",), f"{name!r} is no name that a client can give as its model"
+        elif name in (config.model_name, config.target.checkpoint):
+            message = "is the name of the target itself; choose another one"
+            yield (f"serve.adapters.{name}", "serve.model"), message
+    if serve.adapters and serve.role != "both":
+        message = f"not supported with serve.role={serve.role}; set target.adapter to merge one"
+        yield ("serve.adapters", "serve.role"), message
+    if serve.adapters and config.drafter.overlaps:
+        message = "not supported with drafter.overlap; set target.adapter to merge one"
+        yield ("serve.adapters", "drafter.overlap"), message
