@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -159,10 +159,7 @@ def initialize(module: nnx.Module, key: jax.Array) -> None:
     Frozen weights and buffers that already hold arrays are left unchanged.
     """
 
-    def draw(seed, shape):
-        return jax.random.normal(jax.random.fold_in(key, seed), shape)
-
-    _fill(module, draw)
+    _fill(module, _normal(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key)))
 
 
 def init_fast_random(module: nnx.Module, seed: int) -> None:
@@ -171,15 +168,7 @@ def init_fast_random(module: nnx.Module, seed: int) -> None:
     For studies of shape and speed: a hash of each element's index is random enough, and 50 times
     faster on a CPU than a generator; billions of weights take seconds.
     """
-    bound = math.sqrt(3)  # bound of a uniform distribution with variance 1
-
-    def draw(leaf_seed, shape):
-        bits = jnp.full(shape, leaf_seed ^ jnp.uint32(seed), jnp.uint32)
-        for axis in range(len(shape)):
-            bits = _mix(bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
-        return bound * (bits.astype(jnp.float32) * 2.0**-31 - 1.0)
-
-    _fill(module, draw)
+    _fill(module, _hashed, np.uint32(seed))
 
 
 def readable(module: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
@@ -249,29 +238,55 @@ def _named(state: Any) -> Iterator[tuple[str, nnx.Variable]]:
         yield ".".join(map(str, path)), variable
 
 
-def _fill(module: nnx.Module, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]) -> None:
-    """Fills each parameter with stddev · draw(its own seed, shape) or ones, and each buffer.
+# Draws numbers of mean 0 and variance 1 from the seed of the module, that of the leaf, and a shape.
+_Draw = Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array]
+
+
+@functools.cache
+def _normal(impl: Hashable) -> _Draw:
+    """Returns a draw from the normal distribution by a generator of jax."""
+
+    def draw(key_data, leaf_seed, shape):
+        key = jax.random.wrap_key_data(key_data, impl=impl)
+        return jax.random.normal(jax.random.fold_in(key, leaf_seed), shape)
+
+    return draw
+
+
+def _hashed(seed, leaf_seed, shape):
+    """Draws from a uniform distribution by a hash of each element's index."""
+    bits = jnp.full(shape, leaf_seed ^ seed, jnp.uint32)
+    for axis in range(len(shape)):
+        bits = _mix(bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
+    bound = math.sqrt(3)  # that of variance 1
+    return bound * (bits.astype(jnp.float32) * 2.0**-31 - 1.0)
+
+
+@functools.cache  # Leaves of equal shapes share one program, also those of other modules.
+def _creation(draw: _Draw, shape, dtype, sharding, stddev, offset) -> Callable[..., jax.Array]:
+    """Returns the jitted function that creates a leaf from both seeds."""
+
+    def create(seed, leaf_seed):
+        if stddev is None:
+            return jnp.ones(shape, dtype)
+        values = stddev * draw(seed, leaf_seed, shape)
+        return (values if offset is None else values + jnp.asarray(offset)).astype(dtype)
+
+    return jax.jit(create, out_shardings=sharding)
+
+
+def _fill(module: nnx.Module, draw: _Draw, seed: np.ndarray) -> None:
+    """Fills each parameter with stddev · draw(seed, its own seed, shape) or ones, and each buffer.
 
     Frozen weights and buffers that already hold arrays are left unchanged.
     """
-
-    @functools.cache  # layers with equal shapes share one program
-    def program(shape, dtype, sharding, stddev, offset):
-        def create(seed):
-            if stddev is None:
-                return jnp.ones(shape, dtype)
-            values = stddev * draw(seed, shape)
-            return (values if offset is None else values + jnp.asarray(offset)).astype(dtype)
-
-        return jax.jit(create, out_shardings=sharding)
-
     values = {}
     for path, param in named_parameters(module):
         leaf = param.get_value()
         if isinstance(param, Frozen) and isinstance(leaf, jax.Array):
             continue
-        create = program(leaf.shape, leaf.dtype, leaf.sharding, param.stddev, param.offset)
-        values[path] = create(np.uint32(zlib.crc32(path.encode())))
+        how = leaf.shape, leaf.dtype, leaf.sharding, param.stddev, param.offset
+        values[path] = _creation(draw, *how)(seed, np.uint32(zlib.crc32(path.encode())))
     assign(module, values)
     fill_buffers(module)
 
