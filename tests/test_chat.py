@@ -15,6 +15,7 @@ SMALL = (
     *("target.architecture.num_attention_heads=2", "target.architecture.num_key_value_heads=1"),
     *("target.architecture.head_dim=16", "target.architecture.max_position_embeddings=128"),
     *("drafter.name=ngram", "decode.max_new_tokens=24", "decode.sync_every=2"),
+    *("decode.prefill_chunk=32", "decode.partial_dispatches=false"),
 )
 
 

@@ -9,7 +9,8 @@ from dflash import decode
 
 CONFIG = f"""
 target: {BYTE_TARGET}
-decode: {{max_new_tokens: 6, page_size: 16, max_length: 128, batch_size: 2, temperature: 0.9}}
+decode: {{max_new_tokens: 6, page_size: 16, max_length: 128, batch_size: 2, temperature: 0.9,
+  prefill_chunk: 32, partial_dispatches: false}}
 dtype: float32
 """
 CONVERSATIONS = [["What?", "Why is it so?", "Oh."], ["One turn only."]]

@@ -233,7 +233,7 @@ def make_cache(target, batch: int, max_length: int, *, page_size: int = 8):
 
     def fill(leaf):
         number = 0 if isinstance(leaf, RecurrentState) else 100
-        return jax.tree.map(lambda x: jnp.full(x.shape, number, x.dtype, device=x.sharding), leaf)
+        return jax.tree.map(lambda x: _full(x, number), leaf)
 
     stale = jax.tree.map(fill, abstract.layers, is_leaf=lambda x: isinstance(x, RecurrentState))
     rng = np.random.default_rng(0)
@@ -256,4 +256,9 @@ def move(module, abstract):
 
 def zeros(abstract):
     """Fills an abstract tree with zeros, each placed as it says."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+    return jax.tree.map(lambda x: _full(x, 0), abstract)
+
+
+def _full(like, number):
+    """An array of one number, made on the host: on a device each shape would compile a program."""
+    return jax.device_put(np.full(like.shape, number, like.dtype), like.sharding)
