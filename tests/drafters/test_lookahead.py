@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import decode, engine, expected, random_prompts
+from support.engines import decode, expected, random_prompts, shared_engine
 from support.models import ARCHITECTURE, make_sharding, target
 
 from dflash import errors
@@ -16,7 +16,7 @@ from dflash.drafters.lookahead import Lookahead, find_candidates, merge_alike, r
 from dflash.drafters.lookahead_config import LookaheadConfig
 from dflash.parallel.sharding import Sharding
 
-WINDOW, NGRAM, CANDIDATES, POOL = 3, 3, 2, 6
+WINDOW, NGRAM, CANDIDATES, POOL = 3, 3, 2, 8  # as `support.models.drafter` has them
 LEVELS, VOCAB = NGRAM - 1, ARCHITECTURE.vocab_size
 LENGTH = 64
 few = settings(max_examples=25)
@@ -189,8 +189,7 @@ class Simulation:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_run_goes_as_in_plain_loops(temperature):
     prompts, limits = random_prompts([1, 19, 6]), [24, 20, 30]
-    run = engine(build(), batch_size=2, sync_every=3, max_length=48)
-    done = decode(run, prompts, limits, temperature=temperature)
+    done = decode(shared_engine("lookahead"), prompts, limits, temperature=temperature)
     wanted = expected(prompts, limits, temperature=temperature)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     for index, (prompt, one) in enumerate(zip(prompts, done, strict=True)):
