@@ -301,8 +301,8 @@ def test_a_dry_run_plans_time_and_disk(capsys):
         ("plan.chip=v55", "unknown chip 'v55'"),
         ("test.trees=[0]", "test.trees[0]: expected an integer in [1, 1024], got 0"),
         (
-            ["test.trees=[4]", "drafter={name: dspark, checkpoint: random}"],
-            "'dspark' does not draft trees",
+            ["test.trees=[4]", "drafter={name: autoregressive, checkpoint: random}"],
+            "'autoregressive' does not draft trees",
         ),
         ("test.block_sizes=[5]", "drafter.block_size: 5 is larger than the block size 4"),
         (["test.block_sizes=[5]", "drafter={name: eagle3, checkpoint: random}"], "no block size"),

@@ -27,7 +27,10 @@ BLOCK = re.compile(
     r"(?:<!-- (?P<mark>test|needs): (?P<detail>[^\n]+?) -->\n)?```sh\n(?P<lines>.*?)```", re.DOTALL
 )
 # What .ci/run does, or what makes no sense within a test.
-ELSEWHERE = ("pip", "pytest", "mkdocs", "source", "gcloud", "ssh", "mkdir", "cp", "export")
+ELSEWHERE = (
+    *("pip", "pytest", "mkdocs", "source", "gcloud", "ssh", "mkdir", "cp", "export", "curl"),
+    "llama-server",
+)
 
 SMALL = "on a tiny target"
 ON_A_TINY_TARGET = {
@@ -52,10 +55,12 @@ def commands_of(page: pathlib.Path):
 
 
 def dflash_command(arguments: list[str]) -> tuple[str, list[str]] | None:
-    """(entry point, its arguments) of a command line; None for one of ELSEWHERE."""
+    """(entry point, its arguments) of a command line; None for a script, or one of ELSEWHERE."""
     if arguments[:2] == ["python", "-m"]:
         arguments = arguments[2:]
     program, *rest = arguments
+    if program == "python" and (ROOT / rest[0]).is_file():
+        return None
     if program == "dflash":
         return f"dflash.{rest[0]}", rest[1:]
     if program.startswith("dflash."):
