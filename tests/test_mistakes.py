@@ -352,6 +352,9 @@ MISTAKES = {
     "name of an adapter": Mistake(
         "serve c.yml serve.adapters.x=m serve.model=x", "serve.adapters.x: is the name of the"
     ),
+    "collector": Mistake(
+        "serve c.yml serve.traces=localhost:4317", "serve.traces: expected the URL of a collector"
+    ),
     "adapters apart": Mistake(
         "serve c.yml serve.adapters.x=m serve.role=prefill",
         "serve.adapters: not supported with serve.role=prefill; set target.adapter",

@@ -1,5 +1,6 @@
 """Consistency checks of a server's config; see `checks`."""
 
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ def problems(config: Any) -> Iterator[Problem]:
     """Yields (keys, message) for every inconsistency in the config of a server."""
     yield from _roles(config)
     yield from _adapters(config)
+    yield from _traces(config)
 
 
 def _roles(config: Any) -> Iterator[Problem]:
@@ -47,3 +49,21 @@ def _adapters(config: Any) -> Iterator[Problem]:
     if serve.adapters and config.drafter.overlaps:
         message = "not supported with drafter.overlap; set target.adapter to merge one"
         yield ("serve.adapters", "drafter.overlap"), message
+
+
+def _traces(config: Any) -> Iterator[Problem]:
+    """Checks the URL of the collector."""
+    url = config.serve.traces
+    if url is None:
+        return
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        example = "http://localhost:4318/v1/traces"
+        yield ("serve.traces",), f"expected the URL of a collector, such as {example}; got {url!r}"
+    if config.serve.role == "prefill":
+        message = "not supported with serve.role=prefill; trace the server that decodes"
+        yield ("serve.traces", "serve.role"), message

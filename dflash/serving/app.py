@@ -38,7 +38,7 @@ from dflash.serving.request_error import RequestError
 from dflash.serving.response_bodies import renamed
 from dflash.serving.response_items import ResponseBuilder
 from dflash.serving.served_model import ServedModel
-from dflash.serving.served_requests import RequestGroup
+from dflash.serving.served_requests import HttpHead, RequestGroup
 from dflash.serving.service import Service, ServiceState
 from dflash.serving.structured_output import GrammarQueue
 from dflash.version import __version__
@@ -146,7 +146,8 @@ class Endpoints:
             compiling = self._grammars.compile(request.structure, vocabulary, client)
             grammar = await http.until_disconnect(http_request.receive, compiling)
             request = dataclasses.replace(request, grammar=grammar)
-        return self._service.admit(request, client)
+        head = HttpHead(http_request.url.path, _id(http_request), http_request.headers)
+        return self._service.admit(request, client, head)
 
     async def _wait(
         self, http_request: Request, group: RequestGroup, outputs: Sequence[Output]

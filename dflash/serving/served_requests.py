@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from dflash.inference.request import Event, Request, RequestOutput, Tokens
 from dflash.serving.request_error import RequestError
@@ -43,6 +43,20 @@ class ServedRequest:
         self.tokens += num_tokens
 
 
+class HttpHead(NamedTuple):
+    """Head of the HTTP request that outputs belong to.
+
+    Attributes:
+      path: Path of the endpoint.
+      id: Id of the request.
+      headers: Headers, by names in lower case.
+    """
+
+    path: str
+    id: str
+    headers: Mapping[str, str]
+
+
 class Recorder(Protocol):
     """Receiver of what becomes of requests; see `metrics.Metrics`."""
 
@@ -54,6 +68,29 @@ class Recorder(Protocol):
 
     def cancelled(self, served: ServedRequest, reason: CancelReason) -> None:
         """Records a request that a stop string ended, or whose client disconnected."""
+
+
+class Recorders:
+    """Recorder that passes everything on to several others."""
+
+    def __init__(self, *recorders: Recorder):
+        """Creates the recorder; it calls the others in this order."""
+        self._recorders = recorders
+
+    def tokens(self, served: ServedRequest, event: Tokens, now: float) -> None:
+        """Counts new tokens of a request."""
+        for recorder in self._recorders:
+            recorder.tokens(served, event, now)
+
+    def finished(self, served: ServedRequest, done: RequestOutput, now: float) -> None:
+        """Records a request that the engine has finished."""
+        for recorder in self._recorders:
+            recorder.finished(served, done, now)
+
+    def cancelled(self, served: ServedRequest, reason: CancelReason) -> None:
+        """Records a request that a stop string ended, or whose client disconnected."""
+        for recorder in self._recorders:
+            recorder.cancelled(served, reason)
 
 
 class RequestGroup:

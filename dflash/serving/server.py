@@ -159,6 +159,7 @@ async def serve(
         await asyncio.sleep(_LAST_ANSWERS_S)
     server.should_exit = True
     await serving
+    await service.close()
     for task in (announcing, *waits):
         task.cancel()
 

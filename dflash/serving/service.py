@@ -13,6 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dflash import errors
 from dflash.config.serve_schema import ServeConfig
@@ -35,12 +36,22 @@ from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
 from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.served_model import ServedModel
-from dflash.serving.served_requests import RequestGroup, ServedRequest
+from dflash.serving.served_requests import (
+    HttpHead,
+    Recorder,
+    Recorders,
+    RequestGroup,
+    ServedRequest,
+)
 
 _MAX_RETRY_S = 60
 _DEFAULT_RETRY_S = 1  # Used until a request has finished.
 # Requests that wait in the scheduler, per slot, so that a slot is filled as soon as it is free.
 _AHEAD = 0.25
+
+
+if TYPE_CHECKING:
+    from dflash.serving.tracing import Tracing
 
 
 class ServiceState(enum.Enum):
@@ -59,6 +70,7 @@ class Service:
       config: Limits and timeouts.
       created: Time of creation, in seconds since 1970.
       metrics: Prometheus metrics of the server.
+      tracing: OpenTelemetry traces of the server; None if they are off.
       state: Current phase.
       model: Facts about the served model; None until the service is ready.
       stats: Latest statistics of each mode's scheduler.
@@ -79,6 +91,7 @@ class Service:
         self._is_profiling = False
         self.created = int(time.time())
         self.metrics = Metrics()
+        self.tracing = _tracing(self.config.traces)
         self.state = ServiceState.STARTING
         self.model: ServedModel | None = None
         self.stats: Mapping[str, SchedulerStats] = {}
@@ -122,12 +135,15 @@ class Service:
             raise RequestError(self.state.value, status=503, code="unavailable", retry_after_s=5)
         return self.model
 
-    def admit(self, completion_request: CompletionRequest, client: str) -> RequestGroup:
+    def admit(
+        self, completion_request: CompletionRequest, client: str, head: HttpHead
+    ) -> RequestGroup:
         """Queues the requests of one HTTP request: all of them, or none.
 
         Args:
           completion_request: Validated HTTP request.
           client: Name of the client, with whose other requests it shares slots.
+          head: Head of the HTTP request, for traces.
         Raises:
           RequestError: They cannot be decoded, or too many others wait.
         """
@@ -142,11 +158,12 @@ class Service:
             except errors.InputError as error:
                 raise RequestError(str(error).removeprefix(f"prompt {request.id}: ")) from error
         self._check_room(len(requests), client)
+        recorder: Recorder = self.metrics
+        if self.tracing is not None:
+            own = self.tracing.recorder(head, completion_request, model)
+            recorder = Recorders(self.metrics, own)
         group = RequestGroup(
-            requests,
-            timeout_s=self.config.request_s,
-            cancel=self.cancel,
-            recorder=self.metrics,
+            requests, timeout_s=self.config.request_s, cancel=self.cancel, recorder=recorder
         )
         for served in group.served:
             self._requests[served.request.id] = served
@@ -234,6 +251,11 @@ class Service:
         self._put(Stop())
         if self.is_ready.is_set():
             await self.ended.wait()
+
+    async def close(self) -> None:
+        """Sends the spans of requests that have ended; call it after their connections closed."""
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     def _submit_next(self) -> None:
         """Submits the requests that the queues let pass."""
@@ -336,3 +358,13 @@ class Service:
                 served.group.fail(problem)
         self.is_ready.set()
         self.ended.set()
+
+
+def _tracing(endpoint: str | None) -> "Tracing | None":
+    """Returns the traces for a collector, or None."""
+    if endpoint is None:
+        return None
+    # Imported late, since OpenTelemetry is an extra.
+    from dflash.serving.tracing import Tracing
+
+    return Tracing.to(endpoint)

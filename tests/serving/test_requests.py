@@ -1,50 +1,19 @@
 """Request bodies with a real tokenizer: templates, special tokens, and defaults."""
 
-import functools
 import itertools
-import pathlib
 
 import pytest
+from support.served_model import END, make_model, tokenizer
 
-import dflash
-from dflash.config import schema
 from dflash.inference.request import RequestSampling
 from dflash.serving.openai_requests import read_chat, read_completion
 from dflash.serving.request_error import RequestError
-from dflash.serving.served_model import ServedModel
 from dflash.serving.sglang_requests import read_generate
 from dflash.serving.token_names import TokenNames
-from dflash.text.grammar import Vocabulary
-from dflash.text.tokenizer_loading import for_target
-
-TARGET = pathlib.Path(dflash.__file__).parent / "assets" / "tiny_target"
-END = 2  # <|end|>
-
-
-@functools.cache
-def tokenizer():
-    return for_target(TARGET, thinking=False)
-
-
-def model(**changes) -> ServedModel:
-    facts = {
-        "name": "tiny_target",
-        "root": "assets/tiny_target",
-        "drafter": "dflash",
-        "tokenizer": tokenizer(),
-        "names": TokenNames(tokenizer()),
-        "vocabulary": lambda: Vocabulary.of(tokenizer()),
-        "decode": schema.DecodeConfig(max_new_tokens=50, top_k=3),
-        "eos_ids": (END,),
-        "vocab_size": tokenizer().vocab_size,
-        "max_length": 256,
-        "drafts": 15,
-    }
-    return ServedModel(**facts | changes)
 
 
 def chat(content, **fields):
-    return read_chat({"messages": [{"role": "user", "content": content}], **fields}, model())
+    return read_chat({"messages": [{"role": "user", "content": content}], **fields}, make_model())
 
 
 def test_chats_are_rendered_by_the_template():
@@ -59,12 +28,12 @@ def test_special_tokens_in_user_texts_are_plain_text():
     (ids,) = chat(text).prompts
     # The template's own come once each: the message's end, and the answer's beginning.
     assert ids.count(END) == 1
-    (ids,) = read_completion({"prompt": text}, model()).prompts
+    (ids,) = read_completion({"prompt": text}, make_model()).prompts
     assert END not in ids
     assert tokenizer().decode(ids) == text
-    (ids,) = read_completion({"prompt": text}, model(special_tokens=True)).prompts
+    (ids,) = read_completion({"prompt": text}, make_model(special_tokens=True)).prompts
     assert END in ids
-    request, _ = read_generate({"text": text}, model())
+    request, _ = read_generate({"text": text}, make_model())
     assert END not in request.prompts[0]
 
 
@@ -77,7 +46,7 @@ def test_template_variables_cannot_replace_messages():
 
 def test_the_error_of_a_template_is_reported():
     with pytest.raises(RequestError) as caught:
-        read_chat({"messages": [{"role": "tool", "content": "a"}]}, model())
+        read_chat({"messages": [{"role": "tool", "content": "a"}]}, make_model())
     assert caught.value.param == "messages"
     assert "unknown role tool" in caught.value.message
 
@@ -86,10 +55,10 @@ def test_defaults_come_from_the_config():
     defaults = chat("a")
     assert defaults.sampling == RequestSampling(top_k=3)
     assert defaults.stop_ids == (END,)
-    (request,) = defaults.requests(model(), iter([7]))
+    (request,) = defaults.requests(make_model(), iter([7]))
     assert (request.id, request.max_new_tokens) == (7, 50)
     # The default is reduced to the room that the prompt leaves.
-    (request,) = defaults.requests(model(max_length=len(defaults.prompts[0]) + 5), iter([7]))
+    (request,) = defaults.requests(make_model(max_length=len(defaults.prompts[0]) + 5), iter([7]))
     assert request.max_new_tokens == 5
     assert chat("a", ignore_eos=True).stop_ids == ()
     assert chat("a", top_k=-1).sampling.top_k == 0
@@ -98,7 +67,7 @@ def test_defaults_come_from_the_config():
 def test_requests_share_cached_pages_by_salt():
     """Without a salt they share, or each HTTP request is on its own; its outputs share."""
     body = {"prompt": "a", "n": 2}
-    alone = model(shares_prefixes=False)
+    alone = make_model(shares_prefixes=False)
     for read, fields in ((read_completion, body), (read_generate, {"text": "a"})):
 
         def salts(served, read=read, fields=fields, **more):
@@ -106,9 +75,11 @@ def test_requests_share_cached_pages_by_salt():
             request = request if read is read_completion else request[0]
             return {each.cache_salt for each in request.requests(served, itertools.count())}
 
-        assert salts(model()) == {""}
+        assert salts(make_model()) == {""}
         assert (
-            salts(model(), cache_salt="tenant") == salts(alone, cache_salt="tenant") == {"tenant"}
+            salts(make_model(), cache_salt="tenant")
+            == salts(alone, cache_salt="tenant")
+            == {"tenant"}
         )
         one, other = salts(alone), salts(alone)
         assert len(one) == len(other) == 1
@@ -116,7 +87,7 @@ def test_requests_share_cached_pages_by_salt():
         assert min(map(len, one)) == 32
     for salt in ("", 7, "s" * 1001, "\ud800"):
         with pytest.raises(RequestError, match="cache_salt"):
-            read_completion({**body, "cache_salt": salt}, model())
+            read_completion({**body, "cache_salt": salt}, make_model())
 
 
 def test_the_output_limit_has_two_names():
@@ -168,5 +139,5 @@ def test_decoding_may_include_special_tokens():
 def test_error_messages(fields, message):
     body = {"messages": [{"role": "user", "content": "a"}]} | fields
     with pytest.raises(RequestError) as caught:
-        read_chat(body, model())
+        read_chat(body, make_model())
     assert caught.value.message.startswith(message)
