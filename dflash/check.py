@@ -8,7 +8,7 @@ SUBCOMMAND = cli.Subcommand(
     "Diagnoses a pair of target and drafter. It prints the fields that must fit, decodes up to 16 "
     "prompts, shows the acceptance by draft position, and then tries other readings of single "
     "fields with the same weights: taps, causality, windows, rotary base, mask token, chat "
-    "template. A field whose other reading accepts clearly more is suspicious.",
+    "template, thinking mode. A field whose other reading accepts clearly more is suspicious.",
     examples=(
         "dflash check configs/tiny_dflash.yml",
         "dflash check configs/qwen3_4b_dflash.yml prompts.dataset=gsm8k",
@@ -23,23 +23,27 @@ SUBCOMMAND = cli.Subcommand(
 def _check(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
     from dflash.loading import job as jobs
-    from dflash.measure.pair import alternatives, diagnosis, report
+    from dflash.measure.pair import diagnosis, report
+    from dflash.runs.display import Display
 
     job = diagnosis.prepare(jobs.prepare_models(command.config))
     job.load_weights()
     print("\n".join(report.facts(job)), flush=True)
-    found = diagnosis.measure(job)
+    others, display = diagnosis.alternatives_of(job), Display(stream=False)
+    with display.compiling() as progress:
+        engine = diagnosis.compiled_engine(job, others, progress)
+    with display.status(f"decoding {len(job.prompts)} prompts"):
+        decoded = diagnosis.measure(engine, job)
+    found = decoded.acceptance
     print("", *report.acceptance_lines(job, found), "", sep="\n", flush=True)
-    others = [
-        *alternatives.of_drafter(
-            getattr(job.drafter, "shape", None), job.target.arch, job.tokenizer
-        ),
-        *alternatives.of_prompts(job.config.prompts, job.tokenizer),
-    ]
     if others:
-        print("other readings of one field", flush=True)
+        print("other readings of one field, on the same texts", flush=True)
     readings = diagnosis.read_all(
-        job, others, lambda reading: print(report.reading_line(reading), flush=True)
+        engine,
+        job,
+        decoded,
+        others,
+        lambda reading: print(report.reading_line(reading, found), flush=True),
     )
     suspect = diagnosis.suspicious(found, readings)
     print("", *report.verdict(job, found, suspect), sep="\n")

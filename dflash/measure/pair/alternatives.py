@@ -33,7 +33,7 @@ class Alternative:
 
 
 def of_drafter(
-    shape: Any, target: TargetArchitecture, tokenizer: Tokenizer
+    shape: Any, target: TargetArchitecture, tokenizer: Tokenizer, window: Any = None
 ) -> Iterator[Alternative]:
     """Yields the alternative readings of a drafter's shape that its weights fit.
 
@@ -41,9 +41,10 @@ def of_drafter(
       shape: Shape of the drafter; a strategy without one of the fields has no such readings.
       target: Architecture of the target.
       tokenizer: Tokenizer of the target, whose special tokens may be the mask.
+      window: Window that the drafter's config.json states, for layers that may not use it.
     """
     if hasattr(shape, "views"):
-        yield from _views(shape)
+        yield from _views(shape, window)
     if getattr(shape, "target_layer_ids", None):
         yield from _taps(shape, target.num_hidden_layers)
     if hasattr(shape, "decoder"):
@@ -61,7 +62,7 @@ def of_prompts(prompts: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
     """
     if not tokenizer.has_chat_template:
         return
-    if prompts.text and not prompts.chat:
+    if prompts.text and prompts.chat is False:
         yield Alternative("prompts.chat", "true", prompts={"chat": True})
     asked = [{"role": "user", "content": "Hi"}]
     on, off = (tokenizer.render_chat(asked, enable_thinking=value) for value in (True, False))
@@ -70,7 +71,7 @@ def of_prompts(prompts: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
         yield Alternative("prompts.thinking", str(other).lower(), prompts={"thinking": other})
 
 
-def _views(shape: Any) -> Iterator[Alternative]:
+def _views(shape: Any, window: Any) -> Iterator[Alternative]:
     """Yields other windows and causalities of the draft layers."""
 
     def seen(field: str, change: str, *views) -> Iterator[Alternative]:
@@ -92,6 +93,9 @@ def _views(shape: Any) -> Iterator[Alternative]:
         other = not sliding.pop()
         views = with_causality(other, sliding_only=True)
         yield from seen("sliding_window_non_causal", str(not other).lower(), *views)
+    if type(window) is int and window > 0 and all(view.window is None for view in shape.views):
+        slid = tuple(dataclasses.replace(view, window=window) for view in shape.views)
+        yield from seen("layer_types", f"sliding_attention (every layer, {window})", *slid)
     full = tuple(dataclasses.replace(view, window=None) for view in shape.views)
     yield from seen("layer_types", "full_attention (every layer)", *full)
 

@@ -1,6 +1,7 @@
 """Measurement of a pair of target and drafter, and of other readings of the drafter's fields."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +9,14 @@ from typing import Any
 from flax import nnx
 
 from dflash.config.schema import DrafterConfig
+from dflash.drafters.base import Drafter
+from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
+from dflash.measure.pair import alternatives, replay
 from dflash.measure.pair.alternatives import Alternative
+from dflash.measure.pair.replay import Text
 from dflash.offline.decoding import decode
 from dflash.text import tokenizer_loading
 
@@ -66,6 +71,14 @@ class Acceptance:
 
 
 @dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Acceptance of a drafter as its files describe it, and the texts that were decoded."""
+
+    acceptance: Acceptance
+    texts: tuple[Text, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Reading:
     """Acceptance under one alternative."""
 
@@ -93,31 +106,36 @@ def prepare(job: Job) -> Job:
     return _with_prompts(job.with_drafter(config))
 
 
-def measure(job: Job) -> Acceptance:
-    """Decodes a job's prompts, and returns what was accepted.
+def alternatives_of(job: Job) -> list[Alternative]:
+    """Returns the other readings of a job's fields."""
+    shape, source = getattr(job.drafter, "shape", None), job.drafter_source.hf or {}
+    if shape is None:
+        return []  # A strategy without weights fits any target and any prompt.
+    readings = alternatives.of_drafter(
+        shape, job.target.arch, job.tokenizer, window=source.get("sliding_window")
+    )
+    return [*readings, *alternatives.of_prompts(job.config.prompts, job.tokenizer)]
+
+
+def measure(engine: Engine, job: Job) -> Decoded:
+    """Decodes a job's prompts.
 
     Args:
+      engine: Engine of the job's models, with compiled programs for its prompts.
       job: Job with prompts and loaded weights.
     """
-    engine = job.engine(job.prompts)
-    engine.compile([len(prompt.ids) for prompt in job.prompts])
+    prompts = {prompt.index: prompt.ids for prompt in job.prompts}
     cycles: Counter[int] = Counter()
+    texts = []
     for event in decode(engine, job.requests(job.prompts)):
         if isinstance(event, RequestOutput):
             cycles.update(event.acceptance_lengths)
-    return Acceptance(cycles)
+            texts.append(Text(prompts[event.id], event.output_ids))
+    return Decoded(Acceptance(cycles), tuple(texts))
 
 
-def under(job: Job, alternative: Alternative) -> Job:
-    """Returns the job under another reading, with the same weights."""
-    if alternative.shape is not None:
-        drafter = nnx.merge(*nnx.split(job.drafter))
-        drafter.shape = alternative.shape
-        if hasattr(alternative.shape, "target_layer_ids"):
-            drafter.feature_layers = alternative.shape.target_layer_ids
-        job = dataclasses.replace(job, drafter=drafter)
-    if not alternative.prompts:
-        return job
+def with_prompts(job: Job, alternative: Alternative) -> Job:
+    """Returns the job with the prompts of another reading."""
     prompts = dataclasses.replace(job.config.prompts, **alternative.prompts)
     words = tokenizer_loading.for_target(
         job.target_source.directory, thinking=prompts.thinking, date=job.date
@@ -127,16 +145,66 @@ def under(job: Job, alternative: Alternative) -> Job:
 
 
 def read_all(
+    engine: Engine,
     job: Job,
-    alternatives: Sequence[Alternative],
+    decoded: Decoded,
+    others: Sequence[Alternative],
     tell: Callable[[Reading], None] = lambda reading: None,
 ) -> list[Reading]:
-    """Measures a job under each alternative, and calls `tell` with each reading."""
+    """Measures a job under each alternative, and calls `tell` with each reading.
+
+    Another reading of the drafter is measured on the texts that are decoded already. Other prompts
+    are decoded.
+
+    Args:
+      engine: Engine that decoded the texts; see `compiled_engine`.
+      job: Job with loaded weights.
+      decoded: Result of `measure`.
+      others: Alternatives to measure.
+      tell: Called after each of them.
+    """
+    shapes = [one.shape for one in others if one.shape is not None]
+    layers = {layer for shape in shapes for layer in getattr(shape, "target_layer_ids", None) or ()}
+    texts = None
     readings = []
-    for alternative in alternatives:
-        readings.append(Reading(alternative, measure(under(job, alternative))))
+    for alternative in others:
+        if alternative.shape is None:
+            found = measure(engine, with_prompts(job, alternative)).acceptance
+        else:
+            texts = texts or replay.compute(
+                job.target, decoded.texts, [*layers, *job.drafter.feature_layers]
+            )
+            drafter = _reshaped(job.drafter, alternative.shape)
+            found = Acceptance(replay.acceptance(drafter, job.target, texts))
+        readings.append(Reading(alternative, found))
         tell(readings[-1])
     return readings
+
+
+def compiled_engine(
+    job: Job, others: Sequence[Alternative], progress: Callable[[int, int], None]
+) -> Engine:
+    """Returns an engine for a job's prompts, and for those of its alternatives.
+
+    Args:
+      job: Job with prompts and loaded weights.
+      others: Alternatives to be measured.
+      progress: Called with the numbers of programs that are ready and of all.
+    """
+    more = (with_prompts(job, one).prompts for one in others if one.shape is None)
+    prompts = [*job.prompts, *itertools.chain(*more)]
+    engine = job.engine(prompts)
+    engine.compile([len(prompt.ids) for prompt in prompts], progress)
+    return engine
+
+
+def _reshaped(drafter: Drafter, shape: Any) -> Drafter:
+    """Returns the drafter with another shape and the same weights."""
+    other = nnx.merge(*nnx.split(drafter))
+    other.shape = shape
+    if hasattr(shape, "target_layer_ids"):
+        other.feature_layers = shape.target_layer_ids or ()
+    return other
 
 
 def suspicious(found: Acceptance, readings: Sequence[Reading]) -> Reading | None:
@@ -150,12 +218,14 @@ def suspicious(found: Acceptance, readings: Sequence[Reading]) -> Reading | None
 
 
 def _as_chain(drafter: DrafterConfig) -> DrafterConfig:
-    """Returns the config of a drafter of chains with a fixed block size."""
+    """Returns the config of a drafter of chains with a fixed block size, beside the target."""
     changes: dict[str, Any] = {}
     if getattr(drafter, "tree", None) is not None:
         changes["tree"] = None
     if drafter.adaptive:
         changes["block_size"] = None
+    if drafter.overlaps:
+        changes["overlap"] = "none"
     return dataclasses.replace(drafter, **changes)
 
 

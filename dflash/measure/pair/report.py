@@ -6,7 +6,7 @@ from typing import Any
 from dflash.loading.job import Job
 from dflash.measure import published
 from dflash.measure.pair.alternatives import mask_candidates
-from dflash.measure.pair.diagnosis import MAX_TOKENS, Acceptance, Reading
+from dflash.measure.pair.diagnosis import Acceptance, Reading
 
 _LOW = 0.4  # Share of first drafts accepted, below which a pair does not fit.
 _MAX_POSITIONS = 15
@@ -25,6 +25,8 @@ def facts(job: Job) -> Iterator[str]:
     prompts, words = job.config.prompts, job.tokenizer
     chat = words.has_chat_template if prompts.chat is None else prompts.chat
     template = "chat template" if chat or not prompts.text else "plain text"
+    if not words.has_chat_template:
+        template += " (the target has no chat template)"
     thinking = "on" if prompts.thinking else "off"
     yield _row("prompts", f"{len(job.prompts)}, {template}, thinking {thinking}")
     yield _row("dtype", job.config.dtype)
@@ -33,7 +35,8 @@ def facts(job: Job) -> Iterator[str]:
 def acceptance_lines(job: Job, found: Acceptance) -> Iterator[str]:
     """Yields a table of the share of cycles that accept each draft position."""
     positions = min(job.drafter.longest_path - 1, _MAX_POSITIONS)
-    yield f"acceptance over {found.cycles.total()} cycles, up to {MAX_TOKENS} tokens per prompt"
+    tokens = job.config.decode.max_new_tokens
+    yield f"acceptance over {found.cycles.total()} cycles, up to {tokens} tokens per prompt"
     yield _shares("draft position", range(1, positions + 1), "d")
     yield _shares("accepted", found.survival(positions), ".2f")
     if hasattr(getattr(job.drafter, "shape", None), "views"):
@@ -42,11 +45,11 @@ def acceptance_lines(job: Job, found: Acceptance) -> Iterator[str]:
     yield f"  τ {found.tau:.2f}"
 
 
-def reading_line(reading: Reading) -> str:
-    """Returns the line of one alternative."""
-    alternative = reading.alternative
+def reading_line(reading: Reading, found: Acceptance) -> str:
+    """Returns the line of one alternative, beside the acceptance of the files' own reading."""
+    alternative, tau = reading.alternative, reading.acceptance.tau
     change = f"{alternative.field} = {alternative.change}"
-    return f"  {change:<58} τ {reading.acceptance.tau:.2f}"
+    return f"  {change:<58} τ {tau:.2f}  ({tau - found.tau:+.2f})"
 
 
 def verdict(job: Job, found: Acceptance, suspect: Reading | None) -> list[str]:

@@ -28,9 +28,9 @@ class Named(ByteTokenizer):
         return "<think>" if self.thinks and variables["enable_thinking"] else ""
 
 
-def readings(shape, target=None, tokenizer=None):
+def readings(shape, target=None, tokenizer=None, window=None):
     found = alternatives.of_drafter(
-        shape, target or make_architecture(), tokenizer or ByteTokenizer()
+        shape, target or make_architecture(), tokenizer or ByteTokenizer(), window
     )
     return {(one.field, one.change): one.shape for one in found}
 
@@ -66,6 +66,15 @@ def test_a_reading_that_is_the_files_own_is_left_out():
     assert [change for field, change in found if field == "is_causal"] == ["false (every layer)"]
 
 
+def test_a_window_that_is_stated_but_not_used_is_tried():
+    found = readings(make_shape(FULL, CAUSAL, target_layer_ids=(1,)), window=9)
+    change = "sliding_attention (every layer, 9)"
+    assert found["layer_types", change].views == (LayerView(9), LayerView(9, causal=True))
+    for unused in (None, 0, "9"):
+        views = readings(make_shape(FULL, target_layer_ids=(1,)), window=unused)
+        assert ("layer_types", change) not in views
+
+
 def test_strategies_without_fields_have_no_readings():
     assert readings(None) == {}
 
@@ -73,7 +82,8 @@ def test_strategies_without_fields_have_no_readings():
 @pytest.mark.parametrize(
     ("prompts", "thinks", "expected"),
     [
-        ({"text": ("a",)}, False, ["prompts.chat"]),
+        ({"text": ("a",), "chat": None}, False, []),
+        ({"text": ("a",), "chat": False}, False, ["prompts.chat"]),
         ({"text": ("a",), "chat": True}, True, ["prompts.thinking"]),
         ({"dataset": "math", "thinking": True}, True, ["prompts.thinking"]),
         ({"dataset": "math"}, False, []),

@@ -10,7 +10,7 @@ from support import TESTS
 from dflash import check
 from dflash.config import loader, schema
 from dflash.loading import job as jobs
-from dflash.measure.pair import alternatives, diagnosis, report
+from dflash.measure.pair import diagnosis, replay, report
 from dflash.measure.pair.alternatives import Alternative
 from dflash.measure.pair.diagnosis import Acceptance, Reading
 
@@ -65,26 +65,85 @@ def test_what_is_examined():
     assert len(alone.prompts) == diagnosis.MAX_PROMPTS
 
 
+def diagnose(drafter, *overrides):
+    """The job, what its files' own reading accepts, and all other readings."""
+    job = make_job(drafter, *overrides)
+    job.load_weights()
+    others = diagnosis.alternatives_of(job)
+    engine = diagnosis.compiled_engine(job, others, lambda ready, total: None)
+    decoded = diagnosis.measure(engine, job)
+    return job, decoded, diagnosis.read_all(engine, job, decoded, others)
+
+
+def broken(directory, change):
+    """The tiny drafter with other fields in its config.json."""
+    shutil.copytree(DRAFTER, directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    group = config.pop("dflash_config")
+    config = {**config, "dflash_config": {**group, **change.pop("dflash_config", {})}, **change}
+    path.write_text(json.dumps(config))
+    return directory
+
+
 def test_wrong_taps_are_found(tmp_path):
     """The same weights accept more with the layers that they were trained on."""
-    shutil.copytree(DRAFTER, tmp_path / "drafter")
-    path = tmp_path / "drafter" / "config.json"
-    config = json.loads(path.read_text())
-    group = config["dflash_config"]
-    trained = group["target_layer_ids"]
-    group["target_layer_ids"] = [layer + 1 for layer in trained]
-    path.write_text(json.dumps(config))
-    job = make_job(tmp_path / "drafter")
-    job.load_weights()
-    found = diagnosis.measure(job)
-    others = alternatives.of_drafter(job.drafter.shape, job.target.arch, job.tokenizer)
-    taps = [one for one in others if one.field == "target_layer_ids"]
-    suspect = diagnosis.suspicious(found, diagnosis.read_all(job, taps))
+    trained = json.loads((DRAFTER / "config.json").read_text())["dflash_config"]["target_layer_ids"]
+    wrong = {"dflash_config": {"target_layer_ids": [layer + 1 for layer in trained]}}
+    job, decoded, readings = diagnose(broken(tmp_path / "drafter", wrong))
+    suspect = diagnosis.suspicious(decoded.acceptance, readings)
     assert suspect is not None
     assert suspect.alternative.change == str(trained)
-    (line,) = report.verdict(job, found, suspect)
+    (line,) = report.verdict(job, decoded.acceptance, suspect)
     assert line.startswith("suspicious: target_layer_ids.")
     assert line.endswith("drafter/config.json")
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "field", "value"),
+    [
+        ({}, (), None, None),
+        ({"dflash_config": {"causal": True}}, (), "is_causal", "false (every layer)"),
+        ({"dflash_config": {"mask_token_id": 9}}, (), "mask_token_id", "6 (<|mask|>)"),
+        ({"rope_theta": 1e6}, (), "rope_theta", "10000 (the target's)"),
+        (SLIDING | {"sliding_window": 4}, (), "layer_types", "full_attention (every layer)"),
+        ({}, ("prompts.chat=false",), "prompts.chat", "true"),
+    ],
+    ids=["none", "causality", "mask", "rotary", "window", "template"],
+)
+def test_the_wrong_field_is_found(tmp_path, change, overrides, field, value):
+    _, decoded, readings = diagnose(broken(tmp_path / "drafter", dict(change)), *overrides)
+    suspect = diagnosis.suspicious(decoded.acceptance, readings)
+    found = suspect and (suspect.alternative.field, suspect.alternative.change)
+    assert found == (field and (field, value))
+
+
+def test_a_wrong_thinking_mode_is_found(tmp_path):
+    target = tmp_path / "target"
+    shutil.copytree(DRAFTER.parent / "tiny_target", target)
+    template = target / "chat_template.jinja"
+    asked = "{% if enable_thinking %}<|assistant|>Hm. Let me see.<|end|>{% endif %}"
+    generation = "{%- if add_generation_prompt -%}"
+    template.write_text(template.read_text().replace(generation, asked + generation))
+    overrides = f"target.checkpoint={target}", "prompts.thinking=true"
+    _, decoded, readings = diagnose(DRAFTER, *overrides)
+    suspect = diagnosis.suspicious(decoded.acceptance, readings)
+    assert (suspect.alternative.field, suspect.alternative.change) == ("prompts.thinking", "false")
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "eagle3"])
+def test_a_replay_accepts_what_the_engine_does(name):
+    """Cycle by cycle: the drafter sees the features of one forward pass over each text."""
+    drafter = DRAFTER.parent / f"tiny_{name}"
+    job = make_job(drafter, f"drafter.name={name}")
+    job.load_weights()
+    engine = diagnosis.compiled_engine(job, [], lambda ready, total: None)
+    decoded = diagnosis.measure(engine, job)
+    texts = replay.compute(job.target, decoded.texts, job.drafter.feature_layers)
+    assert replay.acceptance(job.drafter, job.target, texts) == decoded.acceptance.cycles
 
 
 def test_a_strategy_without_weights_is_measured(capsys):

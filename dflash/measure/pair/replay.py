@@ -1,0 +1,168 @@
+"""Counts what a drafter would have been accepted, on texts that the target has decoded.
+
+Greedy decoding gives the same text whatever the drafter. So one decoding serves every reading of a
+drafter's fields: the target computes the features of the texts once, and then only the drafter
+runs, cycle by cycle.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash.drafters.base import Drafter, Heads
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.models.decoder import Decoder
+
+_MAX_CHUNK = 256  # Prompt rows that a drafter observes at once.
+_MIN_CHUNK = 32
+_MULTIPLE = 64  # Lengths of texts are padded, so that other texts share compiled programs.
+
+
+class Text(NamedTuple):
+    """Token ids of a prompt, and of the answer that greedy decoding gives."""
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """B texts on device, padded to L tokens.
+
+    Attributes:
+      tokens: int32 [B, L].
+      prompt: Length of each prompt, int32 [B].
+      total: Length of each text, int32 [B].
+      features: Features of each row after the layers of `layers`, [B, L, C·D].
+      layers: Target layers of the features.
+    """
+
+    tokens: jax.Array
+    prompt: jax.Array
+    total: jax.Array
+    features: jax.Array
+    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+class _Step(NamedTuple):
+    state: Any
+    anchor: jax.Array  # Position of the last committed token, int32 [B].
+    counts: jax.Array  # Cycles by tokens committed, int32 [block size + 1].
+
+
+def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Texts:
+    """Returns the texts with the target's features.
+
+    Args:
+      target: Target with weights.
+      texts: Texts, at least one.
+      layers: Target layers whose features are needed.
+    """
+    longest = max(len(text.prompt) + len(text.answer) for text in texts)
+    tokens = np.zeros((len(texts), -(-longest // _MULTIPLE) * _MULTIPLE), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text.prompt) + len(text.answer)] = [*text.prompt, *text.answer]
+    prompt = np.array([len(text.prompt) for text in texts], np.int32)
+    total = prompt + np.array([len(text.answer) for text in texts], np.int32)
+    tapped = tuple(sorted(set(layers)))
+    graph, weights = nnx.split(target)
+
+    @jax.jit
+    def features(weights, tokens, total):
+        rows = jnp.arange(tokens.shape[1])
+        segments = (rows < total[:, None]).astype(jnp.int32)
+        positions = jnp.broadcast_to(rows, tokens.shape)
+        model = nnx.merge(graph, weights)
+        return model.forward(tokens, positions, segments, feature_layers=tapped)[1]
+
+    return Texts(tokens, prompt, total, features(weights, tokens, total), tapped)
+
+
+def acceptance(drafter: Drafter, target: Decoder, texts: Texts) -> Counter[int]:
+    """Returns the number of cycles by tokens committed, bonus included.
+
+    Args:
+      drafter: Drafter of chains, with weights.
+      target: Target, whose embedding and output head the drafter may use.
+      texts: Texts with the features that the drafter needs.
+    """
+    (graph, weights), (heads_graph, heads) = nnx.split(drafter), nnx.split(target)
+
+    @jax.jit
+    def run(weights, heads, texts):
+        return _run(nnx.merge(graph, weights), nnx.merge(heads_graph, heads), texts)
+
+    counts = np.asarray(run(weights, heads, _of_layers(texts, drafter.feature_layers, target)))
+    return Counter({tokens: int(count) for tokens, count in enumerate(counts) if count})
+
+
+def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
+    """Returns the texts with the features of some layers, in this order."""
+    width = target.arch.hidden_size
+    parts = [
+        texts.features[..., texts.layers.index(layer) * width :][..., :width] for layer in layers
+    ]
+    features = jnp.concatenate(parts, axis=-1) if parts else texts.features[..., :0]
+    return dataclasses.replace(texts, features=features, layers=())
+
+
+def _run(drafter: Drafter, heads: Heads, texts: Texts) -> jax.Array:
+    """Runs cycles over all texts; returns the cycles by tokens committed, int32 [R + 1]."""
+    batch, length = texts.tokens.shape
+    rows = drafter.block_size
+    sampler = SequenceSampler(_greedy(batch))
+
+    def cycle(step: _Step) -> _Step:
+        left = jnp.maximum(texts.total - 1 - step.anchor, 0)
+        tokens = _slice(texts.tokens, step.anchor, rows + 1)
+        proposal, state = drafter.draft(step.state, tokens[:, 0], step.anchor, sampler, heads)
+        hits = proposal.tokens == tokens[:, 1:rows]
+        committed = jnp.minimum(jnp.cumprod(hits, axis=1).sum(axis=1) + 1, left)
+        features = _slice(texts.features, step.anchor, rows)
+        state = drafter.observe(state, step.anchor, tokens, committed, features, heads)
+        counts = step.counts.at[committed].add((left > 0).astype(jnp.int32))
+        return _Step(state, step.anchor + committed, counts)
+
+    state = _observe_prompts(drafter, heads, texts, length + rows)
+    first = _Step(state, texts.prompt, jnp.zeros(rows + 1, jnp.int32))
+    last = jax.lax.while_loop(lambda step: (step.anchor < texts.total - 1).any(), cycle, first)
+    return last.counts
+
+
+def _observe_prompts(drafter: Drafter, heads: Heads, texts: Texts, room: int) -> Any:
+    """Returns the drafter's state after the prompts, which cover the positions before anchors."""
+    batch, length = texts.tokens.shape
+    size = max(_MIN_CHUNK, min(_MAX_CHUNK, 1 << (length - 1).bit_length()))
+
+    def zeros(leaf):
+        return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+
+    def observe(chunk, state):
+        start = jnp.full(batch, chunk * size, jnp.int32)
+        tokens = _slice(texts.tokens, start, size + 1)
+        count = jnp.clip(texts.prompt - start, 0, size)
+        features = _slice(texts.features, start, size)
+        return drafter.observe(state, start, tokens, count, features, heads)
+
+    state = jax.tree.map(zeros, drafter.init_state(batch, room))
+    return jax.lax.fori_loop(0, -(-texts.prompt.max() // size), observe, state)
+
+
+def _slice(array: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    """Returns `count` rows of each sequence from its start on; rows past the end are arbitrary."""
+    rows = jnp.minimum(start[:, None] + jnp.arange(count), array.shape[1] - 1)
+    return jnp.take_along_axis(array, rows.reshape(*rows.shape, *[1] * (array.ndim - 2)), axis=1)
+
+
+def _greedy(batch: int) -> SamplingParams:
+    """Returns sampling parameters of B greedy sequences."""
+    zeros = jnp.zeros(batch, jnp.float32)
+    none = jnp.zeros(batch, jnp.int32)
+    return SamplingParams(jnp.zeros((batch, 2), jnp.uint32), zeros, none, zeros + 1, zeros)
