@@ -182,7 +182,7 @@ class Autoregressive(Drafter):
         return dataclasses.replace(forked, hidden=hidden[:, 0])
 
     def close_forks(self, state, forked):
-        """Keeps the pool of pages, which the forks share; see `Drafter.join`."""
+        """Keeps the pool of pages, which the forks share; see `Drafter.close_forks`."""
         cache = dataclasses.replace(state.cache, layers=forked.cache.layers)
         return dataclasses.replace(state, cache=cache)
 

@@ -166,7 +166,8 @@ class RemotePrefiller(Prefiller):
                 _post(channel, order)
 
     def _failed(self, id: int) -> Prefilled:
-        return Prefilled(id, error=f"the {self._name} cannot be reached; try again later")
+        problem = f"the {self._name} cannot be reached; try again later"
+        return Prefilled(id, error=problem, may_retry=True)
 
 
 def _post(channel: Channel, order: PrefillOrder) -> None:

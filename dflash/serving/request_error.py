@@ -53,6 +53,11 @@ class RequestError(Exception):
         return {"error": error}
 
 
+def unavailable(message: str) -> RequestError:
+    """Returns the error of a request that may succeed a few seconds later."""
+    return RequestError(message, status=503, code="unavailable", retry_after_s=5)
+
+
 def unsupported(param: str, reason: str) -> RequestError:
     """Returns the error of a field that the server does not know or cannot serve."""
     return RequestError(f"{param}: {reason}", param=param, code="unsupported_parameter")

@@ -10,7 +10,7 @@ from dflash import errors
 from dflash.inference.request import RequestOutput, Tokens
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.output import Output, OutputDelta, TokenText
-from dflash.serving.request_error import RequestError
+from dflash.serving.request_error import RequestError, unavailable
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
 from dflash.text.chat_formats.reader import Part
@@ -58,8 +58,10 @@ async def follow(
 
 def _failure(done: RequestOutput) -> RequestError:
     """Returns the error of an HTTP request one of whose requests has failed."""
-    status = 400 if isinstance(done.error, errors.InputError) else 500
     message = str(done.error).removeprefix(f"prompt {done.id}: ")
+    if isinstance(done.error, errors.UnavailableError):
+        return unavailable(message)
+    status = 400 if isinstance(done.error, errors.InputError) else 500
     return RequestError(message, status=status, code="failed")
 
 

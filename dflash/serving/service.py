@@ -34,7 +34,7 @@ from dflash.serving.engine_thread import (
 )
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
-from dflash.serving.request_error import RequestError, unsupported
+from dflash.serving.request_error import RequestError, unavailable, unsupported
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import (
     HttpHead,
@@ -132,7 +132,7 @@ class Service:
           RequestError: The service is not ready.
         """
         if self.state is not ServiceState.READY:
-            raise RequestError(self.state.value, status=503, code="unavailable", retry_after_s=5)
+            raise unavailable(self.state.value)
         return self.model
 
     def admit(

@@ -105,8 +105,9 @@ def test_a_server_that_prefills_may_come_back(pair):
     process.process.send_signal(signal.SIGKILL)
     process.process.wait()
     assert served_lines(server, "the other process has closed the connection; connecting again")
-    status, answer = server.post(TEXT, BODY)
-    assert status == 500
+    status, headers, answer = server.exchange("POST", TEXT, BODY)
+    assert (status, headers["Retry-After"]) == (503, "5")
+    assert answer["error"]["code"] == "unavailable"
     assert "cannot be reached; try again later" in answer["error"]["message"]
     process.start()
     process.wait()

@@ -181,7 +181,7 @@ class Eagle3(WeightedDrafter):
         return Eagle3State(cache, hidden[:, 0])
 
     def close_forks(self, state, forked):
-        """Drops the trail; see `Drafter.join`."""
+        """Drops the trail; see `Drafter.close_forks`."""
         return dataclasses.replace(state, trail=None)
 
     def _draft_tree(self, state, position, sampler, heads):

@@ -107,7 +107,8 @@ class DecodeScheduler(Scheduler):
         """Returns the events of a request that has been admitted, or whose prefill has failed."""
         now = time.perf_counter()
         if result.error is not None:
-            active.error = errors.UserError(f"prompt {active.request.id}: {result.error}")
+            kind = errors.UnavailableError if result.may_retry else errors.UserError
+            active.error = kind(f"prompt {active.request.id}: {result.error}")
             return [self._completion(active, now)]
         active.prefill_ms += result.prefill_ms
         self._counts.update(

@@ -58,6 +58,7 @@ class Prefilled:
       prefill_ms: Time of its chunks, in milliseconds.
       rows: Rows of the prompt, on a device or as numpy arrays; None after an error.
       error: Error that ends the request; None if it was prefilled.
+      may_retry: The same order may succeed later.
     """
 
     id: int
@@ -68,6 +69,7 @@ class Prefilled:
     prefill_ms: float = 0.0
     rows: PromptRows | None = None
     error: str | None = None
+    may_retry: bool = False
 
 
 class Prefiller(Protocol):
@@ -92,7 +94,8 @@ def check_target(target: Decoder) -> None:
     """
     if target.has_recurrent_state:
         raise errors.ConfigError(
-            "serve.role: not supported for targets that keep recurrent state; leave it at both"
+            f"serve.role: not supported for {type(target).__name__}, which keeps recurrent state; "
+            "leave it at both"
         )
     replicas = target.sharding.size("pages")
     if replicas > 1:

@@ -198,5 +198,5 @@ def test_what_cannot_travel_is_refused():
         handover.check_target(
             move(initialized("qwen3"), make_target("qwen3", make_sharding(data=2)))
         )
-    with pytest.raises(errors.ConfigError, match="recurrent state"):
+    with pytest.raises(errors.ConfigError, match="Qwen3Next, which keeps recurrent state"):
         handover.check_target(make_target("qwen3_next", make_sharding()))
