@@ -21,7 +21,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def llm():
-    return dflash.LLM("configs/random_tiny_dflash.yml", *SMALL, compilation_cache="off")
+    return dflash.LLM("configs/random_tiny_dflash.yml", *SMALL)
 
 
 def talk(llm, *said, terminal=False, out=None, **options):
@@ -141,7 +141,7 @@ def test_a_checkpoint_without_a_template_is_said_before_anyone_types(tmp_path, c
         f"target: {{checkpoint: {GOLDEN / 'qwen3_b1' / 'target'}}}\ndtype: float32\n"
     )
     with pytest.raises(SystemExit) as caught:
-        chat.main([str(tmp_path / "c.yml"), "--compilation_cache=off"])
+        chat.main([str(tmp_path / "c.yml")])
     assert caught.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""

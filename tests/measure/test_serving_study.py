@@ -23,7 +23,7 @@ dtype: float32
 
 def test_a_study_of_serving(tmp_path, capsys):
     (tmp_path / "config.yml").write_text(CONFIG)
-    values = benchmark.run(tmp_path / "config.yml", workdir=tmp_path / "w", compilation_cache="off")
+    values = benchmark.run(tmp_path / "config.yml", workdir=tmp_path / "w")
     assert values["complete"]
     assert values == json.loads((tmp_path / "w" / "study.json").read_text())
     rows = values["rows"]
@@ -45,11 +45,7 @@ def test_forced_acceptance(tmp_path, capsys):
     (tmp_path / "config.yml").write_text(CONFIG.replace("values: [1, 2]", "values: [2]"))
     lengths = {"prompt_tokens": 9, "acceptance_lengths": [3, 2, 4, 1, 2]}
     (tmp_path / "trace.json").write_text(json.dumps([lengths] * 2))
-    values = benchmark.run(
-        tmp_path / "config.yml",
-        f"trace={tmp_path / 'trace.json'}",
-        compilation_cache="off",
-    )
+    values = benchmark.run(tmp_path / "config.yml", f"trace={tmp_path / 'trace.json'}")
     taus = {row["drafter"]: row["tau"] for row in values["rows"]}
     assert taus == {
         "none": 1.0,

@@ -45,12 +45,7 @@ def test_a_request_names_its_adapter(server):
     assert len(set(texts.values())) == 3
     config = served.config_for_decoding(running.config)
     for name in ("a", "b"):
-        merged = dflash.LLM(
-            config,
-            f"target.adapter={directories[name]}",
-            "drafter.name=none",
-            compilation_cache="off",
-        )
+        merged = dflash.LLM(config, f"target.adapter={directories[name]}", "drafter.name=none")
         (completion,) = merged.generate(PROMPT, dflash.Sampling(max_tokens=20))
         assert completion.text == texts[name]
     text = running.get("/metrics")[1].decode()

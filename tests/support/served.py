@@ -22,7 +22,7 @@ target: {name: qwen3, checkpoint: random, architecture: {
   num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 512}}
 drafter: {name: ngram, block_size: 4}
 decode: {max_new_tokens: 24, batch_size: 4, sync_every: 4, page_size: 16, max_length: 128,
-  prefill_chunk: 64}
+  prefill_chunk: 32, partial_dispatches: false}
 serve: {model: tiny, queue: 64, max_body_bytes: 100000, read_s: 2, drain_s: 20}
 dtype: float32
 """
@@ -137,7 +137,7 @@ def plain_decoding(config: pathlib.Path):
     """Decodes without a drafter: what every answer has to equal."""
     import dflash
 
-    return dflash.LLM(config_for_decoding(config), "drafter.name=none", compilation_cache="off")
+    return dflash.LLM(config_for_decoding(config), "drafter.name=none")
 
 
 def config_for_decoding(config: pathlib.Path) -> pathlib.Path:
