@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from support import spoiled
 
 from dflash import errors
 from dflash.config import schema
@@ -17,19 +18,9 @@ from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.tokenizer import ByteTokenizer
 
 CHAT = "/v1/chat/completions"
-PARAMETERS = {
-    "type": "object",
-    "properties": {"x": {"enum": [1, 2]}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "d", "parameters": PARAMETERS}}
-    for name in ("f", "g")
-]
 BODY = {
     "messages": [{"role": "user", "content": "a"}],
-    "tools": TOOLS,
+    "tools": spoiled.TOOLS,
     "tool_choice": "required",
     "parallel_tool_calls": False,
     "stop_token_ids": [0],
@@ -119,44 +110,15 @@ def model(name: str = "hermes", **changes) -> ServedModel:
 
 
 VOCABULARY = Vocabulary.of(ByteTokenizer())
-JUNK = [None, True, 5, -1.5, "", "x" * 70, "é\ud800", [], [[]], {}, {"type": 5}, {"a": {}}]
-
-
-def spoil(value, chance: random.Random):
-    """Returns a copy of a JSON value in which one place has another value."""
-    if not isinstance(value, dict | list) or not value or chance.random() < 0.15:
-        return copy.deepcopy(chance.choice(JUNK))
-    spoiled = copy.deepcopy(value)
-    places = list(spoiled) if isinstance(spoiled, dict) else range(len(spoiled))
-    place = chance.choice(list(places))
-    spoiled[place] = spoil(spoiled[place], chance)
-    if isinstance(spoiled, dict) and chance.random() < 0.1:
-        spoiled["unknown"] = spoiled.pop(place)
-    return spoiled
 
 
 def test_malformed_tool_requests_have_an_error_of_one_line():
     pytest.importorskip("llguidance", reason="pip install 'dflash-jax[grammar]'")
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    fields = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "1", "content": "2"},
-        ],
-        "tools": TOOLS,
-        "tool_choice": {"type": "function", "function": {"name": "f"}},
-        "parallel_tool_calls": True,
-        "reasoning_effort": "low",
-        "max_thinking_tokens": 5,
-    }
     served = [model(name) for name in FORMATS]
     problems = []
     for seed in range(1200):
         chance = random.Random(seed)
-        field = chance.choice(list(fields))
-        body = fields | {field: spoil(fields[field], chance)}
-        problems.append(problem_of(body, chance.choice(served)))
+        problems.append(problem_of(spoiled.chat(chance), chance.choice(served)))
     rejected = [problem for problem in problems if problem is not None]
     assert len(rejected) > 300
     for problem in rejected:
