@@ -128,6 +128,33 @@ PLOTS = {
         only={0: "512"},
         even=1.0,
     ),
+    "overlap_ssd.png": GroupPlot(
+        page="overlap.md",
+        header="| models | batch | in turn",
+        values={3: "ssd, 2 + 2 chips", 6: "ssd, 4 + 1 chips", 2: "in turn, drafter on one chip"},
+        labels={
+            "title": "One sequence on v5p, by roofline",
+            "ylabel": "speed relative to drafting in turn (expected)",
+        },
+        only={1: "1"},
+        even=1.0,
+    ),
+    "overlap_pingpong.png": GroupPlot(
+        page="overlap.md",
+        header="| models | batch | in turn",
+        values={
+            3: "ssd, 2 + 2 chips",
+            6: "ssd, 4 + 1 chips",
+            4: "pingpong, 2 + 2 chips",
+            7: "pingpong, 4 + 1 chips",
+        },
+        labels={
+            "title": "64 sequences on v5p, by roofline",
+            "ylabel": "speed relative to drafting in turn (expected)",
+        },
+        only={1: "64"},
+        even=1.0,
+    ),
     "draft_vocabulary.png": GroupPlot(
         page="draft_vocabulary.md",
         header="| draft vocabulary | math |",

@@ -117,7 +117,7 @@ def target_work(
     """
     # An embedding that is not the head is only looked up, not read as a whole.
     unread = () if target.lm_head is None else ("embed_tokens.",)
-    products = _products(target, batch * rows, unread)
+    work = products(target, batch * rows, unread)
     pairs = batch * rows * (context + rows)
     scores = pairs * sum(layer.self_attn.flops_per_pair for layer in target.layers)
     token = target.new_cache(
@@ -128,7 +128,7 @@ def target_work(
     # written once.
     states = 6 * batch * rows * sum(state.memory.size for state in token.states)
     kept = 2 * batch * decode_plan.measure(token.states).total_bytes
-    return products + ForwardWork(scores + states, cached + kept)
+    return work + ForwardWork(scores + states, cached + kept)
 
 
 def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> ForwardWork:
@@ -136,12 +136,16 @@ def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> ForwardWork:
     if not drafter.num_draft_tokens:
         return ForwardWork(0, 0)
     rows = batch * drafter.block_size
+    return products(drafter, rows) + head_work(target, rows)
+
+
+def head_work(target: Decoder, rows: int) -> ForwardWork:
+    """Returns the work of the target's output head over `rows` rows."""
     head = target.arch.vocab_size * target.arch.hidden_size
-    of_head = ForwardWork(2 * head * rows, head * target.dtype.itemsize)
-    return _products(drafter, rows) + of_head
+    return ForwardWork(2 * head * rows, head * target.dtype.itemsize)
 
 
-def _products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> ForwardWork:
+def products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> ForwardWork:
     """Returns the work of reading all weights once and multiplying them with `rows` rows.
 
     Args:
