@@ -18,7 +18,7 @@ from dflash.cli import subcommand as cli
 from dflash.distillation import stages
 from dflash.training.checkpoints import Checkpoints
 
-TIMEOUT_S = 500
+TIMEOUT_S = 1800
 MODELS = f"""
 target: {BYTE_TARGET}
 drafter:

@@ -9,7 +9,7 @@ from support import SUPPORT, free_port, grammars
 from support.engines import engine, expected, random_prompts
 
 WORKER = SUPPORT / "decode_worker.py"
-TIMEOUT_S = 480
+TIMEOUT_S = 1800
 
 
 def run_workers(count: int, task: dict) -> list[tuple[int, str, str]]:

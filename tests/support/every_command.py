@@ -27,7 +27,7 @@ from dflash.distillation import stages  # noqa: F401  # before processes are for
 from dflash.measure import benchmark_run  # noqa: F401
 from dflash.training import train_job  # noqa: F401
 
-PATIENCE_S = 400
+PATIENCE_S = 1500
 
 
 def commands(directory: pathlib.Path, count: int) -> None:

@@ -47,7 +47,7 @@ from dflash.training.checkpoints import Checkpoints
 from support.models import BYTE_TARGET, make_sharding
 
 COUNT = 4
-PATIENCE_S = 120
+PATIENCE_S = 600
 CONFIG = f"""
 target: {BYTE_TARGET}
 mesh: {{data: {COUNT}}}

@@ -34,7 +34,7 @@ decode: {max_new_tokens: 60, batch_size: 2, max_length: 256, partial_dispatches:
 serve: {model: tiny, grammars: false}
 dtype: float32
 """
-START_S = 240.0
+START_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
