@@ -93,11 +93,11 @@ def _row(name: str, text: str) -> str:
     return f"{name:<14}{text}".rstrip()
 
 
-def _wrapped(name: str, items: Sequence[str], width: int = 64) -> Iterator[str]:
+def _wrapped(name: str, items: Sequence[str]) -> Iterator[str]:
     """Yields a row of several items, on as many lines as they need."""
     line = ""
     for item in items:
-        if line and len(line) + len(item) + 2 > width:
+        if line and len(line) + len(item) > 62:
             yield _row(name, f"{line},")
             name, line = "", ""
         line = f"{line}, {item}" if line else item

@@ -152,11 +152,11 @@ def track(items: Iterable[tuple[Item, int]], total_bytes: int, title: str) -> It
             bar.stop()
 
 
-def quote_some(names: Iterable[str], limit: int = 3) -> str:
+def quote_some(names: Iterable[str]) -> str:
     """Returns the names as text, such as "'a', 'b', 'c' and 7 more"."""
     names = sorted(names)
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    shown = ", ".join(map(repr, names[:3]))
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def _make_bar():

@@ -86,7 +86,7 @@ def read_fields(
     return built
 
 
-def read_group(config: Mapping[str, Any], name: str, *, file: str = FILE) -> Mapping[str, Any]:
+def read_group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Returns the mapping `config[name]`, or an empty one if it is missing or null.
 
     Raises:
@@ -97,7 +97,7 @@ def read_group(config: Mapping[str, Any], name: str, *, file: str = FILE) -> Map
         return {}
     if not isinstance(group, Mapping):
         raise errors.CheckpointError(
-            f"{file}: {name}: expected a mapping or null, got {_show(group)}"
+            f"{FILE}: {name}: expected a mapping or null, got {_show(group)}"
         )
     return group
 

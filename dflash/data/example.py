@@ -83,8 +83,8 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
-def shuffled(items: Sequence[Item], seed: int = 0) -> list[Item]:
-    """Returns the items in an order that depends only on their number and the seed."""
+def shuffled(items: Sequence[Item]) -> list[Item]:
+    """Returns the items in an order that depends only on their number."""
     order = list(items)
-    random.Random(seed).shuffle(order)
+    random.Random(0).shuffle(order)
     return order
