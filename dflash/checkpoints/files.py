@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 from dflash import errors
@@ -14,6 +14,7 @@ from dflash.config import encoding
 from dflash.storage.files import copy_file, publish, read_regular, remove_tree, sync
 
 CONFIG = "config.json"
+MISFIT = "these weights do not belong to this config.json"
 # Files that are copied with the weights, unchanged. Python files are code for other programs, to
 # which `auto_map` in config.json refers; dflash never runs them.
 COMPANIONS = (
@@ -157,6 +158,37 @@ def quote_some(names: Iterable[str]) -> str:
     names = sorted(names)
     shown = ", ".join(map(repr, names[:3]))
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def check_names(
+    stored: Collection[str],
+    expected: Collection[str],
+    listing: object,
+    misfit: str,
+    *,
+    file_of: Callable[[str], object] | None = None,
+) -> None:
+    """Checks that the stored tensors are exactly the expected ones.
+
+    Args:
+      stored: Names of the stored tensors, without those to ignore.
+      expected: Names of the tensors of the model.
+      listing: File or tree that lists the stored tensors, for messages.
+      misfit: What a difference means, for messages; such as `MISFIT`.
+      file_of: Function from a stored name to its file; None if it is the listing.
+    Raises:
+      CheckpointError: Tensors are missing or unexpected.
+    """
+    if missing := set(expected).difference(stored):
+        raise errors.CheckpointError(
+            f"{listing}: {len(missing)} of {len(expected)} tensors missing: "
+            f"{quote_some(missing)}; {misfit}"
+        )
+    if unexpected := set(stored).difference(expected):
+        file = file_of(min(unexpected)) if file_of else listing
+        raise errors.CheckpointError(
+            f"{file}: {len(unexpected)} unexpected tensors: {quote_some(unexpected)}; {misfit}"
+        )
 
 
 def _make_bar():

@@ -120,23 +120,12 @@ def _check(stored, expected, directory) -> None:
       CheckpointError: Tensors are missing, unexpected, or of another shape.
     """
     params = directory / PARAMS
-    misfit = "these weights do not belong to this config.json"
-    missing, unexpected = expected.keys() - stored.keys(), stored.keys() - expected.keys()
-    if missing:
-        raise errors.CheckpointError(
-            f"{params}: {len(missing)} of {len(expected)} tensors missing: "
-            f"{files.quote_some(missing)}; {misfit}"
-        )
-    if unexpected:
-        raise errors.CheckpointError(
-            f"{params}: {len(unexpected)} unexpected tensors: "
-            f"{files.quote_some(unexpected)}; {misfit}"
-        )
+    files.check_names(stored, expected, params, files.MISFIT)
     for path, abstract in expected.items():
         if stored[path].shape != abstract.shape:
             raise errors.CheckpointError(
                 f"{params}: tensor {path!r} has shape {list(stored[path].shape)}, expected "
-                f"{list(abstract.shape)}; {misfit}"
+                f"{list(abstract.shape)}; {files.MISFIT}"
             )
 
 

@@ -153,20 +153,8 @@ def _check(tensors, expected, names, module, listing) -> None:
     Raises:
       CheckpointError: Tensors are missing, unexpected, or of another shape or dtype.
     """
-    misfit = "these weights do not belong to this config.json"
-    missing = names.keys() - tensors.keys()
-    if missing:
-        raise errors.CheckpointError(
-            f"{listing}: {len(missing)} of {len(names)} tensors missing: "
-            f"{files.quote_some(missing)}; {misfit}"
-        )
-    unexpected = {name for name in tensors.keys() - names.keys() if not _ignored(name, module)}
-    if unexpected:
-        file = tensors[min(unexpected)].file
-        raise errors.CheckpointError(
-            f"{file}: {len(unexpected)} unexpected tensors: "
-            f"{files.quote_some(unexpected)}; {misfit}"
-        )
+    stored = {name for name in tensors if name in names or not _ignored(name, module)}
+    files.check_names(stored, names, listing, files.MISFIT, file_of=lambda name: tensors[name].file)
     for name, held in names.items():
         (path, piece), *_ = held
         tensor, shape = tensors[name], piece.shape
@@ -175,7 +163,7 @@ def _check(tensors, expected, names, module, listing) -> None:
         if tensor.shape != shape:
             raise errors.CheckpointError(
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
-                f"{list(shape)}; {misfit}"
+                f"{list(shape)}; {files.MISFIT}"
             )
         if tensor.packing is None:
             _check_code(tensor, _codes_for(expected[path].dtype))

@@ -162,17 +162,8 @@ def _check_tree(flat: Mapping[str, Any], entries: Sequence[_Entry], naming: Nami
         for name, shape in zip(part.names, part.shapes, strict=True)
     }
     misfit = "these weights do not belong to this target, whose weights stay as they were"
-    missing = shapes.keys() - flat.keys()
-    if missing:
-        raise errors.CheckpointError(
-            f"weights: {len(missing)} of {len(shapes)} tensors missing: "
-            f"{files.quote_some(missing)}; {misfit}"
-        )
-    unknown = {name for name in flat.keys() - shapes.keys() if not naming.ignores(name)}
-    if unknown:
-        raise errors.CheckpointError(
-            f"weights: {len(unknown)} unexpected tensors: {files.quote_some(unknown)}; {misfit}"
-        )
+    given = {name for name in flat if name in shapes or not naming.ignores(name)}
+    files.check_names(given, shapes, "weights", misfit)
     for name, shape in shapes.items():
         array = flat[name]
         if shape is not None and np.shape(array) != tuple(shape):
