@@ -38,7 +38,7 @@ from dflash.offline import decode_run as decoding
 from dflash.offline.decode_sweep import Weights
 from dflash.offline.evaluation import DraftingTest
 from dflash.parallel import agreement, distributed, parameters
-from dflash.runs import dates, outputs, records
+from dflash.runs import dates, records
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
 from dflash.storage import files, paths
@@ -292,7 +292,7 @@ class _Progress(Display):
                 f"{self._characters:,} characters of text"
             )
 
-    def results(self, summary: outputs.Summary) -> None:
+    def results(self, *unused) -> None:
         """Shows nothing, since the model card has the results."""
 
     def comparison(self, *unused) -> None:

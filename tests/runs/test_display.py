@@ -1,5 +1,6 @@
 """Tests of what a run shows."""
 
+import inspect
 import io
 import re
 import time
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash.distillation import stages
 from dflash.runs import display, outputs, result_text
 
 
@@ -380,3 +382,10 @@ def test_results_of_nothing():
     shown.results(outputs.summarize([], block_size=4))
     assert "throughput           –" in stderr.getvalue()
     assert "tokens per cycle" not in stderr.getvalue().replace("τ", "")
+
+
+@pytest.mark.parametrize("name", ["token", "finish", "results", "comparison"])
+def test_a_display_that_shows_less_is_called_as_any_display(name):
+    called = inspect.signature(getattr(display.Display, name))
+    own = inspect.signature(getattr(stages._Progress, name))
+    own.bind(*called.parameters)
