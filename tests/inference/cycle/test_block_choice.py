@@ -28,6 +28,9 @@ def blank(batch: int, sizes: tuple[int, ...], seconds) -> BlockChoice:
 
 
 choose = jax.jit(functools.partial(block_choice.choose, sizes=SIZES))
+learn_cycle = jax.jit(
+    functools.partial(block_choice.learn, sizes=SIZES), static_argnames="division"
+)
 
 
 def learn(choice: BlockChoice, accepted: jax.Array, active=True, size=None) -> BlockChoice:
@@ -36,7 +39,7 @@ def learn(choice: BlockChoice, accepted: jax.Array, active=True, size=None) -> B
         index = jnp.int32(SIZES.index(size))
         choice = dataclasses.replace(choice, best=index, index=index)
     committed = jnp.where(active, accepted + 1, 0)
-    return block_choice.learn(choice, committed, jnp.full(len(accepted), 1000), SIZES)
+    return learn_cycle(choice, committed, jnp.full(len(accepted), 1000))
 
 
 def knowing(rates: np.ndarray, seconds, credit: float = 0.0) -> BlockChoice:
@@ -130,7 +133,7 @@ def test_an_end_is_a_refusal_and_a_limit_is_not():
     # Of seven drafts two tokens came: the first sequence ended there, the second reached its limit.
     # The third brought all.
     left = jnp.array([1000, 2, 1000])
-    after = block_choice.learn(choice, jnp.array([2, 2, 8]), left, SIZES)
+    after = learn_cycle(choice, jnp.array([2, 2, 8]), left)
     np.testing.assert_array_equal(after.tried.sum(axis=1), [2, 1, 7])
     np.testing.assert_array_equal(after.accepted.sum(axis=1), [1, 1, 7])
 
@@ -228,7 +231,7 @@ def test_sequences_that_decode_plainly_beside_others_are_tried_again():
     )  # fmt: skip
     rows, committed = jnp.array([4, 1, 0]), jnp.array([1, 1, 0])
     for _ in range(64):
-        choice = block_choice.learn(choice, committed, FAR, SIZES, division, rows)
+        choice = learn_cycle(choice, committed, FAR, division=division, rows=rows)
     first = np.asarray(block_choice.rates(choice))[:, 0]
     assert first[0] < 0.1
     assert first[1] > 0.2, "of which nothing has been heard for long"
