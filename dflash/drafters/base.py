@@ -201,6 +201,11 @@ class Drafter(nnx.Module):
         """Rows on the longest path, anchor included, which limit the tokens per cycle."""
         return self.block_size
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Returns whether proposals name parents."""
+        return self.longest_path < self.block_size
+
     def init_state(self, batch: int, max_length: int) -> Any:
         """Returns an abstract state for `batch` sequences of at most `max_length` tokens.
 

@@ -62,7 +62,7 @@ def longest_path(config: DecodeRun, drafter: Drafter) -> int:
 def check_drafter(config: DecodeRun, target: Decoder, drafter: Drafter) -> None:
     """Raises ConfigError if a drafter does not draft what the run's way of decoding needs."""
     _check_rule(config, drafter)
-    if config.decode.lookup and drafter.longest_path < drafter.block_size:
+    if config.decode.lookup and drafter.drafts_trees:
         raise errors.ConfigError(
             f"decode.lookup: copies replace chains, and drafter.name={config.drafter.name} drafts "
             "trees; leave decode.lookup out"

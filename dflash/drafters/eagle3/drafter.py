@@ -101,6 +101,11 @@ class Eagle3(WeightedDrafter):
         return {name: getattr(config, name) for name in names}
 
     @property
+    def drafts_trees(self) -> bool:
+        """Returns whether proposals are trees, which may be chains by chance."""
+        return self.tree is not None
+
+    @property
     def longest_path(self) -> int:
         """Number of rows on the longest path, anchor included."""
         return 1 + (self.num_draft_tokens if self.tree is None else self.tree.depth)

@@ -53,6 +53,11 @@ class OnePassDrafter(WeightedDrafter):
             token_tree.check_budget(tree_budget, self.num_positions, vocab_size)
 
     @property
+    def drafts_trees(self) -> bool:
+        """Returns whether proposals are trees, which may be chains by chance."""
+        return self.tree_budget is not None
+
+    @property
     def longest_path(self) -> int:
         """Rows on the longest path; a tree is no deeper than the block."""
         return min(self.num_positions, self.num_draft_tokens) + 1

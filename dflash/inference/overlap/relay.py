@@ -48,7 +48,7 @@ class Relay(Drafter):
         """Takes the static attributes of a drafter, with another number of drafts."""
         self.feature_layers = drafter.feature_layers
         self.num_draft_tokens = num_draft_tokens
-        self.is_tree = drafter.longest_path < drafter.block_size
+        self.is_tree = drafter.drafts_trees
         self.path = drafter.longest_path
 
     @property

@@ -1,10 +1,18 @@
 """Tests of drafting on other devices: outputs are those of plain decoding."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from support import models
-from support.engines import check_plain_outputs, expected, make_requests, random_prompts
+from support.engines import (
+    check_plain_outputs,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+)
+from support.engines import decode as outputs
 
 from dflash.config import schema
 from dflash.drafters.autoregressive import Autoregressive
@@ -12,8 +20,9 @@ from dflash.drafters.base import Drafter
 from dflash.inference.overlap.engine import OverlappedEngine
 from dflash.inference.overlap.overlap import Overlap
 from dflash.inference.request import RequestOutput
+from dflash.models.qwen3_next import Qwen3Next
 from dflash.offline.decoding import decode
-from dflash.parallel import sharding
+from dflash.parallel import parameters, sharding
 
 SSD, PING_PONG = Overlap(groups=1, fan_out=2), Overlap(groups=2, fan_out=0)
 PROMPTS, LIMITS, STOPS = random_prompts([9, 16, 5, 12, 3, 14]), [12, 3, 8, 5, 7, 4], (3,)
@@ -61,6 +70,51 @@ def test_a_drafter_that_is_the_target_foresees_every_outcome():
 def test_outputs_are_those_of_plain_decoding(name, overlap):
     run = overlapped(name, overlap, batch_size=4, sync_every=3)
     check_plain_outputs(run, PROMPTS, LIMITS, STOPS)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_halves_of_a_batch_may_draft_trees(name):
+    drafter = models.drafter(name, sharding=elsewhere(), tree=True)
+    run = overlapped(drafter, PING_PONG, batch_size=4, sync_every=3)
+    check_plain_outputs(run, PROMPTS, LIMITS, STOPS)
+
+
+@pytest.mark.parametrize("overlap", [SSD, PING_PONG], ids=["ssd", "pingpong"])
+def test_replicas_share_a_drafter(overlap):
+    target = models.target((2, 1, 1))
+    there = sharding.beside(target.sharding, 2)
+    config = schema.DecodeConfig(page_size=16, prefill_chunk=16, batch_size=4, sync_every=3)
+    run = OverlappedEngine(
+        target,
+        models.drafter("eagle3", sharding=there),
+        config,
+        overlap=overlap,
+        drafter_sharding=there,
+        max_length=64,
+    )
+    check_plain_outputs(run, PROMPTS, LIMITS, STOPS)
+
+
+@pytest.mark.parametrize("overlap", [SSD, PING_PONG], ids=["ssd", "pingpong"])
+def test_a_target_may_keep_recurrent_state(overlap):
+    arch = models.family_architecture("qwen3_next", models.ARCHITECTURE)
+    target = Qwen3Next(arch, dtype=jnp.float32, sharding=models.make_sharding())
+    parameters.initialize(target, jax.random.key(0))
+    drafter = models.drafter("eagle3", sharding=elsewhere(), arch=arch)
+    config = schema.DecodeConfig(page_size=16, prefill_chunk=16, batch_size=4, sync_every=3)
+    run = OverlappedEngine(
+        target,
+        drafter,
+        config,
+        overlap=overlap,
+        drafter_sharding=elsewhere(),
+        max_length=64,
+    )
+    plain = engine(on=target, batch_size=4, sync_every=3)
+    for temperature in (0.0, 0.8):
+        how = {"temperature": temperature, "seed": 4}
+        done, wanted = (outputs(each, PROMPTS, LIMITS, **how) for each in (run, plain))
+        assert [one.output_ids for one in done] == [one.output_ids for one in wanted]
 
 
 def test_a_preempted_sequence_goes_on_where_it_was():
