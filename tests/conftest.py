@@ -86,6 +86,9 @@ def pytest_runtest_teardown(item, nextitem):
     _num_unchecked += 1
     # Counting mappings takes milliseconds, as long as a small test.
     same_module = nextitem is not None and nextitem.module is item.module
+    if not same_module and "jax" in sys.modules:
+        # A command with compilation_cache=off turns the cache off for the whole process.
+        sys.modules["jax"].config.update("jax_enable_compilation_cache", True)
     if nextitem is None or (same_module and _num_unchecked < TESTS_PER_CHECK):
         return
     _num_unchecked = 0
