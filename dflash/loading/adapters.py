@@ -84,7 +84,7 @@ def declare(target: Decoder, references: Mapping[str, str]) -> dict[str, Adapter
       CheckpointError: An adapter cannot be read, or does not fit the target.
     """
     adapters = {name: lora.read(reference) for name, reference in references.items()}
-    maps = dict(_linear_maps(target))
+    maps = dict(linear_maps(target))
     shapes = {name: linear.kernel.get_value().shape[::-1] for name, linear in maps.items()}
     for adapter in adapters.values():
         _check_shapes(adapter, shapes)
@@ -98,7 +98,7 @@ def declare(target: Decoder, references: Mapping[str, str]) -> dict[str, Adapter
 
 def fill(target: Decoder, adapters: Sequence[Adapter]) -> None:
     """Fills the updates that `declare` has declared."""
-    for name, linear in _linear_maps(target):
+    for name, linear in linear_maps(target):
         updates = [update for _, update in _of_map(name, adapters)]
         if updates:
             whole = {
@@ -115,7 +115,7 @@ def _of_map(name: str, adapters: Sequence[Adapter]) -> Iterator[tuple[int, Updat
             yield number, adapter.updates[name]
 
 
-def _linear_maps(target: Decoder) -> Iterator[tuple[str, Linear]]:
+def linear_maps(target: Decoder) -> Iterator[tuple[str, Linear]]:
     """Yields the linear maps of the layers that are a tensor of the checkpoint, by its name."""
     for path, kernel in projections(target):
         name = tensor_map.source_of(target, f"{path}.kernel")

@@ -10,15 +10,23 @@ import pytest
 from flax import nnx
 from support.adapters import adapted, merged, write_adapter
 from support.engines import engine, make_requests, random_prompts
-from support.models import drafter, make_cache, make_target, target
+from support.models import (
+    drafter,
+    family_architecture,
+    make_cache,
+    make_sharding,
+    make_target,
+    target,
+)
 from support.parity import make_pair
 
 from dflash import errors
 from dflash.checkpoints import lora
+from dflash.config import registry
 from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 from dflash.layers.joining import can_join
-from dflash.loading import adapters
+from dflash.loading import adapters, quantization
 from dflash.offline import decoding
 from dflash.parallel import parameters
 
@@ -38,7 +46,8 @@ def logits(model, tokens, **options):
 
     @jax.jit
     def call(tokens, cache):
-        return model.unembed(model(tokens, positions, cache, **options).hidden)
+        count = jnp.full(len(tokens), tokens.shape[1])
+        return model.unembed(model(tokens, positions, cache, count=count, **options).hidden)
 
     return np.asarray(call(tokens, make_cache(model, len(tokens), 32)))
 
@@ -154,6 +163,53 @@ def test_output_is_that_of_the_merged_model(two, options):
         for event in decoding.decode(plain, mine):
             if isinstance(event, RequestOutput):
                 assert done[event.id].output_ids == event.output_ids, (number, event.id)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_5", "gpt_oss", "gemma4"])
+def test_every_family_takes_adapters(tmp_path, family):
+    kind = registry.load(registry.TARGETS[family].implementation)
+    base = kind(family_architecture(family), dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(base, jax.random.key(0))
+    rng, tensors = np.random.default_rng(0), {}
+    for name, linear in adapters.linear_maps(base):
+        (rows, columns), start = linear.kernel.get_value().shape, f"base_model.model.{name}"
+        start = start.removesuffix(".weight")
+        tensors[f"{start}.lora_A.weight"] = rng.normal(0, 0.1, (4, rows)).astype(np.float32)
+        tensors[f"{start}.lora_B.weight"] = rng.normal(0, 0.1, (columns, 4)).astype(np.float32)
+    directory = write_adapter(tmp_path / "a", base, tensors=tensors)
+    tokens = rng.integers(0, 40, (2, 9))
+    found = logits(adapted(base, [directory]), tokens, adapters=jnp.array([1, 0]))
+    wanted = logits(merged(base, directory), tokens)[0], logits(base, tokens)[1]
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    assert np.abs(found[0] - logits(base, tokens)[0]).max() > 0.5
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2), (2, 1, 2)], ids=str)
+def test_adapters_on_a_mesh(two, mesh):
+    tokens, chosen = np.random.default_rng(1).integers(0, 24, (4, 12)), jnp.array([0, 2, 1, 2])
+    wanted = logits(adapted(target(), two), tokens, adapters=chosen)
+    placed = target(mesh)
+    found = logits(adapted(placed, two), tokens, adapters=chosen)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    whole, merge = merged(target(), two[0]), merged(placed, two[0])
+    np.testing.assert_allclose(logits(merge, tokens), logits(whole, tokens), atol=2e-5)
+
+
+def test_weights_in_eight_bits_take_adapters_beside_them(two):
+    tokens, models = np.random.default_rng(1).integers(0, 24, (2, 12)), []
+    for references in ({}, {"a": str(two[0])}):
+        model = type(target())(target().arch, dtype=jnp.float32, sharding=make_sharding())
+        quantization.quantize(model, "int8")
+        found = adapters.declare(model, references)
+        parameters.init_fast_random(model, 0)
+        adapters.fill(model, tuple(found.values()))
+        models.append(model)
+    base = logits(models[0], tokens)
+    found = logits(models[1], tokens, adapters=jnp.array([0, 1]))
+    assert (found[0] == base[0]).all()
+    assert np.abs(found[1] - base[1]).max() > 0.1
+    with pytest.raises(errors.CheckpointError, match="is in eight bits in the target"):
+        adapters.check_mergeable(models[0], lora.read(str(two[0])))
 
 
 def test_maps_with_adapters_are_not_joined(two):

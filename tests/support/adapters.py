@@ -39,7 +39,8 @@ def write_adapter(
     made = {}
     for path, leaf in parameters.named_parameters(target):
         name = path.removesuffix(".kernel")
-        if path.endswith(".kernel") and name.rpartition(".")[2] in modules:
+        is_chosen = path.endswith(".kernel") and name.rpartition(".")[2] in modules
+        if tensors is None and is_chosen:
             (rows, columns), start = leaf.get_value().shape, f"base_model.model.model.{name}"
             made[f"{start}.lora_A.weight"] = rng.normal(0, size, (rank, rows))
             made[f"{start}.lora_B.weight"] = rng.normal(0, size, (columns, rank))
