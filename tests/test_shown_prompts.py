@@ -34,6 +34,7 @@ OTHER_TARGETS = {
     "One, two, three",
     "Do I need a coat in Oslo?",
     "3 °C, rain",
+    "-- all users older than 30",
 }
 QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
 PLACES = (
