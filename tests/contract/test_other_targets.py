@@ -1,5 +1,6 @@
 """The contract of drafters over targets of other makes: experts, latent attention, windows."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,6 +36,15 @@ ARCHITECTURES["gemma4"] = family_architecture(
     num_global_key_value_heads=2,
 )  # fmt: skip
 ARCHITECTURES["gpt_oss"] = family_architecture("gpt_oss", ARCHITECTURE, sliding_window=7)
+# Members that meet every schedule and mesh, but not every strategy.
+OTHERS = {
+    "gemma4 with experts": dataclasses.replace(
+        ARCHITECTURES["gemma4"], enable_moe_block=True, num_experts=8, top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
+    "qwen3_5": family_architecture("qwen3_5", ARCHITECTURE),
+}  # fmt: skip
+SHAPES = ARCHITECTURES | OTHERS
 NAMES = sorted(registry.DRAFTERS)
 FORMS = [(name, False) for name in NAMES if name != "none"]
 FORMS += [(name, True) for name in NAMES if takes(name, "tree")]
@@ -53,12 +63,12 @@ def target(family: str, expert: int = 1, tensor: int = 1, batch: tuple = ()) -> 
     Args:
       batch: mesh axes of its rows, if other than by default.
     """
-    kind = registry.load(registry.TARGETS[family].implementation)
+    kind = registry.load(registry.TARGETS[family.partition(" ")[0]].implementation)
     sharding = make_sharding(expert=expert, tensor=tensor)
     if batch:
         rules = dict(schema.SHARDING_RULES) | dict.fromkeys(("batch", "pages"), batch)
         sharding = make({"expert": expert, "tensor": tensor}, rules)
-    model = kind(ARCHITECTURES[family], dtype=np.dtype("float32"), sharding=sharding)
+    model = kind(SHAPES[family], dtype=np.dtype("float32"), sharding=sharding)
     if sharding.mesh.size > 1:
         return move(target(family), model)
     parameters.initialize(model, jax.random.key(0))
@@ -142,11 +152,28 @@ def test_recurrent_state_is_not_found_in_a_prefix_cache():
     ids=str,
 )
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_sinks_and_windows_hold_under_every_schedule_and_mesh(tree, mesh, options):
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gpt_oss", "dflash"),
+        ("gpt_oss", "eagle3"),
+        ("gemma4", "dflash"),
+        ("gemma4", "dspark"),
+        ("gemma4 with experts", "dflash"),
+        ("qwen3_5", "dflash"),
+        ("qwen3_next", "dflash"),
+        ("qwen3_next", "dflash2"),
+        ("qwen3_next", "eagle3"),
+    ],
+)
+def test_every_schedule_and_mesh_gives_the_output_of_plain_decoding(
+    family, name, tree, mesh, options
+):
     axes = (1, 1, mesh.get("tensor", 1), mesh.get("expert", 1))
-    model = drafter("dflash", block_size=4, arch=ARCHITECTURES["gpt_oss"], tree=tree, mesh=axes)
-    run = engine(model, on=target("gpt_oss", **mesh), **OPTIONS | options)
+    form = {"block_size": 4} if takes(name, "block_size") else {}
+    model = drafter(name, arch=SHAPES[family], tree=tree, mesh=axes, **form)
+    run = engine(model, on=target(family, **mesh), **OPTIONS | options)
     done = [decode(run, PROMPTS, LIMITS, **how) for how in HOW]
-    assert [[one.output_ids for one in each] for each in done] == plain("gpt_oss")
+    assert [[one.output_ids for one in each] for each in done] == plain(family)
     preemptions = sum(one.preemptions for each in done for one in each)
     assert (preemptions > 0) == ("num_pages" in options)

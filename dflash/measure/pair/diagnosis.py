@@ -87,7 +87,7 @@ class Reading:
 
 
 def prepare(job: Job) -> Job:
-    """Returns the job as it is examined: greedy chains, and at most 16 prompts of 64 tokens.
+    """Returns the job as it is examined: greedy chains, at most 16 prompts of 64 tokens, at once.
 
     Args:
       job: Job without prompts, whose config names some or none.
@@ -96,14 +96,18 @@ def prepare(job: Job) -> Job:
     """
     config = job.config
     decoding = dataclasses.replace(
-        config.decode, temperature=0.0, max_new_tokens=min(MAX_TOKENS, config.decode.max_new_tokens)
+        config.decode,
+        temperature=0.0,
+        max_new_tokens=min(MAX_TOKENS, config.decode.max_new_tokens),
+        max_length=None,  # The prompts' own.
+        num_pages=None,
     )
     prompts = config.prompts
     if len(prompts.text) <= 1 and prompts.file is None and prompts.dataset is None:
         prompts = dataclasses.replace(prompts, text=PROMPTS, chat=None)
     drafter = _as_chain(config.drafter)
     config = dataclasses.replace(config, decode=decoding, prompts=prompts, drafter=drafter)
-    return _with_prompts(job.with_drafter(config))
+    return _at_once(_with_prompts(job.with_drafter(config)))
 
 
 def alternatives_of(job: Job) -> list[Alternative]:
@@ -227,6 +231,14 @@ def _as_chain(drafter: DrafterConfig) -> DrafterConfig:
     if drafter.overlaps:
         changes["overlap"] = "none"
     return dataclasses.replace(drafter, **changes)
+
+
+def _at_once(job: Job) -> Job:
+    """Returns the job with slots for all of its prompts, a multiple of the config's slots."""
+    slots = job.config.decode.batch_size
+    batch = -(-len(job.prompts) // slots) * slots
+    decoding = dataclasses.replace(job.config.decode, batch_size=batch)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, decode=decoding))
 
 
 def _with_prompts(job: Job) -> Job:
