@@ -319,8 +319,7 @@ class Drafter(nnx.Module):
           position: Positions of the anchors, int32 [B].
           tokens: Anchor, accepted drafts and bonus token of each continuation, int32 [B, N, T + 1].
           num_committed: Number of its tokens after the anchor, int32 [B, N].
-          features: Features of the last observed rows, [B, C·D], in place of those of the new rows,
-            which the target has yet to compute.
+          features: Features [B, C·D] of the last observed rows; the new rows have none yet.
           heads: Embedding and output head of the target.
         """
         count, rows = num_committed.shape[1], tokens.shape[2] - 1
@@ -344,9 +343,7 @@ class Drafter(nnx.Module):
         *,
         remat: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Computes the training loss.
-
-        Gradients are taken with respect to the drafter's parameters alone.
+        """Computes the training loss, whose gradients are those of the drafter's parameters.
 
         Args:
           batch: Packed rows, with the features of `feature_layers`.
