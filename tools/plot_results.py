@@ -155,6 +155,19 @@ PLOTS = {
         only={1: "64"},
         even=1.0,
     ),
+    "roles.png": GroupPlot(
+        page="roles.md",
+        header="| prompt by chunk |",
+        values={
+            3: "one server on one chip",
+            4: "one server on two chips",
+            5: "one for each role",
+        },
+        labels={
+            "title": "Qwen3-4B and DFlash on v5p, eight sequences, by roofline",
+            "ylabel": "longest gap between dispatches, ms (expected)",
+        },
+    ),
     "draft_vocabulary.png": GroupPlot(
         page="draft_vocabulary.md",
         header="| draft vocabulary | math |",

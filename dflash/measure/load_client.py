@@ -8,6 +8,7 @@ not import jax, so that it leaves the processor to the server.
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import random
 import sys
@@ -45,18 +46,33 @@ class Answer:
     """Outcome of a request; times are in seconds since the start of the plan.
 
     Attributes:
-      begin, first, last: Times at which it was sent, and its first and last tokens arrived.
+      begin: Time at which it was sent.
+      arrivals: Times at which tokens arrived; one event may bring several.
       tokens: Number of output tokens.
       cycles: Number of cycles of drafting and verification.
       error: Error message, or None.
     """
 
     begin: float
-    first: float = 0.0
-    last: float = 0.0
+    arrivals: Sequence[float] = ()
     tokens: int = 0
     cycles: int = 0
     error: str | None = None
+
+    @property
+    def first(self) -> float:
+        """Time at which the first token arrived, or 0."""
+        return self.arrivals[0] if self.arrivals else 0.0
+
+    @property
+    def last(self) -> float:
+        """Time at which the last token arrived, or 0."""
+        return self.arrivals[-1] if self.arrivals else 0.0
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between arrivals that follow each other."""
+        return [after - before for before, after in itertools.pairwise(self.arrivals)]
 
 
 async def run(plan: LoadPlan) -> list[Answer]:
@@ -92,7 +108,7 @@ async def _ask(client, url: str, body: dict[str, Any], zero: float) -> Answer:
     begin = time.perf_counter() - zero
     options = {"include_usage": True}
     request = {**body, "stream": True, "stream_options": options, "include_metrics": True}
-    first = last = 0.0
+    arrivals: list[float] = []
     usage: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
     try:
@@ -106,12 +122,12 @@ async def _ask(client, url: str, body: dict[str, Any], zero: float) -> Answer:
                 if "error" in event:
                     return Answer(begin, error=event["error"]["message"])
                 if event["choices"]:
-                    first, last = first or now, now
+                    arrivals.append(now)
                 usage, metrics = event["usage"] or usage, event.get("metrics", metrics)
     except httpx.HTTPError as error:
         return Answer(begin, error=f"{type(error).__name__}: {error}")
     cycles = metrics["speculative_decoding"]["num_spec_steps"]
-    return Answer(begin, first, last, usage["completion_tokens"], cycles)
+    return Answer(begin, arrivals, usage["completion_tokens"], cycles)
 
 
 if __name__ == "__main__":
