@@ -38,7 +38,8 @@ def gaps(target: Decoder, drafter: Drafter) -> Iterator[str]:
     )
     yield "|---" * 9 + "|"
     for prompt in PROMPTS:
-        size = roles_forecast.rows_bytes(target, drafter, prompt + ROOM)
+        lengths = {"prompt": prompt, "max_length": prompt + ROOM}
+        size = roles_forecast.rows_bytes(target, drafter, **lengths)
         for chunk in (chunk for chunk in CHUNKS if chunk <= prompt):
             longest, first = [], []
             for machine in (one, two):
@@ -69,7 +70,7 @@ def travel(target: Decoder, drafter: Drafter) -> Iterator[str]:
     yield "|---|---|---|" + "---|" * len(GB_PER_S) + "---|"
     for prompt in PROMPTS:
         for length in (prompt + ROOM, LONGEST):
-            size = roles_forecast.rows_bytes(target, drafter, length)
+            size = roles_forecast.rows_bytes(target, drafter, prompt=prompt, max_length=length)
             times = " | ".join(f"{size / rate / 1e6:,.0f}" for rate in GB_PER_S)
             write = roles_forecast.write_ms(machine, size)
             yield f"| {prompt:,} | {length:,} | {size / 1e9:.2f} | {times} | {write:.1f} |"

@@ -139,6 +139,7 @@ class Batch:
         engine, slot = self._engine, Slot(request.slot, request.pages)
         where = np.int32(slot.index), engine.page_row(slot)
         layers = engine.program("read_sequence")(self._state.cache, *where)
+        layers = handover.first_pages(layers, self._layout.pages_for(request.context))
         rows = PromptRows(layers, self._prefill_state)
         self._prefill_state = engine.new_prefill_state()
         self.vacate(request)

@@ -41,12 +41,19 @@ def _chunk_work(target: Decoder, *, rows: int, context: int) -> ForwardWork:
     return ForwardWork(work.flops - unneeded, work.size_bytes)
 
 
-def rows_bytes(target: Decoder, drafter: Drafter, tokens: int) -> int:
-    """Returns the bytes that `tokens` positions of a prompt leave behind for the decoding side."""
+def rows_bytes(target: Decoder, drafter: Drafter, *, prompt: int, max_length: int) -> int:
+    """Returns the bytes that a prompt leaves behind for the decoding side.
+
+    Args:
+      target: Target, whose rows of the prompt travel.
+      drafter: Drafter, whose state of a whole sequence travels.
+      prompt: Tokens of the prompt.
+      max_length: Positions of a sequence.
+    """
     cache = target.new_cache(batch=1, pages_per_sequence=1, num_pages=1, page_size=1)
-    state = jax.eval_shape(lambda: drafter.init_state(1, tokens))
+    state = jax.eval_shape(lambda: drafter.init_state(1, max_length))
     own = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    return tokens * decode_plan.measure(cache.pools).total_bytes + own
+    return prompt * decode_plan.measure(cache.pools).total_bytes + own
 
 
 def write_ms(machine: Machine, size_bytes: float) -> float:

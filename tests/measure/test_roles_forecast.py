@@ -31,8 +31,8 @@ def test_chunks_compute_every_row_once(chunk, count):
 def test_rows_have_the_size_of_the_cache_and_of_the_drafter():
     target, drafter = models.target(), models.drafter("dflash")
     cache = target.new_cache(batch=1, pages_per_sequence=3, num_pages=3, page_size=16)
-    arrays = jax.tree.leaves((cache.pools, drafter.init_state(1, 48)))
-    size = roles_forecast.rows_bytes(target, drafter, 48)
+    arrays = jax.tree.leaves((cache.pools, drafter.init_state(1, 64)))
+    size = roles_forecast.rows_bytes(target, drafter, prompt=48, max_length=64)
     assert size == sum(array.size * array.dtype.itemsize for array in arrays)
 
 

@@ -146,6 +146,20 @@ def abstract_rows(engine: Engine) -> PromptRows:
     return PromptRows(engine.shapes.sequence(), engine.shapes.prefill_state())
 
 
+def first_pages(layers: Any, count: int) -> Any:
+    """Returns the layers of a sequence without the pages that its prompt does not reach.
+
+    Up to an eighth more are kept, so that few programs are compiled.
+
+    Args:
+      layers: The target's part of `PromptRows`, a pytree of [H, M, …].
+      count: Number of pages of the prompt, at least 1.
+    """
+    step = max(1, (1 << count.bit_length()) // 16)
+    kept = -(-count // step) * step
+    return jax.tree.map(lambda array: array[:, :kept], layers)
+
+
 def placed(rows: PromptRows, engine: Engine) -> PromptRows:
     """Returns the rows of another engine, or of its mesh, on the mesh of an engine.
 

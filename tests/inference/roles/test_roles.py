@@ -182,6 +182,20 @@ def logprobs(events) -> dict[int, list[float]]:
     return found
 
 
+def test_only_the_pages_of_a_prompt_travel():
+    """A page has 16 tokens, and a block past the prompt's end belongs to it too."""
+    requests = make_requests(random_prompts((9, 31)), 4)
+    orders = [handover.PrefillOrder(one.id, one, (), None) for one in requests]
+    with Awaited(engine(drafter("ngram", block_size=4), **PREFILL)) as prefiller:
+        for order in orders:
+            prefiller.order(order)
+        found = {one.id: one.rows for one in prefiller.results(0.0)}
+    pages = {
+        id: {leaf.shape[1] for leaf in jax.tree.leaves(rows.layers)} for id, rows in found.items()
+    }
+    assert pages == {0: {1}, 1: {4}}
+
+
 def test_what_does_not_fit_is_an_error_of_its_request():
     model = drafter("ngram", block_size=4)
     small = engine(model, batch_size=1, max_length=32)
