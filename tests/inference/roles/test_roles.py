@@ -193,7 +193,7 @@ def test_only_the_pages_of_a_prompt_travel():
     pages = {
         id: {leaf.shape[1] for leaf in jax.tree.leaves(rows.layers)} for id, rows in found.items()
     }
-    assert pages == {0: {1}, 1: {4}}
+    assert pages == {0: {1}, 1: {3}}
 
 
 def test_what_does_not_fit_is_an_error_of_its_request():
