@@ -8,7 +8,7 @@ from dflash.checkpoints import hf_config
 from dflash.config.schema import MAX_BLOCK_SIZE, TargetArchitecture, option, option_like, subset
 from dflash.drafters import base_config
 from dflash.drafters.base_config import MAX_RANK, MAX_WIDTH, BlockDrafterConfig, ConditionalTree
-from dflash.drafters.dflash_config import BlockArchitecture, DFlashShape
+from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 from dflash.drafters.layouts_config import GROUP
 
 
@@ -30,7 +30,7 @@ class DFlash2Fields:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlash2Architecture(BlockArchitecture):
+class DFlash2Architecture(DFlashArchitecture):
     """Architecture of a fresh DFlash2 drafter."""
 
     conv_kernel_size: int = option_like(DFlash2Fields, "conv_kernel_size", 2)

@@ -175,8 +175,7 @@ class DFlashShape(DrafterShape):
     def for_target(cls, target: TargetArchitecture, options: "DFlashArchitecture | None") -> Self:
         """Returns the shape of a fresh DFlash drafter; see `DrafterShape.for_target`."""
         options = options or DFlashArchitecture()
-        drafted = _partial(options.draft_vocab_size, target.vocab_size)
-        shape = cls(**options.shape_fields(target), draft_vocab_size=drafted)
+        shape = cls(**options.shape_fields(target))
         base_config.check_options(shape._problems())
         return shape
 
@@ -206,7 +205,7 @@ class DFlashShape(DrafterShape):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockArchitecture(DraftLayers):
+class DFlashArchitecture(DraftLayers):
     """Architecture of a fresh DFlash drafter or of one of its descendants."""
 
     num_hidden_layers: int = option(5, minimum=1, maximum=MAX_LAYERS)
@@ -218,9 +217,11 @@ class BlockArchitecture(DraftLayers):
     # Number of target layers to tap if target_layer_ids is left out.
     num_target_features: int = option(5, minimum=1, maximum=MAX_LAYERS)
     causal: bool = False  # Block rows attend only to earlier rows and themselves, as in JetSpec.
+    # None: the target's. If smaller, training picks the tokens that are most frequent in its data.
+    draft_vocab_size: int | None = option_like(DFlashShape, "draft_vocab_size", None)
 
     def shape_fields(self, target: TargetArchitecture) -> dict[str, Any]:
-        """Returns the required fields of `DFlashShape` for a target.
+        """Returns the fields of `DFlashShape` that are chosen for a fresh drafter of a target.
 
         Raises:
           ConfigError: The sizes contradict one another.
@@ -235,15 +236,8 @@ class BlockArchitecture(DraftLayers):
             "target_layer_ids": taps,
             "num_target_layers": depth,
             "views": (LayerView(causal=self.causal),) * layers,
+            "draft_vocab_size": _partial(self.draft_vocab_size, target.vocab_size),
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class DFlashArchitecture(BlockArchitecture):
-    """Architecture of a fresh DFlash drafter."""
-
-    # None: the target's. If smaller, training picks the tokens that are most frequent in its data.
-    draft_vocab_size: int | None = option_like(DFlashShape, "draft_vocab_size", None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from dflash.checkpoints import hf_config
 from dflash.config.schema import TargetArchitecture, option, option_like, subset
+from dflash.drafters import base_config
 from dflash.drafters.base_config import MAX_RANK, BlockDrafterConfig, ConditionalTree
-from dflash.drafters.dflash_config import BlockArchitecture, DFlashShape
+from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 from dflash.drafters.layouts_config import GROUP
 
 
@@ -29,7 +30,7 @@ class DSparkFields:
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkArchitecture(BlockArchitecture):
+class DSparkArchitecture(DFlashArchitecture):
     """Architecture of a fresh DSpark drafter; block_size counts the drafts without the anchor."""
 
     markov_rank: int = option_like(DSparkFields, "markov_rank", 256)
@@ -75,10 +76,12 @@ class DSparkShape(DFlashShape, DSparkFields):
     def for_target(cls, target: TargetArchitecture, options: DSparkArchitecture | None) -> Self:
         """Returns the shape of a fresh drafter with both heads; see `DrafterShape.for_target`."""
         options = options or DSparkArchitecture()
-        return cls(
+        shape = cls(
             **options.shape_fields(target),
             markov_rank=options.markov_rank,
             markov_head_type=options.markov_head_type,
             enable_confidence_head=True,
             confidence_head_with_markov=True,
         )
+        base_config.check_options(shape._problems())
+        return shape
