@@ -101,10 +101,11 @@ def stored_tensors(directory: pathlib.Path) -> "dict[str, StoredTensor]":
       CheckpointError: A file is missing or damaged.
     """
     # Imported late, since --help does not need safetensors.
-    from dflash.checkpoints import gguf_tensors, safetensors_header
+    from dflash.checkpoints import safetensors_header
+    from dflash.checkpoints.gguf import hf_tensors
 
     if layout(directory) == "gguf":
-        return gguf_tensors.read_tensors(directory)
+        return hf_tensors.read_tensors(directory)
     return safetensors_header.read_headers(directory)
 
 
@@ -281,9 +282,9 @@ def _io(name: Layout):
 
         return safetensors_io
     if name == "gguf":
-        from dflash.checkpoints import gguf_io
+        from dflash.checkpoints.gguf import weight_loader
 
-        return gguf_io
+        return weight_loader
     from dflash.checkpoints import orbax_io
 
     return orbax_io
@@ -293,6 +294,6 @@ def _open_file(file: pathlib.Path) -> pathlib.Path:
     """Returns the directory of a checkpoint that is a single file."""
     if file.suffix != ".gguf":
         raise errors.CheckpointError(f"{file}: {foreign.file_kind(file)}")
-    from dflash.checkpoints import gguf_directory  # Imported late: it needs safetensors.
+    from dflash.checkpoints.gguf import model_directory  # Imported late: it needs safetensors.
 
-    return gguf_directory.open_file(file)
+    return model_directory.open_file(file)

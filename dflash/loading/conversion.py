@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, files, gguf_model, maxtext_io
+from dflash.checkpoints import checkpoint, files, maxtext_io
+from dflash.checkpoints.gguf import kinds
 from dflash.config import registry, schema
 from dflash.loading import models
 from dflash.parallel import sharding
@@ -110,14 +111,14 @@ def _writer(
             save = functools.partial(checkpoint.save_maxtext, scan_layers=scan_layers)
         config = checkpoint.read_config(directory)
         return functools.partial(save, config=config, companions=directory)
-    from dflash.checkpoints import gguf_vocabulary, gguf_writer  # They need further packages.
+    from dflash.checkpoints.gguf import tokenizer_metadata, writer  # They need further packages.
 
     architecture = type(module).architecture_from_hf(checkpoint.read_config(directory))
     config = type(module).config_to_hf(architecture)
     holder = directory if tokenizer is None else checkpoint.resolve(tokenizer)
-    metadata = gguf_vocabulary.values_of(holder, config["vocab_size"])
-    metadata |= gguf_model.of_config(config).metadata_of(config)
-    return functools.partial(gguf_writer.save, config=config, metadata=metadata)
+    metadata = tokenizer_metadata.values_of(holder, config["vocab_size"])
+    metadata |= kinds.of_config(config).metadata_of(config)
+    return functools.partial(writer.save, config=config, metadata=metadata)
 
 
 def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, nnx.Module]:

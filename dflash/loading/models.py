@@ -17,13 +17,12 @@ from dflash import errors
 from dflash.checkpoints import (
     checkpoint,
     files,
-    gguf_tensors,
-    gguf_values,
     hf_config,
     lora,
     safetensors_header,
     weight_formats,
 )
+from dflash.checkpoints.gguf import hf_tensors, stored_values
 from dflash.checkpoints.lora import Adapter
 from dflash.config import registry, schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
@@ -188,9 +187,9 @@ def _keep_q8_0(model: nnx.Module, source: Source, group: str) -> None:
             f"{group}.quantization: q8_0 keeps tensors of a GGUF file, which {place} is not; take "
             "int8, or give a GGUF file"
         )
-    tensors = gguf_tensors.read_tensors(source.directory)
-    kept = gguf_tensors.in_eight_bits(tensors, tensors)
-    quantization.follow(model, kept, gguf_values.Q8_0_FORMAT)
+    tensors = hf_tensors.read_tensors(source.directory)
+    kept = hf_tensors.in_eight_bits(tensors, tensors)
+    quantization.follow(model, kept, stored_values.Q8_0_FORMAT)
     if all(kernel.format is None for _, kernel in quantization.projections(model)):
         file = next(iter(tensors.values())).file
         raise errors.ConfigError(

@@ -9,7 +9,8 @@ from support import gguf_files
 
 import dflash
 from dflash import errors
-from dflash.checkpoints import checkpoint, gguf_directory
+from dflash.checkpoints import checkpoint
+from dflash.checkpoints.gguf import model_directory
 from dflash.distillation import card
 from dflash.loading import conversion, models
 from dflash.storage import wheels
@@ -47,7 +48,7 @@ def test_the_directory_is_written_once_for_each_state_of_the_file(tmp_path, own_
     assert checkpoint.eos_token_ids(directory) == (3,)
     assert card.target_licence(str(file)) == "mit"
     written = (directory / "config.json").stat()
-    assert gguf_directory.open_file(file) == directory
+    assert model_directory.open_file(file) == directory
     assert (directory / "config.json").stat() == written
     os.utime(file, ns=(0, 0))
     assert checkpoint.resolve(str(file)) not in (directory, None)

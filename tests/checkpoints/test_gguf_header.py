@@ -11,7 +11,7 @@ import pytest
 from support import gguf_files
 
 from dflash import errors
-from dflash.checkpoints import gguf_directory, gguf_header, gguf_tensors
+from dflash.checkpoints.gguf import file_header, hf_tensors, model_directory
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "ab"]
 
@@ -53,7 +53,7 @@ def own_cache(tmp_path_factory):
 
 def failure(file):
     with pytest.raises(errors.CheckpointError) as caught:
-        gguf_header.read_header(file)
+        file_header.read_header(file)
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(f"{file}: ")
@@ -61,7 +61,7 @@ def failure(file):
 
 
 def test_the_header_is_that_of_the_package(valid):
-    header = gguf_header.read_header(valid)
+    header = file_header.read_header(valid)
     reader = gguf.GGUFReader(str(valid))
     fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     assert header.metadata == {key: field.contents() for key, field in fields.items()}
@@ -75,8 +75,8 @@ def test_the_header_is_that_of_the_package(valid):
 
 def read_all(file):
     """What a command does with a file before it reads weights, and then every tensor."""
-    directory = gguf_directory.open_file(file)
-    for tensor in gguf_tensors.read_tensors(directory).values():
+    directory = model_directory.open_file(file)
+    for tensor in hf_tensors.read_tensors(directory).values():
         tensor.read(tuple(slice(0, size) for size in tensor.shape))
 
 
@@ -100,7 +100,7 @@ def test_a_mutated_file_is_read_or_refused_in_one_line(valid, data):
         del content[data.draw(st.integers(0, len(content))) :]
     file = valid.with_name("mutated.gguf")
     file.write_bytes(content)
-    gguf_header._read_header.cache_clear()
+    file_header._read_header.cache_clear()
     problem = ""
     try:
         read_all(file)

@@ -11,13 +11,8 @@ from support import gguf_files
 from support.models import make_sharding
 
 from dflash import errors
-from dflash.checkpoints import (
-    checkpoint,
-    gguf_architecture,
-    gguf_header,
-    gguf_tensors,
-    gguf_tokenizer,
-)
+from dflash.checkpoints import checkpoint
+from dflash.checkpoints.gguf import architecture, file_header, hf_tensors, tokenizer_files
 from dflash.config import schema
 from dflash.loading import models, quantization
 from dflash.models.llama3 import Llama3
@@ -99,7 +94,7 @@ def test_layers_that_only_draft_are_not_read(tmp_path):
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more, beside=beside)
     directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
     assert kind.architecture_from_hf(checkpoint.read_config(directory)) == arch
-    assert not [name for name in gguf_tensors.read_tensors(directory) if "layers.2" in name]
+    assert not [name for name in hf_tensors.read_tensors(directory) if "layers.2" in name]
 
 
 def test_yarn_of_gpt_oss_is_not_rounded_and_gemma_scales_linearly():
@@ -121,13 +116,13 @@ def test_yarn_of_gpt_oss_is_not_rounded_and_gemma_scales_linearly():
     assert found["sliding_window"] == 4
 
 
-def config_of(architecture, values):
+def config_of(name, values):
     """The config.json of a file with the metadata of a llama, under another architecture."""
-    values = {key.replace("llama.", f"{architecture}."): value for key, value in values.items()}
-    entry = gguf_header.TensorEntry("F32", (4, 32), 0, 512)
-    values["general.architecture"] = architecture
-    header = gguf_header.GgufHeader("x.gguf", values, {"token_embd.weight": entry})
-    return gguf_architecture.config_of(header)
+    values = {key.replace("llama.", f"{name}."): value for key, value in values.items()}
+    entry = file_header.TensorEntry("F32", (4, 32), 0, 512)
+    values["general.architecture"] = name
+    header = file_header.GgufHeader("x.gguf", values, {"token_embd.weight": entry})
+    return architecture.config_of(header)
 
 
 def test_gemma_states_its_windows_by_interval_or_by_layer(tmp_path):
@@ -188,7 +183,7 @@ def test_a_hybrid_of_other_sizes_is_named(tmp_path):
     gguf_files.make_model(tmp_path / "m", "qwen3_5_text")
     more = {"qwen35.ssm.inner_size": 40}
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more)
-    message = failure(gguf_tensors.read_tensors, checkpoint.resolve(str(tmp_path / "m.gguf")))
+    message = failure(hf_tensors.read_tensors, checkpoint.resolve(str(tmp_path / "m.gguf")))
     assert "rows or columns for 4 value heads of 10 in 2 groups" in message
 
 
@@ -216,7 +211,7 @@ def test_every_quantization_is_read_as_the_package_reads_it(tmp_path, name):
     gguf_files.add(writer, "token_embd.weight", values, kind)
     gguf_files.write_values(writer, llama_values(width, 1))
     gguf_files.finish(writer)
-    tensor = gguf_tensors.read_tensors(tmp_path)["model.embed_tokens.weight"]
+    tensor = hf_tensors.read_tensors(tmp_path)["model.embed_tokens.weight"]
     expected = gguf.dequantize(gguf.quantize(values, kind), kind).reshape(6, width)
     np.testing.assert_array_equal(tensor.read((slice(0, 6), slice(0, width))), expected)
     np.testing.assert_array_equal(tensor.read((slice(2, 5), slice(3, 9))), expected[2:5, 3:9])
@@ -231,7 +226,7 @@ def test_rows_of_types_that_only_llama_cpp_writes(tmp_path, name):
     writer.add_tensor("token_embd.weight", stored, raw_dtype=kind)
     gguf_files.write_values(writer, llama_values(2 * width, 1))
     gguf_files.finish(writer)
-    tensor = gguf_tensors.read_tensors(tmp_path)["model.embed_tokens.weight"]
+    tensor = hf_tensors.read_tensors(tmp_path)["model.embed_tokens.weight"]
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(stored, kind)
     np.testing.assert_array_equal(tensor.read((slice(1, 4), slice(0, 2 * width))), expected[1:4])
@@ -245,7 +240,7 @@ def test_any_rows_of_permuted_heads(tmp_path, heads):
     gguf_files.add(writer, "blk.0.attn_q.weight", gguf_files.permute(stored, heads))
     gguf_files.write_values(writer, llama_values(32, heads) | {"llama.attention.key_length": 8})
     gguf_files.finish(writer)
-    tensor = gguf_tensors.read_tensors(tmp_path)["model.layers.0.self_attn.q_proj.weight"]
+    tensor = hf_tensors.read_tensors(tmp_path)["model.layers.0.self_attn.q_proj.weight"]
     for first in range(len(stored)):
         for last in range(first + 1, len(stored) + 1):
             rows = tensor.read((slice(first, last), slice(5, 9)))
@@ -311,7 +306,7 @@ def test_unexpected_tensors_are_named(tmp_path):
     gguf_files.write_values(writer, llama_values(4, 1))
     gguf_files.finish(writer)
     assert "1 unexpected tensors: 'blk.0.attn_output.bias'" in failure(
-        gguf_tensors.read_tensors, tmp_path
+        hf_tensors.read_tensors, tmp_path
     )
 
 
@@ -385,7 +380,7 @@ def scaled(tmp_path_factory):
     }  # fmt: skip
     gguf_files.write_values(writer, llama_values(64, 2) | more | tokenizer)
     gguf_files.finish(writer)
-    return gguf_header.read_header(file)
+    return file_header.read_header(file)
 
 
 @hypothesis.settings(max_examples=400)
@@ -397,12 +392,12 @@ def test_any_metadata_are_read_or_refused_in_one_line(scaled, data):
     tensors = dict(scaled.tensors)
     if data.draw(st.booleans()):
         del tensors["rope_freqs.weight"]
-    header = gguf_header.GgufHeader(scaled.file, metadata, tensors)
+    header = file_header.GgufHeader(scaled.file, metadata, tensors)
     problem = ""
     try:
-        Llama3.architecture_from_hf(gguf_architecture.config_of(header))
-        gguf_tokenizer.files_of(header)
-        gguf_tokenizer.end_ids(header)
+        Llama3.architecture_from_hf(architecture.config_of(header))
+        tokenizer_files.files_of(header)
+        tokenizer_files.end_ids(header)
     except errors.CheckpointError as error:
         problem = str(error)
     assert "Traceback" not in problem

@@ -17,8 +17,8 @@ from support.trained_tokenizers import (
 )
 
 from dflash import errors
-from dflash.checkpoints import gguf_tokenizer
-from dflash.checkpoints.gguf_header import GgufHeader
+from dflash.checkpoints.gguf import tokenizer_files
+from dflash.checkpoints.gguf.file_header import GgufHeader
 from dflash.text.tokenizer_loading import load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
@@ -84,7 +84,7 @@ def byte_level_values(tokenizer, pre):
 def unpack(directory, values):
     """The tokenizer that the metadata describe."""
     header = GgufHeader(directory / "m.gguf", values, {})
-    for name, content in gguf_tokenizer.files_of(header).items():
+    for name, content in tokenizer_files.files_of(header).items():
         (directory / name).write_bytes(content)
     return load_tokenizer(directory, date=TODAY)
 
@@ -184,8 +184,8 @@ def test_sentencepiece_in_a_chat(sentencepieces, prefixed):
 def test_the_ids_that_end_an_answer():
     tokens = {"tokenizer.ggml.tokens": ["a", "b", "c"]}
     ends = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 0}
-    assert gguf_tokenizer.end_ids(GgufHeader("x", tokens | ends, {})) == (2, 0)
-    assert gguf_tokenizer.end_ids(GgufHeader("x", {}, {})) == ()
+    assert tokenizer_files.end_ids(GgufHeader("x", tokens | ends, {})) == (2, 0)
+    assert tokenizer_files.end_ids(GgufHeader("x", {}, {})) == ()
 
 
 def test_a_file_without_a_tokenizer(tmp_path):
@@ -218,13 +218,13 @@ def test_the_template_of_a_real_file(tmp_path):
     """Values pass through the writer and the reader of the header."""
     import gguf
 
-    from dflash.checkpoints import gguf_header
+    from dflash.checkpoints.gguf import file_header
 
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
     original = train("smollm")
     gguf_files.write_values(writer, byte_level_values(original, "smollm"))
     gguf_files.finish(writer)
-    header = gguf_header.read_header(tmp_path / "m.gguf")
+    header = file_header.read_header(tmp_path / "m.gguf")
     ours = unpack(tmp_path, header.metadata)
     for text in TEXTS:
         assert ours.encode(text) == original.encode(text).ids

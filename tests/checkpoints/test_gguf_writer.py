@@ -13,13 +13,8 @@ from support import gguf_files
 from support.golden import GOLDEN
 
 from dflash import errors
-from dflash.checkpoints import (
-    checkpoint,
-    gguf_drafter,
-    gguf_header,
-    gguf_tokenizer,
-    gguf_vocabulary,
-)
+from dflash.checkpoints import checkpoint
+from dflash.checkpoints.gguf import block_drafter, file_header, tokenizer_files, tokenizer_metadata
 from dflash.config import registry
 from dflash.drafters.dflash import DFlash
 from dflash.loading import conversion, models
@@ -174,7 +169,7 @@ def test_a_draft_vocabulary_is_stored_as_ids_of_the_target(tmp_path, vocabulary)
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     convert(tmp_path / "source", tmp_path / "x.gguf", tokenizer=vocabulary)
     np.testing.assert_array_equal(contents(tmp_path / "x.gguf")[1]["d2t"], ids)
-    assert gguf_header.read_header(tmp_path / "x.gguf").tensors["d2t"].kind == "I64"
+    assert file_header.read_header(tmp_path / "x.gguf").tensors["d2t"].kind == "I64"
     convert(tmp_path / "x.gguf", tmp_path / "back")
     found = load_file(tmp_path / "back" / "model.safetensors")
     assert found.keys() == tensors.keys()
@@ -185,7 +180,7 @@ def test_a_draft_vocabulary_is_stored_as_ids_of_the_target(tmp_path, vocabulary)
 def test_bfloat16_keeps_vectors_in_float32(tmp_path, vocabulary):
     source = GOLDEN / "qwen3_b1" / "draft"
     convert(source, tmp_path / "x.gguf", tokenizer=vocabulary, dtype="bfloat16")
-    kinds = gguf_header.read_header(tmp_path / "x.gguf").tensors
+    kinds = file_header.read_header(tmp_path / "x.gguf").tensors
     assert kinds["fc.weight"].kind == "BF16"
     assert kinds["output_norm.weight"].kind == "F32"
     convert(tmp_path / "x.gguf", tmp_path / "back", dtype="bfloat16")
@@ -197,7 +192,7 @@ def test_bfloat16_keeps_vectors_in_float32(tmp_path, vocabulary):
 
 def test_a_sentencepiece_tokenizer_encodes_alike(tmp_path):
     source = checkpoint.resolve("assets/tiny_target")
-    check_alike(tmp_path, source, gguf_vocabulary.values_of(source, 4096))
+    check_alike(tmp_path, source, tokenizer_metadata.values_of(source, 4096))
 
 
 @pytest.mark.parametrize("single_digits", [False, True])
@@ -223,7 +218,7 @@ def test_a_byte_level_tokenizer_encodes_alike(tmp_path, single_digits):
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
-    values = gguf_vocabulary.values_of(tmp_path, 310)
+    values = tokenizer_metadata.values_of(tmp_path, 310)
     assert values["tokenizer.ggml.pre"] == ("smollm" if single_digits else "gpt-2")
     assert values["tokenizer.chat_template"] == "{{x}}"
     assert values["tokenizer.ggml.tokens"][-1] == "[PAD309]"
@@ -233,9 +228,9 @@ def test_a_byte_level_tokenizer_encodes_alike(tmp_path, single_digits):
 
 
 def check_alike(tmp_path, source, values):
-    header = gguf_header.GgufHeader(tmp_path / "x.gguf", values, {})
+    header = file_header.GgufHeader(tmp_path / "x.gguf", values, {})
     (tmp_path / "again").mkdir()
-    for name, content in gguf_tokenizer.files_of(header).items():
+    for name, content in tokenizer_files.files_of(header).items():
         (tmp_path / "again" / name).write_bytes(content)
     before, after = load_tokenizer(source), load_tokenizer(tmp_path / "again")
     for text in TEXTS:
@@ -283,7 +278,7 @@ def test_a_tokenizer_that_llama_cpp_does_not_know(tmp_path):
     for text, message in ((content, "only byte-level BPE"), ({"model": {}}, "not a byte-level")):
         (tmp_path / "tokenizer.json").write_text(json.dumps(text))
         with pytest.raises(errors.CheckpointError, match=message):
-            gguf_vocabulary.values_of(tmp_path, 9)
+            tokenizer_metadata.values_of(tmp_path, 9)
 
 
 @hypothesis.settings(max_examples=200)
@@ -295,10 +290,10 @@ def test_any_metadata_of_a_drafter_are_read_or_refused_in_one_line(drafter_heade
             st.integers(-2, 2**33) | st.floats(width=32) | st.booleans() | st.text(max_size=2)
             | st.lists(st.integers(-1, 40) | st.booleans(), max_size=3)
         )  # fmt: skip
-    header = gguf_header.GgufHeader(drafter_header.file, metadata, drafter_header.tensors)
+    header = file_header.GgufHeader(drafter_header.file, metadata, drafter_header.tensors)
     problem = ""
     try:
-        DFlash.architecture_from_hf(gguf_drafter.config_of(header))
+        DFlash.architecture_from_hf(block_drafter.config_of(header))
     except errors.CheckpointError as error:
         problem = str(error)
     assert "Traceback" not in problem
@@ -315,10 +310,10 @@ def drafter_header(tmp_path_factory):
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     config["rope_parameters"] = scaling | {"rope_theta": 1e4}
     shape = DFlash.architecture_from_hf(config)
-    metadata = gguf_drafter.metadata_of(DFlash.config_to_hf(shape))
+    metadata = block_drafter.metadata_of(DFlash.config_to_hf(shape))
     metadata["tokenizer.ggml.tokens"] = ["a"] * shape.decoder.vocab_size
-    header = gguf_header.GgufHeader(directory / "x.gguf", metadata, {})
-    assert DFlash.architecture_from_hf(gguf_drafter.config_of(header)).views == shape.views
+    header = file_header.GgufHeader(directory / "x.gguf", metadata, {})
+    assert DFlash.architecture_from_hf(block_drafter.config_of(header)).views == shape.views
     return header
 
 

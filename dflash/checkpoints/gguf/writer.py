@@ -10,14 +10,9 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import (
-    gguf_architecture,
-    gguf_drafter,
-    gguf_header,
-    gguf_model,
-    outgoing,
-)
-from dflash.checkpoints.gguf_model import Kind
+from dflash.checkpoints import outgoing
+from dflash.checkpoints.gguf import architecture, block_drafter, file_header, kinds
+from dflash.checkpoints.gguf.kinds import Kind
 from dflash.checkpoints.outgoing import OutgoingTensor
 from dflash.storage import files
 
@@ -56,7 +51,7 @@ class _Tensor(NamedTuple):
         """Returns the values in the order of the file."""
         parts = [part.fetch() for part in self.parts]
         values = (np.stack(parts) if self.is_stack else parts[0]).astype(self.dtype, copy=False)
-        if self.name == gguf_drafter.DRAFT_IDS:
+        if self.name == block_drafter.DRAFT_IDS:
             return values + np.arange(len(values))
         if self.rows is None:
             return np.ascontiguousarray(values)
@@ -84,9 +79,9 @@ def save(
       CheckpointError: The model cannot be written in this format, or `gguf` is not installed.
       WorkdirError: The file cannot be written.
     """
-    kind = gguf_model.of_config(config)
+    kind = kinds.of_config(config)
     tensors = list(_tensors(outgoing.tensors_of(module), kind, config))
-    factors = gguf_architecture.rope_factors(config)
+    factors = architecture.rope_factors(config)
     with files.explained(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         staged = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
@@ -128,13 +123,13 @@ def _write(
     tensors: list[_Tensor],
     factors: np.ndarray | None,
 ) -> None:
-    gguf = gguf_header.package(file)
-    writer = gguf.GGUFWriter(file, metadata[gguf_architecture.ARCHITECTURE])
-    for key in sorted(metadata.keys() - {gguf_architecture.ARCHITECTURE}):
+    gguf = file_header.package(file)
+    writer = gguf.GGUFWriter(file, metadata[architecture.ARCHITECTURE])
+    for key in sorted(metadata.keys() - {architecture.ARCHITECTURE}):
         _add(writer, key, metadata[key])
     if factors is not None:
         writer.add_tensor_info(
-            gguf_architecture.ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes
+            architecture.ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes
         )
     for tensor in tensors:
         is_bfloat16 = tensor.dtype.name == "bfloat16"

@@ -15,10 +15,10 @@ import os
 import pathlib
 import secrets
 
-from dflash.checkpoints import gguf_header, gguf_model, gguf_tokenizer
 from dflash.checkpoints.files import CONFIG
-from dflash.checkpoints.gguf_header import GgufHeader
-from dflash.checkpoints.gguf_tensors import WEIGHTS
+from dflash.checkpoints.gguf import file_header, kinds, tokenizer_files
+from dflash.checkpoints.gguf.file_header import GgufHeader
+from dflash.checkpoints.gguf.hf_tensors import WEIGHTS
 from dflash.storage import files, paths
 
 SUFFIX = ".gguf"
@@ -34,7 +34,7 @@ def open_file(file: pathlib.Path) -> pathlib.Path:
       WorkdirError: The directory cannot be written.
     """
     file = pathlib.Path(os.path.abspath(file))
-    header = gguf_header.read_header(file)
+    header = file_header.read_header(file)
     directory = _directory(file)
     if not (directory / CONFIG).exists():
         contents = _contents(header)
@@ -53,10 +53,10 @@ def _directory(file: pathlib.Path) -> pathlib.Path:
 
 def _contents(header: GgufHeader) -> dict[str, bytes]:
     """Returns the content of each file in the directory, config.json last."""
-    ends = {"eos_token_id": list(gguf_tokenizer.end_ids(header))}
-    config = gguf_model.of_file(header).config_of(header) | ends
+    ends = {"eos_token_id": list(tokenizer_files.end_ids(header))}
+    config = kinds.of_file(header).config_of(header) | ends
     return {
-        **gguf_tokenizer.files_of(header),
+        **tokenizer_files.files_of(header),
         "generation_config.json": json.dumps(ends).encode(),
         **_card(header),
         CONFIG: json.dumps(config, indent=2).encode(),

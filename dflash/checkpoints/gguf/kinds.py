@@ -3,18 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dflash.checkpoints import (
-    gguf_architecture,
-    gguf_drafter,
-    gguf_joined,
-    gguf_layout,
-    gguf_names,
-)
-from dflash.checkpoints.gguf_families import Family
-from dflash.checkpoints.gguf_header import GgufHeader
-from dflash.checkpoints.gguf_joined import Tensors
-from dflash.checkpoints.gguf_layout import LayoutOf
-from dflash.checkpoints.gguf_names import TensorNames
+from dflash.checkpoints.gguf import architecture, block_drafter, joined, layouts, tensor_names
+from dflash.checkpoints.gguf.families import Family
+from dflash.checkpoints.gguf.file_header import GgufHeader
+from dflash.checkpoints.gguf.joined import Tensors
+from dflash.checkpoints.gguf.layouts import LayoutOf
+from dflash.checkpoints.gguf.tensor_names import TensorNames
 
 
 class Kind(NamedTuple):
@@ -31,11 +25,11 @@ class Kind(NamedTuple):
     config_of: Callable[[GgufHeader], dict[str, Any]]
     metadata_of: Callable[[Mapping[str, Any]], dict[str, Any]]
     names: TensorNames
-    layout: LayoutOf = gguf_layout.as_stored
-    join: Callable[[Tensors, Mapping[str, Any]], Tensors] = gguf_joined.unchanged
+    layout: LayoutOf = layouts.as_stored
+    join: Callable[[Tensors, Mapping[str, Any]], Tensors] = joined.unchanged
 
 
-_DRAFTER = Kind(gguf_drafter.config_of, gguf_drafter.metadata_of, gguf_names.DRAFTER)
+_DRAFTER = Kind(block_drafter.config_of, block_drafter.metadata_of, tensor_names.DRAFTER)
 
 
 def of_file(header: GgufHeader) -> Kind:
@@ -44,10 +38,10 @@ def of_file(header: GgufHeader) -> Kind:
     Raises:
       CheckpointError: The file states no architecture, or an unsupported one.
     """
-    stated = header.metadata.get(gguf_architecture.ARCHITECTURE)
-    if stated == gguf_architecture.DRAFTER:
+    stated = header.metadata.get(architecture.ARCHITECTURE)
+    if stated == architecture.DRAFTER:
         return _DRAFTER
-    return _target(gguf_architecture.family_of(header))
+    return _target(architecture.family_of(header))
 
 
 def of_config(config: Mapping[str, Any]) -> Kind:
@@ -56,16 +50,16 @@ def of_config(config: Mapping[str, Any]) -> Kind:
     Raises:
       CheckpointError: Models of its architecture are not written.
     """
-    if set(config["architectures"]) & set(gguf_drafter.HF_CLASSES):
+    if set(config["architectures"]) & set(block_drafter.HF_CLASSES):
         return _DRAFTER
-    _, family = gguf_architecture.written_family(config)
+    _, family = architecture.written_family(config)
     return _target(family)
 
 
 def _target(family: Family) -> Kind:
     return Kind(
-        gguf_architecture.config_of,
-        gguf_architecture.metadata_of,
+        architecture.config_of,
+        architecture.metadata_of,
         family.names,
         family.layout,
         family.join,

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.checkpoints import gguf_header
-from dflash.checkpoints.gguf_header import GgufHeader
+from dflash.checkpoints.gguf import file_header
+from dflash.checkpoints.gguf.file_header import GgufHeader
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -170,10 +170,10 @@ def _vocabulary(header: GgufHeader) -> tuple[list[str], list[int]]:
     types = header.get(PREFIX + "token_type", list, [1] * len(tokens))
     texts = bool(tokens) and all(isinstance(token, str) for token in tokens)
     if not texts or len(types) != len(tokens):
-        raise gguf_header.corrupt(header.file, f"{PREFIX}tokens and token_type do not fit")
+        raise file_header.corrupt(header.file, f"{PREFIX}tokens and token_type do not fit")
     unknown = next((kind for kind in types if type(kind) is not int or kind not in _TYPES), None)
     if unknown is not None:
-        raise gguf_header.corrupt(header.file, f"{PREFIX}token_type has a token of type {unknown}")
+        raise file_header.corrupt(header.file, f"{PREFIX}token_type has a token of type {unknown}")
     return tokens, types
 
 
@@ -185,7 +185,7 @@ def _id(header: GgufHeader, name: str) -> int | None:
         return None
     count = len(header.get(PREFIX + "tokens", list, []))
     if token < 0 or token >= count > 0:  # A file without tokens may still name ids.
-        raise gguf_header.corrupt(header.file, f"{key} is {token} of {count} tokens")
+        raise file_header.corrupt(header.file, f"{key} is {token} of {count} tokens")
     return token
 
 
@@ -230,7 +230,7 @@ def _merges(header: GgufHeader, known: set[str]) -> list[list[str]]:
     ]
     for number, parts in enumerate(merges):
         if len(parts) != 2 or not {*parts, "".join(parts)} <= known:
-            raise gguf_header.corrupt(header.file, f"{PREFIX}merges: merge {number} is no pair")
+            raise file_header.corrupt(header.file, f"{PREFIX}merges: merge {number} is no pair")
     return merges
 
 
@@ -282,9 +282,9 @@ def _sentencepiece(
 
     scores = header.require(PREFIX + "scores", list)
     if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
-        raise gguf_header.corrupt(header.file, f"{PREFIX}scores do not fit the tokens")
+        raise file_header.corrupt(header.file, f"{PREFIX}scores do not fit the tokens")
     if types.count(TokenType.UNKNOWN) != 1:
-        raise gguf_header.corrupt(header.file, f"{PREFIX}token_type needs one unknown token")
+        raise file_header.corrupt(header.file, f"{PREFIX}token_type needs one unknown token")
     model = sentencepiece_model_pb2.ModelProto()
     for text, kind, score in zip(tokens, types, scores, strict=True):
         piece = text.replace(" ", _SPACE_SIGN) if kind == TokenType.USER_DEFINED else text

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dflash.checkpoints import gguf_header, packed_values
-from dflash.checkpoints.gguf_layout import AS_STORED, Layout
+from dflash.checkpoints import packed_values
+from dflash.checkpoints.gguf import file_header
+from dflash.checkpoints.gguf.layouts import AS_STORED, Layout
 from dflash.checkpoints.safetensors_header import Index, StoredTensor
 from dflash.checkpoints.weight_formats import StoredFormat
 from dflash.storage.files import view
@@ -74,7 +75,7 @@ class GgufTensor(StoredTensor):
 
     def _dequantized(self, begin: int, end: int, rows: int) -> np.ndarray:
         """Returns the float32 values [rows, …] of the bytes begin … end - 1 of the file."""
-        gguf = gguf_header.package(self.file)
+        gguf = file_header.package(self.file)
         stored = view(self.file, begin, end).reshape(rows, -1)
         with np.errstate(all="ignore"):  # Damaged scales may be infinite.
             return gguf.dequantize(stored, gguf.GGMLQuantizationType[self.kind])

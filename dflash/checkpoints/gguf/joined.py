@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash.checkpoints import gguf_layout, gguf_values
-from dflash.checkpoints.gguf_values import MXFP4, GgufTensor, Mxfp4Scales, Mxfp4Values
+from dflash.checkpoints.gguf import layouts, stored_values
+from dflash.checkpoints.gguf.stored_values import MXFP4, GgufTensor, Mxfp4Scales, Mxfp4Values
 from dflash.checkpoints.packed_values import BLOCKS, PER_SCALE, SCALES
 from dflash.checkpoints.safetensors_header import PACKED_CODE, Index, StoredTensor
 
@@ -45,7 +45,7 @@ class _JoinedRows(StoredTensor):
     def read(self, index: Index) -> np.ndarray:
         """Returns the values at `index`."""
         rows, *columns = index
-        return gguf_values.read_ordered(self._rows, self.order[rows])[(slice(None), *columns)]
+        return stored_values.read_ordered(self._rows, self.order[rows])[(slice(None), *columns)]
 
     def eight_bits(self) -> tuple[StoredTensor, StoredTensor] | None:
         """Returns values and scales; see `GgufTensor.eight_bits`."""
@@ -54,7 +54,7 @@ class _JoinedRows(StoredTensor):
             return None
         joined = (_join_rows(self.name, parts, self.order) for parts in zip(*pairs, strict=True))
         values, scales = joined
-        name = self.name.removesuffix("weight") + gguf_values.Q8_0_FORMAT.scale_suffix
+        name = self.name.removesuffix("weight") + stored_values.Q8_0_FORMAT.scale_suffix
         return values, dataclasses.replace(scales, name=name)
 
     def _rows(self, first: int, last: int) -> np.ndarray:
@@ -90,7 +90,7 @@ def qkvz(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     for name in [name for name in tensors if name.endswith(_QKV)]:
         parts = [joined.pop(part) for part in (name, name.replace(_QKV, _Z)) if part in joined]
         whole = name.replace(_QKV, _QKVZ)
-        order = gguf_layout.grouped_by_key_head(config)
+        order = layouts.grouped_by_key_head(config)
         if len(order) != sum(part.shape[0] for part in parts):
             raise ValueError(f"{whole!r}: {len(order)} rows expected in attn_qkv and attn_gate")
         joined[whole] = _join_rows(whole, parts, order)

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 
 from dflash import errors
-from dflash.checkpoints import gguf_families, gguf_header, hf_config
-from dflash.checkpoints.gguf_families import FAMILIES, Family
-from dflash.checkpoints.gguf_header import GgufHeader
+from dflash.checkpoints import hf_config
+from dflash.checkpoints.gguf import families, file_header
+from dflash.checkpoints.gguf.families import FAMILIES, Family
+from dflash.checkpoints.gguf.file_header import GgufHeader
 from dflash.storage.files import view
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 ARCHITECTURE = "general.architecture"
-DRAFTER = "dflash"  # Architecture of block drafters; see gguf_drafter.py.
+DRAFTER = "dflash"  # Architecture of block drafters; see block_drafter.py.
 _DEFAULT_THETA = 10_000.0
 # Llama 3's scaling of rotary frequencies is stored as divisors of the frequencies only.
 _LLAMA3 = {
@@ -116,7 +117,7 @@ def decoder_of(header: GgufHeader, prefix: str) -> dict[str, Any]:
         by_experts = prefix + f"expert_{key}"
         is_stated = prefix + key in header.metadata or by_experts not in header.metadata
         config[name] = header.require(prefix + key if is_stated else by_experts, int)
-    config["rms_norm_eps"] = gguf_families.shortest(header.require(prefix + _EPSILON, float))
+    config["rms_norm_eps"] = families.shortest(header.require(prefix + _EPSILON, float))
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = header.get(prefix + "attention.head_count_kv", int, heads)
     config["head_dim"] = _head_dim(header, prefix, config["hidden_size"], heads)
@@ -223,16 +224,16 @@ def check_known(header: GgufHeader, prefix: str, own: Collection[str]) -> None:
 def _theta(header: GgufHeader, key: str) -> float:
     theta = header.get(key, float, _DEFAULT_THETA)
     if theta < 1:
-        raise gguf_header.corrupt(header.file, f"{key} is {theta}")
-    return gguf_families.shortest(theta)
+        raise file_header.corrupt(header.file, f"{key} is {theta}")
+    return families.shortest(theta)
 
 
 def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:
     if heads < 1:
-        raise gguf_header.corrupt(header.file, f"{prefix}attention.head_count is {heads}")
+        raise file_header.corrupt(header.file, f"{prefix}attention.head_count is {heads}")
     size = header.get(prefix + "attention.key_length", int, width // heads)
     if size < 1:
-        raise gguf_header.corrupt(header.file, f"{prefix}attention.key_length is {size}")
+        raise file_header.corrupt(header.file, f"{prefix}attention.key_length is {size}")
     _check_size(header, prefix + "attention.value_length", size)
     return size
 
@@ -282,7 +283,7 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     """Returns the scaling of Llama 3 whose divisors the file stores."""
     entry = header.tensors[ROPE_FACTORS]
     if entry.kind != "F32" or entry.shape != (config["head_dim"] // 2,):
-        raise gguf_header.corrupt(header.file, f"tensor {ROPE_FACTORS!r} is no list of divisors")
+        raise file_header.corrupt(header.file, f"tensor {ROPE_FACTORS!r} is no list of divisors")
     stored = view(pathlib.Path(header.file), entry.begin, entry.end).view("<f4")
     scaling = {"rope_type": _LLAMA3_NAME, "factor": float(stored.max()), **_LLAMA3}
     if not np.allclose(stored, _divisors(config, scaling), rtol=_MAX_DEVIATION, atol=0):

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint's tokenizer to the metadata of a GGUF file; see `gguf_tokenizer`."""
+"""Conversion of a checkpoint's tokenizer to the metadata of a GGUF file; see `tokenizer_files`."""
 
 import datetime
 import pathlib
@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, files, gguf_header, gguf_tokenizer
-from dflash.checkpoints.gguf_tensors import WEIGHTS
-from dflash.checkpoints.gguf_tokenizer import PREFIX, TokenType
+from dflash.checkpoints import checkpoint, files
+from dflash.checkpoints.gguf import file_header, tokenizer_files
+from dflash.checkpoints.gguf.hf_tensors import WEIGHTS
+from dflash.checkpoints.gguf.tokenizer_files import PREFIX, TokenType
 from dflash.text import chat_template
 from dflash.text.chat_template import ChatTemplate
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
@@ -43,7 +44,7 @@ def values_of(directory: pathlib.Path, vocab_size: int) -> dict[str, Any]:
 
 def _copied(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the metadata of the GGUF file behind a directory."""
-    metadata = gguf_header.read_header((directory / WEIGHTS).resolve()).metadata
+    metadata = file_header.read_header((directory / WEIGHTS).resolve()).metadata
     values = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     return values if PREFIX + "tokens" in values else {}
 
@@ -80,7 +81,7 @@ def _byte_level(directory: pathlib.Path) -> dict[str, Any]:
         ids |= {token["id"]: token["content"] for token in added}
         special = {token["id"]: token["special"] for token in added}
         merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-        splits = gguf_tokenizer.pre_tokenizer_name(content)
+        splits = tokenizer_files.pre_tokenizer_name(content)
     except (KeyError, TypeError, AttributeError) as error:
         raise errors.CheckpointError(f"{file}: not a byte-level BPE tokenizer") from error
     if kind != "BPE" or splits is None:
@@ -94,7 +95,7 @@ def _byte_level(directory: pathlib.Path) -> dict[str, Any]:
         types.append(_type_of(token, ids, special))
     bos = chat_template.special_tokens(directory).get("bos_token")
     values = {
-        "model": gguf_tokenizer.BYTE_LEVEL,
+        "model": tokenizer_files.BYTE_LEVEL,
         "pre": splits,
         "tokens": tokens,
         "token_type": types,
@@ -128,8 +129,8 @@ def _sentencepiece(directory: pathlib.Path) -> dict[str, Any]:
             f"{file}: only sentencepiece models with BPE can be written to a GGUF file"
         )
     values = {
-        "model": gguf_tokenizer.SENTENCEPIECE,
-        "tokens": [gguf_tokenizer.spelled(piece.piece, piece.type) for piece in model.pieces],
+        "model": tokenizer_files.SENTENCEPIECE,
+        "tokens": [tokenizer_files.spelled(piece.piece, piece.type) for piece in model.pieces],
         "token_type": [piece.type for piece in model.pieces],
         "scores": [piece.score for piece in model.pieces],
         "add_space_prefix": model.normalizer_spec.add_dummy_prefix,
@@ -145,11 +146,11 @@ def _with_names(directory: pathlib.Path, values: Mapping[str, Any]) -> dict[str,
     spellings = chat_template.special_tokens(directory)
     ids = {
         name: tokens.index(spellings[field])
-        for name, field in gguf_tokenizer.NAMED.items()
+        for name, field in tokenizer_files.NAMED.items()
         if spellings.get(field) in tokens
     }
-    ids |= dict(zip(gguf_tokenizer.ENDS, checkpoint.eos_token_ids(directory), strict=False))
+    ids |= dict(zip(tokenizer_files.ENDS, checkpoint.eos_token_ids(directory), strict=False))
     template = ChatTemplate(directory, {}, datetime.date.today()).source
     if template:
-        found[gguf_tokenizer.TEMPLATE] = template
+        found[tokenizer_files.TEMPLATE] = template
     return found | {f"{PREFIX}{name}_token_id": token for name, token in ids.items()}

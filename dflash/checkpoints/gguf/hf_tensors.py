@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 
 from dflash import errors
-from dflash.checkpoints import (
-    files,
-    gguf_architecture,
-    gguf_drafter,
-    gguf_families,
-    gguf_header,
-    gguf_model,
-    gguf_names,
+from dflash.checkpoints import files
+from dflash.checkpoints.gguf import (
+    architecture,
+    block_drafter,
+    families,
+    file_header,
+    kinds,
+    tensor_names,
 )
-from dflash.checkpoints.gguf_header import GgufHeader, TensorEntry
-from dflash.checkpoints.gguf_layout import Layout
-from dflash.checkpoints.gguf_model import Kind
-from dflash.checkpoints.gguf_values import GgufTensor
+from dflash.checkpoints.gguf.file_header import GgufHeader, TensorEntry
+from dflash.checkpoints.gguf.kinds import Kind
+from dflash.checkpoints.gguf.layouts import Layout
+from dflash.checkpoints.gguf.stored_values import GgufTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
     PLAIN_DTYPES,
@@ -56,17 +56,17 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
         the architecture does not have.
     """
     file = (directory / WEIGHTS).resolve()
-    header = gguf_header.read_header(file)
-    kind = gguf_model.of_file(header)
+    header = file_header.read_header(file)
+    kind = kinds.of_file(header)
     config = kind.config_of(header)
     tensors = {}
     unexpected = []
     for name, entry in header.tensors.items():
-        if config.get(gguf_families.DRAFTING_LAYERS) and _is_behind(name, config):
+        if config.get(families.DRAFTING_LAYERS) and _is_behind(name, config):
             continue
         found = list(_named(header, name, entry, kind, config))
         tensors |= {tensor.name: tensor for tensor in found}
-        if not found and name != gguf_architecture.ROPE_FACTORS:
+        if not found and name != architecture.ROPE_FACTORS:
             unexpected.append(name)
     if unexpected:
         raise errors.CheckpointError(
@@ -81,7 +81,7 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
 
 def _is_behind(name: str, config: Mapping) -> bool:
     """Returns whether a tensor belongs to a layer behind those of the language model."""
-    layer = gguf_names.layer_of(name)
+    layer = tensor_names.layer_of(name)
     return layer is not None and layer >= config["num_hidden_layers"]
 
 
@@ -92,9 +92,9 @@ def _named(
     known = entry.kind in PLAIN_DTYPES or entry.kind in BUFFER_DTYPES
     place = (entry.kind if known else "F32", entry.shape, entry.begin, entry.end)
     hf_name = kind.names.to_hf(name)
-    if name == gguf_drafter.DRAFT_IDS and hf_name is not None:
+    if name == block_drafter.DRAFT_IDS and hf_name is not None:
         if entry.kind != "I64" or len(entry.shape) != 1:
-            raise gguf_header.corrupt(header.file, f"tensor {name!r} is no list of token ids")
+            raise file_header.corrupt(header.file, f"tensor {name!r} is no list of token ids")
         yield _DraftIds(header.file, hf_name, *place)
         yield _Drafted(header.file, "t2d", "BOOL", (config["vocab_size"],), *place[2:])
         return

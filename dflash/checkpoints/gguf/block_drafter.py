@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.checkpoints import gguf_architecture, gguf_families, gguf_header, hf_config
-from dflash.checkpoints.gguf_header import GgufHeader
+from dflash.checkpoints import hf_config
+from dflash.checkpoints.gguf import architecture, families, file_header
+from dflash.checkpoints.gguf.file_header import GgufHeader
 
 DRAFT_IDS = "d2t"  # Tensor with the target token of each draft token.
 DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"
 HF_CLASSES = DFLASH, DFLASH2, DSPARK
 
-_PREFIX = gguf_architecture.DRAFTER + "."
+_PREFIX = architecture.DRAFTER + "."
 _MASK, _TOKENS = "tokenizer.ggml.mask_token_id", "tokenizer.ggml.tokens"
 _BLOCK_SIZE, _TAPS = _PREFIX + "block_size", _PREFIX + "target_layers"
 _CAUSAL, _VALUE_SCALE = _PREFIX + "attention.causal", _PREFIX + "attention.value_scale"
@@ -42,13 +43,13 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     Raises:
       CheckpointError: An option is unsupported, or a key is missing or of another type.
     """
-    gguf_architecture.check_known(header, _PREFIX, {key.removeprefix(_PREFIX) for key in _KEYS})
-    decoder = gguf_architecture.decoder_of(header, _PREFIX)
+    architecture.check_known(header, _PREFIX, {key.removeprefix(_PREFIX) for key in _KEYS})
+    decoder = architecture.decoder_of(header, _PREFIX)
     causal = header.get(_CAUSAL, bool, False)
     config = decoder | {
         "model_type": "qwen3",
         "vocab_size": len(header.require(_TOKENS, list)),
-        "rope_scaling": gguf_architecture.stated_scaling(header, _PREFIX),
+        "rope_scaling": architecture.stated_scaling(header, _PREFIX),
         "block_size": header.require(_BLOCK_SIZE, int),
         **_windows(header, decoder["num_hidden_layers"]),
         "partial_rotary_factor": _rotated_part(header, decoder["head_dim"]),
@@ -80,8 +81,8 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         hf_config.check_only(config, name, None)
     block = config.get(_GROUP, config)
     rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
-    values = gguf_architecture.decoder_metadata(config, _PREFIX) | {
-        gguf_architecture.ARCHITECTURE: gguf_architecture.DRAFTER,
+    values = architecture.decoder_metadata(config, _PREFIX) | {
+        architecture.ARCHITECTURE: architecture.DRAFTER,
         _BLOCK_SIZE: config["block_size"],
         _TAPS: [layer + 1 for layer in block["target_layer_ids"]],
         _CAUSAL: _causality(config),
@@ -107,7 +108,7 @@ def _tapped(header: GgufHeader) -> list[int]:
     """Returns the target layers whose outputs are the features."""
     taps = header.require(_TAPS, list)
     if not taps or any(type(tap) is not int or tap < 1 for tap in taps):
-        raise gguf_header.corrupt(header.file, f"{_TAPS} is {taps!s:.40}")
+        raise file_header.corrupt(header.file, f"{_TAPS} is {taps!s:.40}")
     return [tap - 1 for tap in taps]
 
 
@@ -118,14 +119,14 @@ def _windows(header: GgufHeader, num_layers: int) -> dict[str, Any]:
         return {"layer_types": [_FULL] * num_layers, "sliding_window": None}
     pattern = header.require(_PATTERN, list)
     if len(pattern) != num_layers or any(type(slides) is not bool for slides in pattern):
-        raise gguf_header.corrupt(header.file, f"{_PATTERN} is not one boolean for each layer")
+        raise file_header.corrupt(header.file, f"{_PATTERN} is not one boolean for each layer")
     types = [_SLIDING if slides else _FULL for slides in pattern]
     return {"layer_types": types, "sliding_window": window}
 
 
 def _rotated_part(header: GgufHeader, head_dim: int) -> float:
     """Returns `partial_rotary_factor`."""
-    return gguf_families.rotated_part(header.get(_ROTATED, int, head_dim), head_dim)
+    return families.rotated_part(header.get(_ROTATED, int, head_dim), head_dim)
 
 
 def _dspark_fields(header: GgufHeader) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dflash.checkpoints import gguf_header, gguf_joined, gguf_layout, gguf_names, gguf_values
-from dflash.checkpoints.gguf_header import GgufHeader
-from dflash.checkpoints.gguf_joined import Tensors
-from dflash.checkpoints.gguf_layout import LayoutOf
-from dflash.checkpoints.gguf_names import TensorNames
+from dflash.checkpoints.gguf import file_header, joined, layouts, stored_values, tensor_names
+from dflash.checkpoints.gguf.file_header import GgufHeader
+from dflash.checkpoints.gguf.joined import Tensors
+from dflash.checkpoints.gguf.layouts import LayoutOf
+from dflash.checkpoints.gguf.tensor_names import TensorNames
 
 # Field of config.json with the number of layers behind the others that are not read.
 DRAFTING_LAYERS = "mtp_num_hidden_layers"
@@ -57,9 +57,9 @@ class Family:
 
     hf_class: str
     model_type: str
-    names: TensorNames = gguf_names.TARGET
-    layout: LayoutOf = gguf_layout.as_stored
-    join: Callable[[Tensors, Fields], Tensors] = gguf_joined.unchanged
+    names: TensorNames = tensor_names.TARGET
+    layout: LayoutOf = layouts.as_stored
+    join: Callable[[Tensors, Fields], Tensors] = joined.unchanged
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     implied: Fields = dataclasses.field(default_factory=dict)
     own: Own = _no_fields
@@ -101,7 +101,7 @@ def _pattern(header: GgufHeader, prefix: str, layers: int) -> list[str]:
     if type(stated) is int and stated > 0:
         return _alternating(layers, stated)
     if not isinstance(stated, list) or len(stated) < layers or not {*stated} <= {0, 1}:
-        raise gguf_header.corrupt(header.file, f"{prefix}{_PATTERN} is {stated!s:.40}")
+        raise file_header.corrupt(header.file, f"{prefix}{_PATTERN} is {stated!s:.40}")
     return [_SLIDING if slides else _FULL for slides in stated[:layers]]
 
 
@@ -109,7 +109,7 @@ def _gpt_oss(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
     """Returns windows, experts, and YaRN without the rounding that no file states."""
     scaling = config["rope_scaling"]
     packed = any(
-        entry.kind == gguf_values.MXFP4 and name.endswith("_exps.weight")
+        entry.kind == stored_values.MXFP4 and name.endswith("_exps.weight")
         for name, entry in header.tensors.items()
     )
     return {
@@ -125,7 +125,7 @@ def _hybrid(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
     """Returns linear attention, partial rotation, and layers without those that only draft."""
     heads, inner = (header.require(prefix + key, int) for key in ("ssm.time_step_rank", _INNER))
     if heads < 1 or inner % heads or config["head_dim"] < 1:
-        raise gguf_header.corrupt(header.file, f"{prefix}{_INNER} is {inner} for {heads} heads")
+        raise file_header.corrupt(header.file, f"{prefix}{_INNER} is {inner} for {heads} heads")
     rotated = header.get(prefix + _ROTATED, int, config["head_dim"])
     drafting = header.get(prefix + _MTP_LAYERS, int, 0)
     return {
@@ -162,7 +162,7 @@ def _hybrid_family(hf_class: str, model_type: str, layout: LayoutOf, **options) 
     return Family(
         hf_class,
         model_type,
-        names=gguf_names.HYBRID,
+        names=tensor_names.HYBRID,
         layout=layout,
         own=_hybrid,
         # Sections of the rotary embedding tell images from text.
@@ -173,7 +173,7 @@ def _hybrid_family(hf_class: str, model_type: str, layout: LayoutOf, **options) 
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", layout=gguf_layout.paired_rope),
+    "llama": Family("LlamaForCausalLM", "llama", layout=layouts.paired_rope),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": Family(
@@ -182,15 +182,15 @@ FAMILIES = {
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         "smollm3",
-        layout=gguf_layout.paired_rope,
+        layout=layouts.paired_rope,
         implied={"no_rope_layer_interval": 4},
         is_written=False,
     ),
     "gemma3": Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
-        names=gguf_names.GEMMA3,
-        layout=gguf_layout.shifted_norms,
+        names=tensor_names.GEMMA3,
+        layout=layouts.shifted_norms,
         own=_gemma3,
         own_keys={_WINDOW, _PATTERN, _BASE_IN_WINDOWS, _SOFTCAP},
         is_written=False,
@@ -198,8 +198,8 @@ FAMILIES = {
     "gpt-oss": Family(
         "GptOssForCausalLM",
         "gpt_oss",
-        names=gguf_names.GPT_OSS,
-        join=gguf_joined.alternating_experts,
+        names=tensor_names.GPT_OSS,
+        join=joined.alternating_experts,
         fields={
             "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok",
@@ -212,18 +212,18 @@ FAMILIES = {
     "qwen3next": _hybrid_family(
         "Qwen3NextForCausalLM",
         "qwen3_next",
-        gguf_layout.grouped_delta,
-        join=gguf_joined.qkvz,
+        layouts.grouped_delta,
+        join=joined.qkvz,
         fields=_LINEAR | _SHARED_EXPERTS,
         implied={"norm_topk_prob": True},
     ),
     "qwen35": _hybrid_family(
-        "Qwen3_5ForCausalLM", "qwen3_5_text", gguf_layout.tiled_delta, fields=_LINEAR
+        "Qwen3_5ForCausalLM", "qwen3_5_text", layouts.tiled_delta, fields=_LINEAR
     ),
     "qwen35moe": _hybrid_family(
         "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe_text",
-        gguf_layout.tiled_delta,
+        layouts.tiled_delta,
         fields=_LINEAR | _SHARED_EXPERTS,
         implied={"norm_topk_prob": True},
     ),

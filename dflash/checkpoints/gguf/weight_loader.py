@@ -5,7 +5,8 @@ import pathlib
 import numpy as np
 from flax import nnx
 
-from dflash.checkpoints import gguf_tensors, gguf_values, safetensors_io, tensor_map
+from dflash.checkpoints import safetensors_io, tensor_map
+from dflash.checkpoints.gguf import hf_tensors, stored_values
 from dflash.checkpoints.safetensors_header import BUFFER_DTYPES, PACKED_CODE, PLAIN_DTYPES
 from dflash.parallel import parameters
 
@@ -16,14 +17,14 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     Raises:
       CheckpointError: The file is damaged, or its tensors do not fit the module.
     """
-    tensors = gguf_tensors.read_tensors(directory)
-    if getattr(module, "stored_format", None) == gguf_values.Q8_0_FORMAT:
+    tensors = hf_tensors.read_tensors(directory)
+    if getattr(module, "stored_format", None) == stored_values.Q8_0_FORMAT:
         shapes = ((path, leaf.shape) for path, leaf in parameters.readable(module).items())
         suffix = module.stored_format.scale_suffix
         scales = (name for name in tensor_map.by_tensor(module, shapes) if name.endswith(suffix))
         kept = {name.removesuffix(suffix) + "weight" for name in scales}
-        tensors = gguf_tensors.in_eight_bits(tensors, kept)
-    safetensors_io.load_tensors(module, tensors, (directory / gguf_tensors.WEIGHTS).resolve())
+        tensors = hf_tensors.in_eight_bits(tensors, kept)
+    safetensors_io.load_tensors(module, tensors, (directory / hf_tensors.WEIGHTS).resolve())
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
@@ -32,7 +33,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
     Raises:
       CheckpointError: The file is damaged or its model is unsupported.
     """
-    tensors = gguf_tensors.read_tensors(directory)
+    tensors = hf_tensors.read_tensors(directory)
     packed = {*BUFFER_DTYPES, PACKED_CODE}
     codes = {tensor.code for tensor in tensors.values()} - packed
     return {np.dtype(PLAIN_DTYPES[code]) for code in codes}

@@ -1,0 +1,1 @@
+"""GGUF files: read as checkpoints, and written."""
