@@ -239,6 +239,7 @@ def test_a_sweep_runs_no_studies(tmp_path):
         ("verify", ["study.values=[1, 4]", "study.contexts=[16, 64]"], 4, "rows over_roofline"),
         ("cycle", ["study.contexts=[32]"], 2, "cycle_over_parts roofline_ms"),
         ("block", ["study.values=[2, 4, 9]"], 2, "trained used speedup roofline_ms"),
+        ("load", ["study.values=[1]", "drafter.block_size=16"], 2, "task tau over_fixed"),
         (
             "taps",
             ["study.values=[1, 2]", "target.architecture.num_hidden_layers=2"],
@@ -248,10 +249,10 @@ def test_a_sweep_runs_no_studies(tmp_path):
     ],
 )
 def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, keys):
-    options += ["study.repeats=1", "rounds=1", "prompts_per_task=1", "prompt_tokens=8"]
-    options += ["--acceptance=alpaca", "drafter.architecture.block_size=16"]
-    options += ["decode.sync_every=2", "drafter.block_size=4"]
-    status, out, err = run(f"study.name={study}", *options, "--workdir=out")
+    always = ["study.repeats=1", "rounds=1", "prompts_per_task=1", "prompt_tokens=8"]
+    always += ["--acceptance=alpaca", "drafter.architecture.block_size=16"]
+    always += ["decode.sync_every=2", "drafter.block_size=4"]
+    status, out, err = run(f"study.name={study}", *always, *options, "--workdir=out")
     assert status == 0, err
     values = json.loads((tmp_path / "out/study.json").read_text())
     assert (values["schema"], values["study"]) == ("dflash.study/1", study)

@@ -1,6 +1,7 @@
 """Prompts of a benchmark: from real tasks, or random ones with forced acceptance lengths."""
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from dflash.text.prompts import Prompt
 
 DRAWN_PROMPT_TOKENS = 128  # Default length of a random prompt.
 _SEED = 0
+MIX = "mix"  # Name of the task that `Workload.with_mix` adds.
 # Valid names of tasks, which appear in keys and file names.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -104,6 +106,18 @@ class Workload:
             for task, items in self.tasks.items()
         }
         return dataclasses.replace(self, tasks=tasks)
+
+    def with_mix(self) -> "Workload":
+        """Returns the workload with one more task, `MIX`: prompts of all the others in turns.
+
+        It has as many conversations as the largest task. With a single task nothing is added.
+        """
+        if len(self.tasks) == 1:
+            return self
+        alternating = itertools.chain.from_iterable(itertools.zip_longest(*self.tasks.values()))
+        most = max(map(len, self.tasks.values()))
+        mix = tuple(itertools.islice(filter(None, alternating), most))
+        return dataclasses.replace(self, tasks={**self.tasks, MIX: mix})
 
     def of_shard(self, shard: Shard) -> "Workload":
         """Returns a shard's part of every task; tasks without any prompt of it are left out."""

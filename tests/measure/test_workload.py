@@ -138,3 +138,16 @@ def test_prompts_meet_in_one_queue_where_there_are_slots_for_several():
     assert [one.conversation for one in turns.items] == [0, 0, 2, 3, 3, 3]
     graded = [one.prompt.index for one in turns.items if one.grader]
     assert graded == [1, 2, 5]  # the last turn of each
+
+
+def test_a_mix_takes_prompts_of_all_tasks_in_turns():
+    def items(*numbers):
+        return tuple(workload.Item(Prompt(number, (number,)), 4) for number in numbers)
+
+    tasks = {"a": items(0, 1, 2, 3), "b": items(4), "c": items(5, 6)}
+    some = workload.Workload(tasks, {"source": "measured"})
+    mixed = some.with_mix()
+    assert [item.prompt.index for item in mixed.tasks[workload.MIX]] == [0, 4, 5, 1]
+    assert {task: mixed.tasks[task] for task in tasks} == tasks
+    alone = workload.Workload({"a": items(0, 1)}, {"source": "measured"})
+    assert alone.with_mix() == alone

@@ -59,6 +59,25 @@ def taps(config: BenchmarkRun) -> Iterator[Step]:
 
 def batch(config: BenchmarkRun) -> Iterator[Step]:
     """Measures the gain from drafting at several batch sizes."""
+    make_result = functools.partial(_table, "Batch size", "batch", ("drafter",))
+    yield from by_batch(config, list(config.strategies), make_result)
+
+
+def by_batch(
+    config: BenchmarkRun,
+    names: Sequence[str],
+    make_result: MakeResult,
+    *,
+    mix: bool = False,
+) -> Iterator[Step]:
+    """Measures cells at several batch sizes.
+
+    Args:
+      config: Config of the run.
+      names: Strategies to show, of which the baseline may be one.
+      make_result: Makes the result from the rows so far, with the columns `drafter` and `batch`.
+      mix: Measure a mix of all tasks too; see `Workload.with_mix`.
+    """
     sizes = config.study.values or BATCHES
     rows, machine, target = [], None, None
     for number, size in enumerate(sizes):
@@ -66,19 +85,21 @@ def batch(config: BenchmarkRun) -> Iterator[Step]:
         # Use enough prompts that a slot that becomes free has something to decode.
         prompts = max(config.prompts_per_task, 2 * size if size > 1 else 1)
         variant = dataclasses.replace(config, decode=decode, prompts_per_task=prompts)
-        keys = {name: {"drafter": name, "batch": size} for name in config.strategies}
+        keys = {name: {"drafter": name, "batch": size} for name in names}
         measured = benches.prepare(variant, target=target)
         _check_full(measured, size)
+        if mix:
+            measured.workload = measured.workload.with_mix()
         measured.load()
         target = measured.target
         machine = machine or roofline.machine_of(target.sharding)
         before = list(rows)
 
-        def make_result(machine, fresh, before=before):
+        def result(machine, fresh, before=before):
             rows[:] = [*before, *fresh]
-            return _table("Batch size", "batch", ("drafter",), machine, list(rows))
+            return make_result(machine, list(rows))
 
-        for step in _steps(measured, keys, machine, make_result):
+        for step in _steps(measured, keys, machine, result):
             named = dataclasses.replace(step, what=f"batch {size}, {step.what}")
             yield named.within(number / len(sizes), 1 / len(sizes))
 
