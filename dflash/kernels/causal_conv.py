@@ -33,7 +33,7 @@ def causal_conv(
         if ancestry is None or back == 0:
             earlier = everything[:, first : first + length]
         else:
-            earlier = along(_ancestors(ancestry, back, width - 1), everything)
+            earlier = along(ancestors(ancestry, back, width - 1), everything)
         if segment_ids is not None and back:
             shifted = jnp.pad(segment_ids, ((0, 0), (back, 0)), constant_values=-1)[:, :length]
             earlier = jnp.where((shifted == segment_ids)[..., None], earlier, 0)
@@ -58,7 +58,7 @@ def last_rows(
     return along(count[:, None] + jnp.arange(before.shape[1]), everything)
 
 
-def _ancestors(ancestry: jax.Array, back: int, width: int) -> jax.Array:
+def ancestors(ancestry: jax.Array, back: int, width: int) -> jax.Array:
     """Returns the ancestor `back` generations up of each row, int32 [B, T].
 
     Indices count from the first of the `width` rows before the block, which precede its root.

@@ -33,8 +33,8 @@ class Block(NamedTuple):
     """Updates of the state by T rows, for `advance`.
 
     Attributes:
-      keys: float32 [B, T, K, dk].
-      updates: float32 [B, T, V, dv]; the correction u of each row.
+      keys: float32 [B, T, K · dk].
+      updates: float32 [B, T, V · dv]; the correction u of each row.
       log_decay: float32 [B, T, V]; g of each row, at most 0.
     """
 
@@ -98,7 +98,8 @@ def solve_block(
     def by_row(x):
         return jnp.moveaxis(x, 3, 1).reshape(values.shape)
 
-    return by_row(outputs), Block(keys, by_row(updates), log_decay)
+    block = Block(*(x.reshape(batch, rows, -1) for x in (keys, by_row(updates))), log_decay)
+    return by_row(outputs), block
 
 
 def scan_blocks(
@@ -153,14 +154,15 @@ def advance(
     if count is not None:
         accepted = jnp.arange(keys.shape[1]) < count[:, None]
         log_decay = jnp.where(accepted[..., None], log_decay, 0)
-        updates = jnp.where(accepted[..., None, None], updates, 0)
+        updates = jnp.where(accepted[..., None], updates, 0)
     # Each update decays by the rows after its own; sums from the end lose no digits.
     since = jnp.cumsum(log_decay[:, ::-1], axis=1)[:, ::-1]
     total = since[:, 0]
     after = jnp.concatenate([since[:, 1:], jnp.zeros_like(since[:, :1])], axis=1)
-    updates = updates * jnp.exp(after)[..., None]
-    batch, rows, num_keys, _ = keys.shape
-    updates = updates.reshape(batch, rows, num_keys, -1, updates.shape[-1])
+    heads, key_width, value_width = state.shape[1:]
+    keys = keys.reshape(*keys.shape[:2], -1, key_width)
+    updates = updates.reshape(*keys.shape[:3], heads // keys.shape[2], value_width)
+    updates = updates * jnp.exp(after).reshape(*updates.shape[:-1], 1)
     added = _einsum("btkd,btkre->bkrde", keys, updates).reshape(state.shape)
     return jnp.exp(total)[..., None, None] * state + added
 

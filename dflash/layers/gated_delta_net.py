@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.kernels import gated_delta
-from dflash.kernels.causal_conv import causal_conv, last_rows
-from dflash.kernels.split_heads import rms_norm
+from dflash.kernels import delta_block, gated_delta, implementation
+from dflash.kernels.causal_conv import last_rows
+from dflash.kernels.delta_block import Heads
 from dflash.layers import joining
 from dflash.layers.attention import Attend
 from dflash.layers.cache import batch_axes
@@ -26,8 +26,6 @@ from dflash.layers.recurrent_state import (
 )
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
-
-_UNIT_EPS = 1e-6  # Of the norms of queries and keys.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +146,8 @@ class GatedDeltaNet(nnx.Module):
 
             def attend(*projected):
                 names, results = [memory, heads, (batch,)], [heads, memory, heads]
-                run = self._map(batch, _prefill, names, results)
+                prefill = functools.partial(_prefill, eps=self.norm.eps)
+                run = self._map(batch, prefill, names, results)
                 attended, *new = run(*projected, state.memory, state.rows, count)
                 return attended, RecurrentState(*new)
 
@@ -157,7 +156,12 @@ class GatedDeltaNet(nnx.Module):
 
         def attend(*projected):
             names = [memory, heads, *[(batch, None, None)] * len(masks)]
-            run = self._map(batch, _verify, names, [heads, *block_names(batch)])
+            verify = functools.partial(
+                _verify,
+                eps=self.norm.eps,
+                implementation=implementation.for_platform(self.sharding.platform),
+            )
+            run = self._map(batch, verify, names, [heads, *block_names(batch)])
             attended, *block, rows = run(*projected, state.memory, state.rows, *masks)
             return attended, PendingState(state, gated_delta.Block(*block), rows)
 
@@ -172,7 +176,9 @@ class GatedDeltaNet(nnx.Module):
           Attention whose auxiliary result is None.
         """
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
-        run = self._map(batch, _run_packed, [(batch, None)], [(batch, None, "heads")])
+        widths = self.shape.linear_key_head_dim, self.shape.linear_value_head_dim
+        function = functools.partial(_run_packed, widths=widths, eps=self.norm.eps)
+        run = self._map(batch, function, [(batch, None)], [(batch, None, "heads")])
 
         def attend(*projected):
             return (*run(*projected, segment_ids), None)
@@ -197,7 +203,7 @@ class GatedDeltaNet(nnx.Module):
 
         Args:
           batch: Logical axis of the sequences.
-          function: Function (_Heads, *arrays) of a device's heads.
+          function: Function (Heads, *arrays) of a device's heads.
           names: Logical axes of the further arrays.
           results: Logical axes of the results.
         """
@@ -205,102 +211,50 @@ class GatedDeltaNet(nnx.Module):
         weights = convs, self.A_log[...], self.dt_bias[...], self.norm.factor
         of_weights = [("heads", None, None), ("heads",), ("heads",), (None,)]
         heads = batch, None, "heads"
-        split = functools.partial(_split, shape=self.shape, eps=self.norm.eps)
 
         def local(products, b, a, convs, a_log, dt_bias, scale, *arrays):
-            return function(split(products, b, a, convs, a_log, dt_bias, scale), *arrays)
+            return function(_split(products, b, a, convs, a_log, dt_bias, scale), *arrays)
 
         mapped = self.sharding.map(local, [heads, heads, heads, *of_weights, *names], results)
         return lambda products, b, a, *arrays: mapped(products, b, a, *weights, *arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Heads:
-    """Projected rows of a device's heads.
-
-    Attributes:
-      rows: [B, T, C]; queries, keys and values before the convolution.
-      gate: [B, T, V, dv]; output gates before their activation.
-      log_decay: float32 [B, T, V].
-      beta: float32 [B, T, V].
-      conv: [C, W]; weights of the convolution.
-      scale: [dv]; scale of the output norm.
-      shape: Sizes of a head.
-      eps: Epsilon of the output norm.
-    """
-
-    rows: jax.Array
-    gate: jax.Array
-    log_decay: jax.Array
-    beta: jax.Array
-    conv: jax.Array
-    scale: jax.Array
-    shape: DeltaShape
-    eps: float
-
-    def convolve(self, before: jax.Array, **masks) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries, keys and values of all heads, float32 [B, T, heads, width]."""
-        mixed = jax.nn.silu(causal_conv(self.rows, before, self.conv, **masks))
-        values = self.gate.shape[2] * self.gate.shape[3]
-        keys = (mixed.shape[-1] - values) // 2
-        parts = jnp.split(mixed, [keys, 2 * keys], axis=-1)
-        widths = *[self.shape.linear_key_head_dim] * 2, self.shape.linear_value_head_dim
-        queries, keys, values = (
-            part.reshape(*part.shape[:2], -1, width)
-            for part, width in zip(parts, widths, strict=True)
-        )
-        return _unit(queries) * self.shape.linear_key_head_dim**-0.5, _unit(keys), values
-
-    def finish(self, outputs: jax.Array) -> jax.Array:
-        """Normalizes and gates outputs float32 [B, T, V, dv]; returns [B, T, V · dv]."""
-        normed = rms_norm(outputs, self.scale.astype(jnp.float32), self.eps)
-        gated = normed * jax.nn.silu(self.gate.astype(jnp.float32))
-        return gated.reshape(*gated.shape[:2], -1).astype(self.gate.dtype)
-
-
-def _split(products, b, a, convs, a_log, dt_bias, scale, *, shape, eps) -> _Heads:
-    """Splits a device's columns of the projections into its heads."""
-    conv = jnp.concatenate(convs)[:, 0]
-    rows, gate = jnp.split(jnp.concatenate(products, axis=-1), [len(conv)], axis=-1)
-    gate = gate.reshape(*gate.shape[:2], -1, shape.linear_value_head_dim)
+def _split(products, b, a, convs, a_log, dt_bias, scale) -> Heads:
+    """Joins a device's projections, and applies the activations of rates and decays."""
     log_decay = -jnp.exp(a_log) * jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
     beta = jax.nn.sigmoid(b.astype(jnp.float32))
-    return _Heads(rows, gate, log_decay, beta, conv, scale, shape, eps)
+    rows = jnp.concatenate(products, axis=-1)
+    return Heads(rows, log_decay, beta, jnp.concatenate(convs)[:, 0], scale)
 
 
-def _verify(heads: _Heads, memory, before, ancestry=None):
+def _verify(heads: Heads, memory, before, *masks, eps, implementation):
     """Returns gated outputs of rows that are not committed yet, their block, and their rows."""
-    projected = heads.convolve(before, ancestry=ancestry)
-    outputs, block = gated_delta.solve_block(
-        *projected, heads.log_decay, heads.beta, memory, ancestry
+    outputs, block = delta_block.verify_block(
+        heads, memory, before, *masks, eps=eps, implementation=implementation
     )
-    return heads.finish(outputs), *block, heads.rows
+    return outputs, *block, heads.rows
 
 
-def _prefill(heads: _Heads, memory, before, count):
+def _prefill(heads: Heads, memory, before, count, *, eps):
     """Returns gated outputs of rows of which `count` are committed, and the new state."""
     committed = (jnp.arange(heads.rows.shape[1]) < count[:, None])[..., None]
     outputs, memory = gated_delta.scan_blocks(
-        *heads.convolve(before),
+        *delta_block.convolve(heads, before, memory.shape[2:]),
         jnp.where(committed, heads.log_decay, 0),
         jnp.where(committed, heads.beta, 0),
         memory,
     )
-    return heads.finish(outputs), memory, last_rows(before, heads.rows, count)
+    rows = heads.rows[..., : before.shape[-1]]
+    return delta_block.gated(heads, outputs, eps), memory, last_rows(before, rows, count)
 
 
-def _run_packed(heads: _Heads, segment_ids):
+def _run_packed(heads: Heads, segment_ids, *, widths, eps):
     """Returns gated outputs of packed documents."""
-    batch, _, channels = heads.rows.shape
+    batch, channels = heads.rows.shape[0], heads.conv.shape[0]
     before = jnp.zeros((batch, heads.conv.shape[1] - 1, channels), heads.rows.dtype)
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    queries, keys, values = heads.convolve(before, segment_ids=segment_ids)
-    state = jnp.zeros((batch, values.shape[2], keys.shape[3], values.shape[3]), jnp.float32)
+    projected = delta_block.convolve(heads, before, widths, segment_ids=segment_ids)
+    state = jnp.zeros((batch, heads.beta.shape[-1], *widths), jnp.float32)
     log_decay = jnp.where(begins[..., None], gated_delta.FORGET, heads.log_decay)
-    outputs, _ = gated_delta.scan_blocks(queries, keys, values, log_decay, heads.beta, state)
-    return (heads.finish(outputs),)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    """Scales vectors x [..., width] to a length of 1."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _UNIT_EPS)
+    outputs, _ = gated_delta.scan_blocks(*projected, log_decay, heads.beta, state)
+    return (delta_block.gated(heads, outputs, eps),)

@@ -9,7 +9,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import causal_conv, gated_delta
+from dflash.kernels import implementation
+from dflash.kernels.delta_block import commit_block
 from dflash.kernels.gated_delta import Block
 from dflash.parallel.sharding import Sharding
 
@@ -102,7 +103,8 @@ class PendingState:
     Attributes:
       state: State before the block.
       block: Updates by the rows of the block.
-      rows: [B, T, channels]; rows of the block before the convolution.
+      rows: [B, T, ·]; rows of the block before the convolution, in the first `channels` columns of
+        each device.
     """
 
     state: RecurrentState
@@ -121,12 +123,11 @@ class PendingState:
           sharding: Sharding of the arrays.
         """
 
-        def commit(memory, before, keys, updates, log_decay, rows, count, *path):
+        chosen = implementation.for_platform(sharding.platform)
+
+        def commit(memory, before, keys, updates, log_decay, rows, *accepted):
             block = Block(keys, updates, log_decay)
-            return (
-                gated_delta.advance(memory, block, count, *path),
-                causal_conv.last_rows(before, rows, count, *path),
-            )
+            return commit_block(memory, before, block, rows, *accepted, implementation=chosen)
 
         paths = () if path is None else (path,)
         names = _names(batch)
@@ -137,8 +138,7 @@ class PendingState:
 
 def block_names(batch: str | None) -> list[tuple[str | None, ...]]:
     """Returns the logical axes of a block's keys, updates and decays, and of its rows."""
-    heads = batch, None, "heads"
-    return [(*heads, None), (*heads, None), heads, heads]
+    return [(batch, None, "heads")] * 4
 
 
 def _names(batch: str | None) -> list[tuple[str | None, ...]]:

@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 
-from support import SUPPORT, free_port, grammars
-from support.engines import engine, expected, random_prompts
+import pytest
+from support import SUPPORT, free_port, grammars, other_targets
+from support.engines import decode, engine, expected, random_prompts
 
 WORKER = SUPPORT / "decode_worker.py"
 TIMEOUT_S = 1800
@@ -60,3 +61,25 @@ def test_two_processes_decode_as_one():
         found = json.loads(out.splitlines()[-1])
         assert found.pop("dflash, constrained") == [list(ids) for ids in constrained]
         assert found == dict.fromkeys(decoded, wanted)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma4 with experts", "gpt_oss"])
+def test_targets_of_other_makes(family):
+    """Recurrent state, rings of pages and experts, over a replica and half of the heads each."""
+    prompts, limits = random_prompts([1, 35, 9, 4]), [12, 9, 15, 1]
+    options = {"temperature": 0.8, "seed": 2}
+    names = ["none", "dflash", "ngram"]
+    task = {
+        "family": family,
+        "drafters": names,
+        "adaptive": ["ngram"],
+        "mesh": (2, 1, 2),
+        "prompts": prompts,
+        "limits": limits,
+        "options": options,
+    }
+    alone = engine(on=other_targets.target(family), batch_size=4, max_length=48)
+    wanted = [list(one.output_ids) for one in decode(alone, prompts, limits, **options)]
+    for status, out, err in run_workers(2, task):
+        assert status == 0, err
+        assert json.loads(out.splitlines()[-1]) == dict.fromkeys(names, wanted)

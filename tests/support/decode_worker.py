@@ -2,7 +2,8 @@
 
 Usage: decode_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID TASK
 TASK is JSON: names of drafters, of those whose block size is chosen, of those that also decode with
-grammars, mesh, prompts, limits, and sampling options.
+grammars, mesh, prompts, limits, and sampling options; and the family of the target, if it is one of
+`other_targets`.
 """
 
 import json
@@ -25,18 +26,23 @@ def main() -> None:
     import numpy as np
     from jax.experimental import multihost_utils
 
+    from support import other_targets
     from support.engines import decode, engine
-    from support.models import drafter
+    from support.models import ARCHITECTURE, drafter, make_sharding, target
 
     assert jax.process_count() == 2
     assert jax.device_count() == 4
-    mesh = tuple(task["mesh"])
+    mesh, family = tuple(task["mesh"]), task.get("family")
+    on, arch = target(mesh), ARCHITECTURE
+    if family is not None:
+        on = other_targets.build(family, make_sharding(*mesh))
+        arch = other_targets.SHAPES[family]
     outputs = {}
     for name in task["drafters"]:
-        model = drafter(name, mesh=mesh)
+        model = drafter(name, mesh=mesh, arch=arch)
         adaptive = name in task.get("adaptive", ())
         run = engine(
-            model, mesh=mesh, batch_size=2, sync_every=4, max_length=48, adaptive_blocks=adaptive
+            model, on=on, batch_size=2, sync_every=4, max_length=48, adaptive_blocks=adaptive
         )
         if adaptive:
             run.compile(map(len, task["prompts"]))
