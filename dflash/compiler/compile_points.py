@@ -32,6 +32,7 @@ from dflash.compiler.topology import RooflineRates, TpuMachine
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
 from dflash.inference.cycle import cycle
+from dflash.inference.cycle.rules import DIVIDED
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.request import Request, RequestSampling
@@ -73,12 +74,36 @@ class LayerRepeats:
 
 @dataclasses.dataclass(frozen=True)
 class PointSpec:
-    """Strategy and batch size of a point to compile."""
+    """Strategy and batch size of a point to compile.
+
+    Attributes:
+      config: Config of the forecast.
+      strategy: Name of the strategy.
+      drafter: Config of the strategy.
+      batch: Number of sequences.
+      choice: Choice of rows, one of `Rules.choices`; empty if the strategy always has the same.
+    """
 
     config: CompileDecode
     strategy: str
     drafter: DrafterConfig
     batch: int
+    choice: str = ""
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the point: the strategy's, and its choice of rows."""
+        return f"{self.strategy} {self.choice}".rstrip()
+
+    @property
+    def file(self) -> str:
+        """Returns the name of the file that keeps the point."""
+        return f"{self.name.replace(' ', '-')}-{self.batch}-{self.key}.json"
+
+    @property
+    def divides(self) -> bool:
+        """Returns whether its cycle divides rows among sequences."""
+        return self.choice.startswith(DIVIDED)
 
     @property
     def key(self) -> str:
@@ -90,6 +115,7 @@ class PointSpec:
             del facts[name]
         versions = [*map(importlib.metadata.version, ("jax", "libtpu")), __version__]
         facts |= {"machine": (tpu.topology, tpu.slices), "batch": self.batch, "versions": versions}
+        facts |= {"choice": self.choice} if self.choice else {}
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -122,6 +148,19 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
     ]
 
 
+def by_choice(specs: Sequence[PointSpec], machine: TpuMachine) -> list[PointSpec]:
+    """Replaces each point of a strategy with `block_size: auto` by one for each choice of rows."""
+    found = []
+    for spec in specs:
+        if spec.drafter.adaptive:
+            models_of = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
+            choices = _engine(*models_of, spec).rules.choices
+            found += [dataclasses.replace(spec, choice=choice) for choice in choices]
+        else:
+            found.append(spec)
+    return found
+
+
 def compile_points(
     specs: Sequence[PointSpec],
     machine: TpuMachine,
@@ -138,21 +177,24 @@ def compile_points(
       progress: Called before each compilation with its title and the fraction that is done.
       compile_one: Compiles a point; None is `compile_point`.
     Returns:
-      Points by strategy and batch size.
+      Points by name and batch size.
     """
     compile_one = compile_one or compile_point
     points = {}
     for index, spec in enumerate(specs):
-        path = workdir and workdir / _FOLDER / f"{spec.strategy}-{spec.batch}-{spec.key}.json"
+        path = (
+            workdir
+            and workdir / _FOLDER / f"{spec.name.replace(' ', '-')}-{spec.batch}-{spec.key}.json"
+        )
         point = path and _read(path)
         if point is None:
-            progress(f"{spec.strategy}, batch {spec.batch}", index / len(specs))
+            progress(f"{spec.name}, batch {spec.batch}", index / len(specs))
             point = compile_one(spec, machine)
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.write_whole(path, json.dumps(dataclasses.asdict(point), indent=1))
         # The strategy may have had another name when the point was compiled.
-        points[spec.strategy, spec.batch] = dataclasses.replace(point, strategy=spec.strategy)
+        points[spec.name, spec.batch] = dataclasses.replace(point, strategy=spec.name)
     return points
 
 
@@ -183,7 +225,9 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     target, drafter = programs.decoding_models(spec.config, shallow, machine.sharding)
     _truncate(target, drafter)
     engine = _engine(target, drafter, spec)
-    compiled = _compile_cycle(engine)
+    choice = engine.rules.choices.index(spec.choice) if spec.choice else 0
+    block_size, mean_rows = engine.rules.rows_of(choice)
+    compiled = _compile_cycle(engine, block_size, mean_rows)
     repeats = LayerRepeats(depth / len(target.layers), draft_repeats)
     module = hlo.parse(compiled.as_text())
     chip, rates = machine.topology.chip, machine.rates
@@ -198,9 +242,9 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     analysis = compiled.memory_analysis()
     extra = analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
     return StrategyPoint(
-        strategy=spec.strategy,
+        strategy=spec.name,
         batch=spec.batch,
-        rows=drafter.block_size,
+        rows=mean_rows or block_size,
         fixed=empty,
         per_token=per_token,
         memory=DeviceMemory(memory.fixed + extra, memory.per_token),
@@ -292,15 +336,15 @@ def _truncate(target: Decoder, drafter: Any) -> None:
 
 def _engine(target: Decoder, drafter: Any, spec: PointSpec, capacity: int = _CAPACITY) -> Engine:
     decode = dataclasses.replace(spec.config.decode, batch_size=spec.batch, num_pages=None)
-    return Engine(target, drafter, decode, max_length=capacity)
+    adaptive = spec.drafter.adaptive
+    return Engine(target, drafter, decode, max_length=capacity, adaptive_blocks=adaptive)
 
 
-def _compile_cycle(engine: Engine) -> jax.stages.Compiled:
+def _compile_cycle(engine: Engine, block_size: int, mean_rows: int | None) -> jax.stages.Compiled:
     def one_cycle(target, drafter, state):
+        rows = {"block_size": block_size, "mean_rows": mean_rows}
         state = _as_configured(state, engine)
-        return cycle.cycle(
-            target, drafter, state, rules=engine.rules, block_size=drafter.block_size
-        )
+        return cycle.cycle(target, drafter, state, rules=engine.rules, **rows)
 
     engine.add_program("one_cycle", one_cycle)
     return engine.program("one_cycle")

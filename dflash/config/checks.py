@@ -179,9 +179,11 @@ def _strategies(config: Any) -> Iterator[Problem]:
 
 def _fixed_sizes(config: Any) -> str | None:
     """Returns the key, if any, because of which acceptance is not measured."""
-    if hasattr(config, "forecast"):
-        return "forecast"
-    return "study" if config.study else "acceptance" if config.forced else None
+    if hasattr(config, "forecast"):  # Simulates the choice, from known acceptance.
+        return None
+    if config.study is not None and config.study.name not in ("batch", "load", "serve"):
+        return "study"
+    return "acceptance" if config.forced else None
 
 
 def _tasks(config: Any) -> Iterator[Problem]:

@@ -49,16 +49,18 @@ class DraftShape:
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAcceptance:
-    """Expected mean acceptance length (τ) of a strategy.
+    """Expected acceptance of a strategy.
 
     Attributes:
-      tokens: τ by task, bonus included.
+      tokens: Mean acceptance length (τ) by task, bonus included.
+      histograms: Histograms by task that τ is computed from; empty if τ is assumed.
       source: Description of the source and of its assumptions.
       longest: Longest recorded acceptance length.
       published: Whether the source is the module `published`.
     """
 
     tokens: Mapping[str, float]
+    histograms: Histograms
     source: str
     longest: int
     published: bool
@@ -97,13 +99,13 @@ def _expected(known: KnownAcceptance, shape: DraftShape, *, own: bool) -> Expect
         tokens = {task: tau(shares, rows) for task, shares in known.histograms.items()}
         cut = f"; blocks of {longest} cut to {rows}, as if their first drafts were the same"
         source = known.source + (cut if rows < longest else "")
-        return ExpectedAcceptance(tokens, source, longest, known.published)
+        return ExpectedAcceptance(tokens, known.histograms, source, longest, known.published)
     gain = published.TREE_GAINS.get(shape.tree)
     if gain is None or not known.published:
         return None
     tokens = {task: gain * tau(shares, longest) for task, shares in known.histograms.items()}
     words = f"{gain:g} times τ of the chain of {longest} on every task: {published.TREE_ORIGIN}"
-    return ExpectedAcceptance(tokens, f"assumed: {words}", longest, published=True)
+    return ExpectedAcceptance(tokens, {}, f"assumed: {words}", longest, published=True)
 
 
 def tau(shares: Sequence[float], rows: int) -> float:

@@ -1,9 +1,10 @@
 """Tests of the points that a forecast compiles, stores and sums up."""
 
 import dataclasses
+import types
 
 import pytest
-from support.models import make_target
+from support.models import make_sharding, make_target
 
 from dflash import errors
 from dflash.compiler import compile_points
@@ -105,9 +106,19 @@ def test_unusable_forecast_configs_are_rejected(overrides, message):
         compile_points.point_specs(config(*overrides))
 
 
-def test_adaptive_block_sizes_are_rejected():
-    with pytest.raises(errors.ConfigError, match=r"strategies.x.block_size: auto depends on"):
-        config("strategies.x.block_size=auto")
+def test_a_strategy_that_chooses_its_rows_has_a_point_for_each_choice():
+    chosen = config("strategies.x.block_size=auto", "strategies.y.block_size=2")
+    specs = compile_points.point_specs(chosen)
+    machine = types.SimpleNamespace(sharding=make_sharding())
+    names = [
+        (spec.name, spec.batch)
+        for spec in compile_points.by_choice(specs, machine)
+        if spec.strategy != PLAIN
+    ]
+    of_one = [f"x {rows}" for rows in (1, 2, 4, 8, 12, 16)]
+    of_four = [*of_one, "x ~2", "x ~4", "x ~8"]  # A single sequence has nothing to divide.
+    rest = [("y", 1), ("y", 4)]
+    assert names == [*((name, 1) for name in of_one), *((name, 4) for name in of_four), *rest]
 
 
 def operation(scope, *, name="fusion.1", opcode="fusion", flops=0.0, size=0, cycles=0, times=1):

@@ -39,8 +39,7 @@ def run_cycles(
         )
         return _choose(state, rules), _record(report, state, outcome)
 
-    steps = [functools.partial(step, size, None) for size in rules.block_sizes]
-    steps += [functools.partial(step, largest, mean) for mean in rules.division.mean_rows]
+    steps = [functools.partial(step, *rules.rows_of(i)) for i in range(rules.num_choices)]
     if state.adaptive is None:
         state, report = jax.lax.while_loop(go_on, steps[0], (state, report))
     else:

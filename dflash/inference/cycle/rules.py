@@ -16,6 +16,8 @@ from dflash.inference.cycle.verify import VerifyResult
 from dflash.inference.logits.sampling import SequenceSampler
 from dflash.inference.pages import Layout
 
+DIVIDED = "~"  # Begins the names of choices that divide rows among sequences.
+
 # Changes the result on a proposal: (drafter, its state after the draft, result) -> result.
 Revise = Callable[[Drafter, Any, VerifyResult], VerifyResult]
 
@@ -74,13 +76,19 @@ class Rules:
     @property
     def choices(self) -> tuple[str, ...]:
         """Names of the choices: block sizes, then mean rows of divisions, such as "~4"."""
-        means = [f"~{mean}" for mean in self.division.mean_rows]
+        means = [f"{DIVIDED}{mean}" for mean in self.division.mean_rows]
         return *map(str, self.block_sizes), *means
 
     @property
     def num_choices(self) -> int:
         """Number of choices of rows for a cycle: block sizes and divisions."""
         return len(self.block_sizes) + len(self.division.mean_rows)
+
+    def rows_of(self, choice: int) -> tuple[int, int | None]:
+        """Returns the rows to draft in a cycle of a choice, and the mean rows to divide, if any."""
+        if choice < len(self.block_sizes):
+            return self.block_sizes[choice], None
+        return self.block_sizes[-1], self.division.mean_rows[choice - len(self.block_sizes)]
 
     def left(self, state: DecodeState) -> jax.Array:
         """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].
