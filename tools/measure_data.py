@@ -60,7 +60,7 @@ def read(path: pathlib.Path) -> dict[str, float]:
     before, begin = memory_mb("VmHWM"), time.perf_counter()
     corpus = corpora.open_stored(path, "random", "")
     opened = time.perf_counter()
-    rows = packing.Rows(corpus, packing.open_packing(corpus, LENGTH))
+    rows = packing.PackedRows(corpus, packing.open_packing(corpus, LENGTH))
     packed = time.perf_counter()
     source = Batches(Mixture((rows,), (1.0,)), batch_size=BATCH_SIZE)
     next(source)
@@ -127,10 +127,10 @@ def measure_grain(directory: pathlib.Path, tokens: int, mean_length: int) -> Non
         same = np.array_equal(next(other)["tokens"], following)
         print(f"grain: resumed as process {process} of {count}: {'same' if same else 'other'} rows")
     corpus = corpora.open_stored(directory / "corpus", "random", "")
-    compare_orders(grain, packing.Rows(corpus, packing.pack(corpus, LENGTH)))
+    compare_orders(grain, packing.PackedRows(corpus, packing.pack(corpus, LENGTH)))
 
 
-def compare_orders(grain, rows: packing.Rows) -> None:
+def compare_orders(grain, rows: packing.PackedRows) -> None:
     """Compares orders of packed rows: grain shuffles, repeats and mixes their numbers."""
     shares, count = (0.7, 0.3), 20_000
     parts = [grain.MapDataset.range(len(rows)).shuffle(seed=seed).repeat() for seed in range(2)]

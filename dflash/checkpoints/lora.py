@@ -38,7 +38,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class LowRankUpdate:
     """Update of one linear map: W + scale · B A, for W [out, in].
 
     Attributes:
@@ -65,7 +65,7 @@ class Adapter:
     """
 
     directory: pathlib.Path
-    updates: Mapping[str, Update]
+    updates: Mapping[str, LowRankUpdate]
 
 
 def check(reference: str) -> None:
@@ -155,7 +155,7 @@ def _headers(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 def _updates(
     directory: pathlib.Path, config: Mapping[str, Any], pairs: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[str, Update]]:
+) -> Iterator[tuple[str, LowRankUpdate]]:
     """Yields the updates by the name of the base's tensor."""
     import numpy as np
 
@@ -171,4 +171,4 @@ def _updates(
             raise errors.CheckpointError(
                 f"{directory / WEIGHTS}: {name}: holds NaN or infinite numbers; train it again"
             )
-        yield name, Update(a, np.float32(scale) * b)
+        yield name, LowRankUpdate(a, np.float32(scale) * b)

@@ -23,7 +23,7 @@ DOUBLED = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # Twice the e2m1 value of
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
+class ValuePacking:
     """Packing of values in the integers of a tensor.
 
     Attributes:
@@ -93,7 +93,7 @@ def _within(values: np.ndarray, index: slice, groups: slice, size: int) -> np.nd
 
 
 PACKINGS = (
-    Packing("." + PACKED, "I32", _shape_in_words, _read_words),
-    Packing(BLOCKS, "U8", _shape_in_blocks, _read_blocks),
-    Packing(SCALES, "U8", lambda shape: shape, _read_exponents),
+    ValuePacking("." + PACKED, "I32", _shape_in_words, _read_words),
+    ValuePacking(BLOCKS, "U8", _shape_in_blocks, _read_blocks),
+    ValuePacking(SCALES, "U8", lambda shape: shape, _read_exponents),
 )

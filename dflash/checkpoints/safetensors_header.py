@@ -15,7 +15,7 @@ import safetensors
 
 from dflash import errors
 from dflash.checkpoints import files
-from dflash.checkpoints.packed_values import PACKINGS, Index, Packing
+from dflash.checkpoints.packed_values import PACKINGS, Index, ValuePacking
 from dflash.storage import files as run_files
 from dflash.storage import paths
 
@@ -41,7 +41,7 @@ class StoredTensor:
     end: int  # Offset after the last byte.
 
     @property
-    def packing(self) -> Packing | None:
+    def packing(self) -> ValuePacking | None:
         """Returns the packing of the values, by the tensor's name and dtype; None for none."""
         for packing in PACKINGS:
             if self.name.endswith(packing.suffix) and self.code == packing.code:

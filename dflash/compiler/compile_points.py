@@ -26,7 +26,7 @@ from dflash import errors
 from dflash.compiler import components, costs, forecast, hlo, programs
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, UNEMBED
 from dflash.compiler.costs import ScheduledOperation
-from dflash.compiler.forecast import PLAIN, CycleCost, DeviceMemory, StrategyPoint
+from dflash.compiler.forecast import PLAIN, CompiledCost, DeviceMemory, StrategyPoint
 from dflash.compiler.report import RunAssumptions
 from dflash.compiler.topology import RooflineRates, TpuMachine
 from dflash.config.schema import DrafterConfig
@@ -203,8 +203,8 @@ def _read(path: pathlib.Path) -> StrategyPoint | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         fields = {
-            "fixed": CycleCost(**value["fixed"]),
-            "per_token": CycleCost(**value["per_token"]),
+            "fixed": CompiledCost(**value["fixed"]),
+            "per_token": CompiledCost(**value["per_token"]),
             "memory": DeviceMemory(**value["memory"]),
             "collectives": {kind: tuple(sums) for kind, sums in value["collectives"].items()},
         }
@@ -232,13 +232,13 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     module = hlo.parse(compiled.as_text())
     chip, rates = machine.topology.chip, machine.rates
 
-    def cost(fill: float) -> tuple[CycleCost, list[ScheduledOperation]]:
+    def cost(fill: float) -> tuple[CompiledCost, list[ScheduledOperation]]:
         assumptions = RunAssumptions.of(round(fill * _CAPACITY), engine.config)
         operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
         return cost_of(operations, rates, chip, fill=fill, repeats=repeats), operations
 
     (empty, operations), (full, _) = cost(0.0), cost(1.0)
-    per_token = CycleCost({}, 0.0).plus(full.plus(empty, -1), 1 / _CAPACITY)
+    per_token = CompiledCost({}, 0.0).plus(full.plus(empty, -1), 1 / _CAPACITY)
     analysis = compiled.memory_analysis()
     extra = analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
     return StrategyPoint(
@@ -259,7 +259,7 @@ def cost_of(
     *,
     fill: float,
     repeats: LayerRepeats,
-) -> CycleCost:
+) -> CompiledCost:
     """Sums the operations of a cycle by bottleneck.
 
     Args:
@@ -279,7 +279,7 @@ def cost_of(
             cycles_ms += times * operation.cycles / (chip.clock_ghz * 1e6)
         elif operation.instruction.opcode == "custom-call" and chip.clock_ghz:
             cycles_ms += roofline_ms
-    return CycleCost(limits, cycles_ms)
+    return CompiledCost(limits, cycles_ms)
 
 
 def _limit(operation: ScheduledOperation, rates: RooflineRates) -> str:

@@ -21,7 +21,7 @@ PLAIN = "plain"  # Name of decoding without drafts.
 
 
 @dataclasses.dataclass(frozen=True)
-class CycleCost:
+class CompiledCost:
     """Time of one cycle of the whole batch, per device.
 
     Attributes:
@@ -43,10 +43,10 @@ class CycleCost:
         name = max(self.limits, key=self.limits.get)
         return name, self.limits[name] / self.roofline_ms
 
-    def plus(self, other: "CycleCost", times: float) -> "CycleCost":
+    def plus(self, other: "CompiledCost", times: float) -> "CompiledCost":
         """Returns `self + times * other`."""
         names = {**self.limits, **other.limits}
-        return CycleCost(
+        return CompiledCost(
             {
                 name: self.limits.get(name, 0.0) + times * other.limits.get(name, 0.0)
                 for name in names
@@ -89,12 +89,12 @@ class StrategyPoint:
     strategy: str
     batch: int
     rows: int
-    fixed: CycleCost
-    per_token: CycleCost
+    fixed: CompiledCost
+    per_token: CompiledCost
     memory: DeviceMemory
     collectives: Mapping[str, tuple[float, float]]
 
-    def cost(self, context: int) -> CycleCost:
+    def cost(self, context: int) -> CompiledCost:
         """Returns the cost of a cycle with `context` tokens in each sequence."""
         return self.fixed.plus(self.per_token, context)
 

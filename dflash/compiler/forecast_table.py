@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash.compiler import compile_points
-from dflash.compiler.forecast import PLAIN, CycleCost, ExpectedSpeedup, Forecast
+from dflash.compiler.forecast import PLAIN, CompiledCost, ExpectedSpeedup, Forecast
 
 LABEL = "expected, not measured: the compiler's costs joined with known acceptance"
 _SHORT = {"output head": "head"}
@@ -93,7 +93,7 @@ def _costs(forecast: Forecast, context: int) -> list[str]:
     return text
 
 
-def _limit(cost: CycleCost) -> str:
+def _limit(cost: CompiledCost) -> str:
     name, fraction = cost.bottleneck
     return f"{_SHORT.get(name, name)} {100 * fraction:.0f} %"
 

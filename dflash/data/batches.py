@@ -17,8 +17,8 @@ from dflash.data.mixture import Mixture, Place
 class Batches:
     """Endless iterator over the rows of each batch that one process reads.
 
-    A batch is a dict of arrays [rows of this process, length]; see `packing.Rows`. Each corpus has
-    its own passes; every pass visits all of its rows in a new order.
+    A batch is a dict of arrays [rows of this process, length]; see `packing.PackedRows`. Each
+    corpus has its own passes; every pass visits all of its rows in a new order.
     """
 
     def __init__(

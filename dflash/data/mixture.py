@@ -13,7 +13,7 @@ from dflash.config.data_schema import DataConfig
 from dflash.data import encoding, packing, store
 from dflash.data.dataset import Dataset
 from dflash.data.example import Split
-from dflash.data.packing import Rows
+from dflash.data.packing import PackedRows
 from dflash.parallel import agreement
 from dflash.text.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ class Mixture:
       seed: Seed of the order of the rows.
     """
 
-    corpora: tuple[Rows, ...]
+    corpora: tuple[PackedRows, ...]
     shares: tuple[float, ...]
     seed: int = 0
 
@@ -57,7 +57,7 @@ class Mixture:
         return int(np.ceil(total * self.shares[corpus] / sum(self.shares))) + 1
 
     def read(self, places: Sequence[Place]) -> dict[str, np.ndarray]:
-        """Reads rows as arrays [places, length]; see `packing.Rows`."""
+        """Reads rows as arrays [places, length]; see `packing.PackedRows`."""
         rows = [self.corpora[corpus][number] for corpus, number in places]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
@@ -99,7 +99,7 @@ def open_mixture(
     return Mixture(tuple(opened), tuple(config.shares.values()), config.seed)
 
 
-def _warn_of_truncation(rows: Rows) -> None:
+def _warn_of_truncation(rows: PackedRows) -> None:
     corpus, length = rows.corpus, rows.length
     cut, lost = packing.truncated(corpus, length)
     if cut:
@@ -112,7 +112,7 @@ def _warn_of_truncation(rows: Rows) -> None:
 
 def _open_rows(
     config: DataConfig, dataset: Dataset, tokenizer: Tokenizer, split: Split, vocab_size: int | None
-) -> Rows:
+) -> PackedRows:
     directory = store.data_directory(config.data_dir)
     corpus = encoding.open_corpus(dataset, split, tokenizer, directory)
     if vocab_size is not None and corpus.max_id >= vocab_size:
@@ -120,7 +120,7 @@ def _open_rows(
             f"{corpus.name}: token id {corpus.max_id} is out of the model's vocabulary "
             f"(size {vocab_size})"
         )
-    rows = Rows(corpus, packing.open_packing(corpus, config.length, config.seed))
+    rows = PackedRows(corpus, packing.open_packing(corpus, config.length, config.seed))
     if not len(rows):
         raise errors.InputError(
             f"{corpus.name}: none of its {len(corpus)} documents has a supervised token within "

@@ -17,7 +17,7 @@ from dflash.storage import files
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
+class DocumentPacking:
     """Assignment of documents to rows.
 
     Attributes:
@@ -34,7 +34,7 @@ class Packing:
         return len(self.offsets) - 1
 
 
-def open_packing(corpus: Corpus, length: int, seed: int = 0) -> Packing:
+def open_packing(corpus: Corpus, length: int, seed: int = 0) -> DocumentPacking:
     """Reads the packing of a stored corpus; packs and stores it on the first call.
 
     Args:
@@ -48,7 +48,7 @@ def open_packing(corpus: Corpus, length: int, seed: int = 0) -> Packing:
     # The archive has checksums. A damaged packing is computed again.
     damage = OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile
     with contextlib.suppress(*damage), np.load(path) as stored:
-        return Packing(length, stored["documents"], stored["offsets"])
+        return DocumentPacking(length, stored["documents"], stored["offsets"])
     packed = pack(corpus, length, seed)
     content = io.BytesIO()
     np.savez(content, documents=packed.documents, offsets=packed.offsets)
@@ -57,7 +57,7 @@ def open_packing(corpus: Corpus, length: int, seed: int = 0) -> Packing:
     return packed
 
 
-def pack(corpus: Corpus, length: int, seed: int = 0) -> Packing:
+def pack(corpus: Corpus, length: int, seed: int = 0) -> DocumentPacking:
     """Places each document with a supervised token in exactly one row.
 
     Args:
@@ -75,7 +75,7 @@ def pack(corpus: Corpus, length: int, seed: int = 0) -> Packing:
     small = np.int32 if len(sizes) < 2**31 else np.int64
     documents = order[np.argsort(row_of, kind="stable")].astype(small)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
-    return Packing(length, documents, offsets.astype(np.int64))
+    return DocumentPacking(length, documents, offsets.astype(np.int64))
 
 
 def truncated(corpus: Corpus, length: int) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def _best_fit(counts: np.ndarray) -> np.ndarray:
     return placed
 
 
-class Rows:
+class PackedRows:
     """Packed rows of a corpus, with random access.
 
     A row is a dict of arrays [length]:
@@ -150,7 +150,7 @@ class Rows:
       corpus: Corpus that holds the documents.
     """
 
-    def __init__(self, corpus: Corpus, packing: Packing):
+    def __init__(self, corpus: Corpus, packing: DocumentPacking):
         self.corpus, self._packing = corpus, packing
 
     @property

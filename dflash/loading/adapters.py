@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash import errors
 from dflash.checkpoints import files, lora, tensor_map
-from dflash.checkpoints.lora import Adapter, Update
+from dflash.checkpoints.lora import Adapter, LowRankUpdate
 from dflash.checkpoints.tensor_map import TensorPiece
 from dflash.layers.linear import Kernel, Linear
 from dflash.layers.low_rank import LowRank
@@ -108,7 +108,7 @@ def fill(target: Decoder, adapters: Sequence[Adapter]) -> None:
             parameters.assign_host(linear.low_rank, whole)
 
 
-def _of_map(name: str, adapters: Sequence[Adapter]) -> Iterator[tuple[int, Update]]:
+def _of_map(name: str, adapters: Sequence[Adapter]) -> Iterator[tuple[int, LowRankUpdate]]:
     """Yields the number and the update of each adapter that has one for a tensor."""
     for number, adapter in enumerate(adapters, start=1):
         if name in adapter.updates:

@@ -324,5 +324,5 @@ def report(
 def _advice(job: Job, summary: Summary, speed_up: float | None) -> list[str]:
     """Returns a warning if plain decoding was faster; see `block_advice`."""
     cycles = {int(length): count for length, count in summary.acceptance_histogram.items()}
-    acceptance = block_advice.Acceptance(cycles, job.longest_path)
+    acceptance = block_advice.BlockAcceptance(cycles, job.longest_path)
     return block_advice.slower_than_plain(job.config.drafter, acceptance, speed_up)

@@ -9,7 +9,7 @@ KEPT = 0.95  # Fraction of the mean acceptance length that a shorter block must 
 
 
 @dataclasses.dataclass(frozen=True)
-class Acceptance:
+class BlockAcceptance:
     """Acceptance lengths of cycles with blocks of a fixed size.
 
     Attributes:
@@ -42,7 +42,9 @@ class Acceptance:
         return next(size for size in sizes if self.tau(size) >= least)
 
 
-def slower_than_plain(drafter: object, acceptance: Acceptance, speed_up: float | None) -> list[str]:
+def slower_than_plain(
+    drafter: object, acceptance: BlockAcceptance, speed_up: float | None
+) -> list[str]:
     """Returns a warning if plain decoding was faster, with the block size that would pay.
 
     Args:
@@ -68,7 +70,7 @@ def slower_than_plain(drafter: object, acceptance: Acceptance, speed_up: float |
     return [f"{told}; {key} would run at about {estimate:.2f} ×, by interpolation"]
 
 
-def longer_than_needed(drafter: object, acceptance: Acceptance) -> list[str]:
+def longer_than_needed(drafter: object, acceptance: BlockAcceptance) -> list[str]:
     """Returns a warning if blocks of at most half the size would commit nearly as many tokens."""
     enough, size = max(2, acceptance.enough()), acceptance.block_size
     key = _setting(drafter, enough)

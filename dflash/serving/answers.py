@@ -11,7 +11,7 @@ from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.served_model import ServedModel
 from dflash.serving.structured_output import StructuredOutput
 from dflash.text import jsonl
-from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool
+from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool
 from dflash.text.grammar_compiler import inline_schema
 
 _NO_EFFORT = frozenset(("none",))
@@ -124,7 +124,7 @@ def _structure(
         rules = dataclasses.replace(rules, content=inline_schema(schema))
     param = "tools" if rules.tools else structure.param if structure else _limit_name(fields)
     try:
-        tokens = Tokens(model.tokenizer.special_spellings, model.vocabulary())
+        tokens = TargetTokens(model.tokenizer.special_spellings, model.vocabulary())
         source = model.chat_format.grammar(rules, tokens)
     except errors.InputError as error:
         raise RequestError(f"{param}: {error}", param=param) from error

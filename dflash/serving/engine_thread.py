@@ -51,7 +51,7 @@ class Flush:
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class ReplaceWeights:
     """Replaces the target's weights by those of a checkpoint; requests go on with the new ones."""
 
     path: str
@@ -69,9 +69,19 @@ class Stop:
     """Ends the thread."""
 
 
-Command = Submit | Cancel | Flush | Update | Profile | Stop
+Command = Submit | Cancel | Flush | ReplaceWeights | Profile | Stop
 # Dataclasses that process 0 may broadcast.
-_MESSAGE_TYPES = (Submit, Cancel, Flush, Update, Profile, Stop, Request, RequestSampling, Grammar)
+_MESSAGE_TYPES = (
+    Submit,
+    Cancel,
+    Flush,
+    ReplaceWeights,
+    Profile,
+    Stop,
+    Request,
+    RequestSampling,
+    Grammar,
+)
 
 
 class _StoppedEarly(Exception):
@@ -99,7 +109,7 @@ class Listener(Protocol):
         """
 
     def updated(self, problem: str | None) -> None:
-        """Reports the end of an `Update`, with the reason if the old weights stay."""
+        """Reports the end of a `ReplaceWeights`, with the reason if the old weights stay."""
 
     def stopped(self, error: BaseException | None) -> None:
         """Reports that the thread ends, with the exception if it has failed."""
@@ -205,7 +215,7 @@ class EngineThread(threading.Thread):
                 case Flush():
                     for scheduler in self._schedulers.values():
                         scheduler.flush_prefix_cache()
-                case Update(path):
+                case ReplaceWeights(path):
                     self._listener.updated(self._update(path))
                 case Profile(None):
                     jax.profiler.stop_trace()

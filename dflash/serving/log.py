@@ -36,12 +36,12 @@ async def write_log(service: Service, drafter: DrafterConfig) -> None:
         before, begin = now, end
 
 
-def acceptance(totals: Totals) -> block_advice.Acceptance:
+def acceptance(totals: Totals) -> block_advice.BlockAcceptance:
     """Returns the acceptance lengths of all cycles that verified drafts."""
     reached = [totals.cycles, *totals.accepted_at, 0]  # Cycles with at least n accepted drafts.
     exact = [more - fewer for more, fewer in itertools.pairwise(reached)]
     cycles = {drafts + 1: count for drafts, count in enumerate(exact)}
-    return block_advice.Acceptance(cycles, len(totals.accepted_at) + 1)
+    return block_advice.BlockAcceptance(cycles, len(totals.accepted_at) + 1)
 
 
 def line(service: Service, before: Totals, now: Totals, seconds: float) -> str:

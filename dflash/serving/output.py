@@ -9,7 +9,7 @@ from typing import Literal
 from dflash.inference.request import Request, RequestOutput, Tokens
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.stops import StopFinder
-from dflash.text.chat_formats.reader import Part, merged
+from dflash.text.chat_formats.reader import OutputPart, merged
 from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls", "error", "abort"]
@@ -51,7 +51,7 @@ class OutputDelta:
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
     pieces: tuple[tuple[str, Origin], ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[OutputPart, ...] = ()
     is_last: bool = True
 
     @property

@@ -59,7 +59,7 @@ class TextItem(Body):
 TextItems = Annotated[list[TextItem], pydantic.FailFast(), BeforeValidator(_parts)]
 
 
-class Item(Body):
+class ResponseItem(Body):
     """Fields of items that have no effect."""
 
     type: Any = None
@@ -67,7 +67,7 @@ class Item(Body):
     status: Any = None
 
 
-class MessageItem(Item):
+class MessageItem(ResponseItem):
     """Message of a conversation."""
 
     role: Text
@@ -83,7 +83,7 @@ class MessageItem(Item):
             messages.append(message)
 
 
-class ReasoningItem(Item):
+class ReasoningItem(ResponseItem):
     """Reasoning of an answer."""
 
     content: TextItems = ()
@@ -96,7 +96,7 @@ class ReasoningItem(Item):
             _answer(messages)["reasoning_content"] = _text(self.content)
 
 
-class CallItem(Item):
+class CallItem(ResponseItem):
     """Call of a function."""
 
     call_id: Text
@@ -113,7 +113,7 @@ class CallItem(Item):
         )
 
 
-class ResultItem(Item):
+class ResultItem(ResponseItem):
     """Result of a call."""
 
     call_id: Text
@@ -125,7 +125,7 @@ class ResultItem(Item):
         messages.append(result)
 
 
-_ITEMS: Mapping[str, type[Item]] = {
+_ITEMS: Mapping[str, type[ResponseItem]] = {
     "message": MessageItem,
     "reasoning": ReasoningItem,
     "function_call": CallItem,
@@ -254,7 +254,7 @@ def renamed(error: RequestError) -> RequestError:
     return error
 
 
-def _items(value: Any) -> Iterator[Item]:
+def _items(value: Any) -> Iterator[ResponseItem]:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:

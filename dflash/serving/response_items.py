@@ -12,7 +12,7 @@ from dflash.serving.response_bodies import ResponsesBody
 from dflash.serving.responses import Json
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
-from dflash.text.chat_formats.reader import Kind, Part
+from dflash.text.chat_formats.reader import Kind, OutputPart
 
 # Status of a response and its items by the finish reason of its output.
 _STATUSES = {"length": "incomplete", "error": "failed"}
@@ -48,7 +48,7 @@ class ResponseBuilder:
         """Appends a part of the output; yields its events."""
         parts = delta.parts
         if self._request.chat_format is None and delta.text:
-            parts = (Part("content", delta.text),)
+            parts = (OutputPart("content", delta.text),)
         for part in parts:
             kind = "call" if part.kind == "arguments" else part.kind
             if part.kind == "call" or kind != self._kind:
@@ -97,7 +97,7 @@ class ResponseBuilder:
             place["content_index"] = 0
         return self._event(f"response.{kind}", **place, **fields)
 
-    def _open(self, part: Part) -> Iterator[Json]:
+    def _open(self, part: OutputPart) -> Iterator[Json]:
         """Begins an item."""
         self._kind = "call" if part.kind == "arguments" else part.kind
         item = _new_item(part)
@@ -161,7 +161,7 @@ def whole(builder: ResponseBuilder, output: Output, delta: OutputDelta) -> Json:
     return builder.response(output)
 
 
-def _new_item(part: Part) -> Json:
+def _new_item(part: OutputPart) -> Json:
     number = uuid.uuid4().hex
     if part.kind in _TEXTS:
         text = {"type": _TEXTS[part.kind], "text": ""}

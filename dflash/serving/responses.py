@@ -13,7 +13,7 @@ from dflash.serving.output import Output, OutputDelta, TokenText
 from dflash.serving.request_error import RequestError, unavailable
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
-from dflash.text.chat_formats.reader import Part
+from dflash.text.chat_formats.reader import OutputPart
 
 Json = dict[str, Any]
 # Returns the "choice" object of a response or of a chunk, for an output and its newest part.
@@ -203,7 +203,7 @@ def _message(request: CompletionRequest, delta: OutputDelta) -> Json:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _message_delta(request: CompletionRequest, part: Part, index: int) -> Json:
+def _message_delta(request: CompletionRequest, part: OutputPart, index: int) -> Json:
     """Returns the delta of a message for a part of an answer, in call `index` if it is in one."""
     match part.kind:
         case "content":
@@ -218,7 +218,7 @@ def _message_delta(request: CompletionRequest, part: Part, index: int) -> Json:
             return {"tool_calls": [{"index": index, "function": function}]}
 
 
-def call_of(part: Part) -> Json:
+def call_of(part: OutputPart) -> Json:
     """Returns the id and the type of a tool call."""
     return {"id": part.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
 

@@ -28,9 +28,9 @@ from dflash.serving.engine_thread import (
     EngineThread,
     Flush,
     Profile,
+    ReplaceWeights,
     Stop,
     Submit,
-    Update,
 )
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
@@ -216,7 +216,7 @@ class Service:
             raise RequestError(message, status=404)
         end: asyncio.Future[str | None] = self._loop.create_future()
         self._updates.append(end)
-        self._put(Update(path))
+        self._put(ReplaceWeights(path))
         problem = await end
         if problem is not None:
             raise RequestError(f"path: {problem}", param="path")

@@ -7,7 +7,14 @@ import pytest
 
 from dflash.compiler import chosen_rows
 from dflash.compiler.chosen_rows import MIX, Choices
-from dflash.compiler.forecast import LIMITS, PLAIN, CycleCost, DeviceMemory, Forecast, StrategyPoint
+from dflash.compiler.forecast import (
+    LIMITS,
+    PLAIN,
+    CompiledCost,
+    DeviceMemory,
+    Forecast,
+    StrategyPoint,
+)
 from dflash.inference.cycle.block_choice import WHOLE, Division
 from dflash.measure.acceptance import tau
 
@@ -53,8 +60,8 @@ def test_a_mix_gains_from_dividing_rows():
 
 
 def point(name, rows, ms, gigabytes=1.0):
-    cost = CycleCost(dict.fromkeys(LIMITS, 0.0) | {"weights": ms}, ms)
-    nothing = CycleCost(dict.fromkeys(LIMITS, 0.0), 0.0)
+    cost = CompiledCost(dict.fromkeys(LIMITS, 0.0) | {"weights": ms}, ms)
+    nothing = CompiledCost(dict.fromkeys(LIMITS, 0.0), 0.0)
     memory = DeviceMemory(gigabytes * 1e9, 0.0)
     return StrategyPoint(name, 8, rows, cost, nothing, memory, {})
 

@@ -10,7 +10,7 @@ from dflash import errors
 from dflash.compiler import compile_points
 from dflash.compiler.compile_points import LayerRepeats
 from dflash.compiler.costs import ScheduledOperation
-from dflash.compiler.forecast import LIMITS, PLAIN, CycleCost, DeviceMemory, StrategyPoint
+from dflash.compiler.forecast import LIMITS, PLAIN, CompiledCost, DeviceMemory, StrategyPoint
 from dflash.compiler.hlo import COLLECTIVES, Instruction
 from dflash.compiler.topology import RooflineRates
 from dflash.config import loader, tpu_schema
@@ -35,7 +35,7 @@ class Compiler:
         if (spec.strategy, spec.batch) in self.broken:
             raise KeyboardInterrupt
         self.calls.append((spec.strategy, spec.batch))
-        cost = CycleCost(dict.fromkeys(LIMITS, 0.1 * spec.batch), 1 / 3)
+        cost = CompiledCost(dict.fromkeys(LIMITS, 0.1 * spec.batch), 1 / 3)
         memory = DeviceMemory(1.0, 2.0)
         return StrategyPoint(
             spec.strategy, spec.batch, 4, cost, cost, memory, {"all-reduce": (2, 4.0)}

@@ -3,14 +3,21 @@
 import pytest
 
 from dflash.compiler import forecast_table
-from dflash.compiler.forecast import LIMITS, PLAIN, CycleCost, DeviceMemory, Forecast, StrategyPoint
+from dflash.compiler.forecast import (
+    LIMITS,
+    PLAIN,
+    CompiledCost,
+    DeviceMemory,
+    Forecast,
+    StrategyPoint,
+)
 
 GB = 10**9
 
 
 def cost(weights=0.0, context=0.0, cycles=0.0, arithmetic=0.0):
     limits = dict.fromkeys(LIMITS, 0.0)
-    return CycleCost(
+    return CompiledCost(
         limits | {"weights": weights, "context": context, "arithmetic": arithmetic}, cycles
     )
 

@@ -58,7 +58,7 @@ def reachable(corpus):
 def test_rows_hold_every_document_once(shapes, seed):
     corpus = make_corpus(shapes)
     packed = packing.pack(corpus, LENGTH, seed)
-    rows = packing.Rows(corpus, packed)
+    rows = packing.PackedRows(corpus, packed)
     by_row = [rows[index] for index in range(len(rows))]
     assert sorted(supervised_ids(by_row)) == sorted(reachable(corpus))
     useful = [corpus.document(i) for i in packed.documents]
@@ -92,7 +92,7 @@ def test_a_token_of_id_0_is_learned_like_any_other():
     corpus = corpora.join("toy", [np.array([5, zero], np.uint32), np.array([5, 6], np.uint32)])
     packed = packing.pack(corpus, LENGTH)
     assert packed.documents.tolist() == [0]
-    row = packing.Rows(corpus, packed)[0]
+    row = packing.PackedRows(corpus, packed)[0]
     assert row["tokens"][:2].tolist() == [5, 0]
     assert row["loss_mask"][:3].tolist() == [0, 1, 0]
 
@@ -120,7 +120,7 @@ def test_a_document_goes_where_it_leaves_the_least_room():
 
 
 def mix(corpora, shares=None, length=LENGTH, seed=3):
-    rows = (packing.Rows(one, packing.pack(one, length, seed)) for one in corpora)
+    rows = (packing.PackedRows(one, packing.pack(one, length, seed)) for one in corpora)
     return Mixture(tuple(rows), tuple(shares or [1.0] * len(corpora)), seed)
 
 

@@ -44,7 +44,7 @@ def test_ten_million_tokens_cost_a_hundredth_of_what_a_host_may_spend_on_a_billi
     tracemalloc.start()
     sys.setprofile(count)
     try:
-        rows = packing.Rows(corpus, packing.open_packing(corpus, LENGTH))
+        rows = packing.PackedRows(corpus, packing.open_packing(corpus, LENGTH))
         next(Batches(Mixture((rows,), (1.0,)), batch_size=8))
     finally:
         sys.setprofile(None)
@@ -63,7 +63,7 @@ def test_no_token_is_read_before_a_row_needs_it(tmp_path, monkeypatch):
         corpora.TokenFile, "__getitem__", lambda self, part: spans.append(part) or read(self, part)
     )
     corpus = corpora.open_stored(tmp_path / "one", "x", "y")
-    rows = packing.Rows(corpus, packing.open_packing(corpus, 14))
+    rows = packing.PackedRows(corpus, packing.open_packing(corpus, 14))
     source = Batches(Mixture((rows,), (1.0,)), batch_size=8, mine=(2, 5))
     assert spans == []
     next(source)

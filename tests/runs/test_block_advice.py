@@ -6,9 +6,9 @@ from dflash.config.schema import DrafterConfig
 from dflash.drafters.base_config import MarginalTree
 from dflash.drafters.dflash_config import DFlashConfig
 from dflash.drafters.eagle3_config import Eagle3Config
-from dflash.runs.block_advice import Acceptance, longer_than_needed, slower_than_plain
+from dflash.runs.block_advice import BlockAcceptance, longer_than_needed, slower_than_plain
 
-SHORT = Acceptance({1: 50, 2: 30, 3: 20}, 16)  # τ 1.7, of blocks of 16 rows
+SHORT = BlockAcceptance({1: 50, 2: 30, 3: 20}, 16)  # τ 1.7, of blocks of 16 rows
 
 
 def test_shorter_blocks_cut_acceptance_lengths():
@@ -39,7 +39,7 @@ def test_strategies_without_a_fixed_block_are_advised_to_stop(drafter):
 
 
 def test_a_drafter_that_is_never_right_pays_at_no_size():
-    (line,) = slower_than_plain(DFlashConfig(), Acceptance({1: 9}, 4), 0.5)
+    (line,) = slower_than_plain(DFlashConfig(), BlockAcceptance({1: 9}, 4), 0.5)
     assert line.endswith("use drafter.name=none")
 
 
@@ -52,5 +52,5 @@ def test_blocks_that_are_longer_than_needed():
     (line,) = longer_than_needed(DFlashConfig(), SHORT)
     assert line.startswith("warning: cycles of 16 rows commit 1.70 tokens, and blocks of 3 would")
     assert "drafter.block_size=3" in line
-    assert longer_than_needed(DFlashConfig(), Acceptance({1: 50, 2: 30, 3: 20}, 4)) == []
-    assert longer_than_needed(DFlashConfig(), Acceptance({4: 10, 16: 30}, 16)) == []
+    assert longer_than_needed(DFlashConfig(), BlockAcceptance({1: 50, 2: 30, 3: 20}, 4)) == []
+    assert longer_than_needed(DFlashConfig(), BlockAcceptance({4: 10, 16: 30}, 16)) == []

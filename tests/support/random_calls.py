@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash.text.chat_formats.reader import Part
-from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool
+from dflash.text.chat_formats.reader import OutputPart
+from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool
 from dflash.text.chat_formats.table import FORMATS, ChatFormat
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.token_bytes import TokenBytes
@@ -76,12 +76,12 @@ def tokens_of(name: str, special: bool) -> tuple[Vocabulary, Mapping[int, str]]:
 
 def answer(
     name: str, rules: AnswerRules, chance: random.Random, *, special: bool
-) -> tuple[str, list[Part]]:
+) -> tuple[str, list[OutputPart]]:
     """Returns a random answer under the rules, and its parts."""
     vocabulary, spellings = tokens_of(name, special)
     end = vocabulary.end - 1
     chat_format = ChatFormat(FORMATS[name], True)
-    source = chat_format.grammar(rules, Tokens(spellings, vocabulary))
+    source = chat_format.grammar(rules, TargetTokens(spellings, vocabulary))
     matcher = Grammar("lark", source, vocabulary).matcher(timed=False)
     written: list[int] = []  # Tokens that end a parameter of Qwen3-Coder, which only chance would.
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
@@ -115,7 +115,7 @@ def _choose(allowed: list[int], end: int, chance: random.Random, written: list[i
     return chance.choice(ending if ending and chance.random() < 0.3 else allowed)
 
 
-def calls_of(parts: list[Part]) -> list[tuple[str, str]]:
+def calls_of(parts: list[OutputPart]) -> list[tuple[str, str]]:
     """Returns the names and the arguments of all calls."""
     calls: list[tuple[str, str]] = []
     for part in parts:

@@ -135,7 +135,7 @@ def make_mixture():
         return corpora.join("toy", documents)
 
     opened = corpus(40, 0), corpus(3, 1000)
-    rows = tuple(packing.Rows(one, packing.pack(one, LENGTH)) for one in opened)
+    rows = tuple(packing.PackedRows(one, packing.pack(one, LENGTH)) for one in opened)
     return Mixture(rows, (1.0, 1.0), seed=5)
 
 

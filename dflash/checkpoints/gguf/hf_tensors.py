@@ -18,7 +18,7 @@ from dflash.checkpoints.gguf import (
 )
 from dflash.checkpoints.gguf.file_header import GgufHeader, TensorEntry
 from dflash.checkpoints.gguf.kinds import Kind
-from dflash.checkpoints.gguf.layouts import Layout
+from dflash.checkpoints.gguf.layouts import TensorLayout
 from dflash.checkpoints.gguf.stored_values import GgufTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
@@ -113,7 +113,7 @@ def _named(
 
 def _layout(
     header: GgufHeader, name: str, entry: TensorEntry, kind: Kind, config: Mapping
-) -> Layout:
+) -> TensorLayout:
     try:
         return kind.layout(name, entry.shape, config)
     except ValueError as error:

@@ -18,7 +18,7 @@ class Kind(NamedTuple):
       config_of: Function from a header to the contents of config.json.
       metadata_of: Function from config.json, as `config_to_hf` writes it, to metadata.
       names: Names of the tensors.
-      layout: Function from a tensor's name, its shape and config.json to its `Layout`.
+      layout: Function from a tensor's name, its shape and config.json to its `TensorLayout`.
       join: Function that joins tensors that Hugging Face's layout does not separate.
     """
 

@@ -1,7 +1,7 @@
 """Differences between tensors in GGUF files and Hugging Face's: order, shape and numbers.
 
-llama.cpp's converters change tensors where its own computation then is simpler. A `Layout` says
-what they did to a tensor, so that reading undoes it.
+llama.cpp's converters change tensors where its own computation then is simpler. A `TensorLayout`
+says what they did to a tensor, so that reading undoes it.
 
 Source: llama.cpp, the converters under conversion/.
 """
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class TensorLayout:
     """Differences between a tensor in a file and the same tensor of Hugging Face.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout:
         at = self.squeezed
         return stored if at is None else (*stored[:at], 1, *stored[at:])
 
-    def scales(self, block: int) -> "Layout | None":
+    def scales(self, block: int) -> "TensorLayout | None":
         """Returns the layout of scales of `block` columns each; None if columns leave blocks."""
         if self.columns is None:
             return self
@@ -48,17 +48,17 @@ class Layout:
         return dataclasses.replace(self, columns=blocks[:, 0] // block)
 
 
-AS_STORED = Layout()
+AS_STORED = TensorLayout()
 
-LayoutOf = Callable[[str, Shape, Config], Layout]
+LayoutOf = Callable[[str, Shape, Config], TensorLayout]
 
 
-def as_stored(name: str, shape: Shape, config: Config) -> Layout:
+def as_stored(name: str, shape: Shape, config: Config) -> TensorLayout:
     """Returns the layout of families whose tensors are the same in files; see `paired_rope`."""
     return AS_STORED
 
 
-def paired_rope(name: str, shape: Shape, config: Config) -> Layout:
+def paired_rope(name: str, shape: Shape, config: Config) -> TensorLayout:
     """Returns the layout of families whose queries and keys rotate neighbors instead of halves.
 
     Args:
@@ -78,28 +78,28 @@ def paired_rope(name: str, shape: Shape, config: Config) -> Layout:
     if heads < 1 or rows % (2 * heads):
         raise ValueError(f"has {rows} rows, which do not form {heads} heads")
     pairs = np.arange(rows).reshape(heads, -1, 2)
-    return Layout(rows=pairs.swapaxes(1, 2).reshape(-1))
+    return TensorLayout(rows=pairs.swapaxes(1, 2).reshape(-1))
 
 
-def shifted_norms(name: str, shape: Shape, config: Config) -> Layout:
+def shifted_norms(name: str, shape: Shape, config: Config) -> TensorLayout:
     """Returns the layout of families whose norms scale by 1 + weight; see `paired_rope`."""
-    return Layout(restore=_minus_one) if name.endswith("norm.weight") else AS_STORED
+    return TensorLayout(restore=_minus_one) if name.endswith("norm.weight") else AS_STORED
 
 
-def grouped_delta(name: str, shape: Shape, config: Config) -> Layout:
+def grouped_delta(name: str, shape: Shape, config: Config) -> TensorLayout:
     """Returns the layout of gated DeltaNet in Qwen3-Next; see `paired_rope`."""
     stem = name.rpartition("blk.")[2].partition(".")[2] or name
     if stem == "ssm_norm.weight":
         return AS_STORED
     own = {
-        "ssm_a": Layout(restore=_log_negated),
-        "ssm_conv1d.weight": Layout(squeezed=1),
-        "ffn_gate_inp_shexp.weight": Layout(squeezed=0),
+        "ssm_a": TensorLayout(restore=_log_negated),
+        "ssm_conv1d.weight": TensorLayout(squeezed=1),
+        "ffn_gate_inp_shexp.weight": TensorLayout(squeezed=0),
     }
     return own.get(stem) or shifted_norms(name, shape, config)
 
 
-def tiled_delta(name: str, shape: Shape, config: Config) -> Layout:
+def tiled_delta(name: str, shape: Shape, config: Config) -> TensorLayout:
     """Returns the layout of gated DeltaNet in Qwen3.5; see `paired_rope`.
 
     Value heads that read the same key head are V / K heads apart instead of adjacent.

@@ -8,7 +8,7 @@ import numpy as np
 
 from dflash.checkpoints import packed_values
 from dflash.checkpoints.gguf import file_header
-from dflash.checkpoints.gguf.layouts import AS_STORED, Layout
+from dflash.checkpoints.gguf.layouts import AS_STORED, TensorLayout
 from dflash.checkpoints.safetensors_header import Index, StoredTensor
 from dflash.checkpoints.weight_formats import StoredFormat
 from dflash.storage.files import view
@@ -32,7 +32,7 @@ class GgufTensor(StoredTensor):
     """
 
     kind: str
-    layout: Layout = AS_STORED
+    layout: TensorLayout = AS_STORED
 
     @property
     def row_bytes(self) -> int:

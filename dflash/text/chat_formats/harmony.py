@@ -8,8 +8,8 @@
 import re
 from collections.abc import Iterator
 
-from dflash.text.chat_formats.reader import END, Part, Reader, Steps
-from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool, ToolFormat
+from dflash.text.chat_formats.reader import END, OutputPart, Reader, Steps
+from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool, ToolFormat
 
 _START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 _CONSTRAIN = "<|constrain|>"
@@ -21,7 +21,7 @@ class _Harmony(ToolFormat):
 
     reads_thinking = True
 
-    def grammar(self, rules: AnswerRules, tokens: Tokens) -> str:
+    def grammar(self, rules: AnswerRules, tokens: TargetTokens) -> str:
         lines = [r"TEXT: /(.|\n)*/", *_thinking(rules, tokens), *_calls(rules, tokens)]
         last = [] if rules.must_call else [f"final {rules.content or 'TEXT'}"]
         last += ["call"] if rules.tools else []
@@ -29,7 +29,7 @@ class _Harmony(ToolFormat):
         return "\n".join([*lines, f"final: {final}", f"last: {' | '.join(last)}"])
 
 
-def _thinking(rules: AnswerRules, tokens: Tokens) -> Iterator[str]:
+def _thinking(rules: AnswerRules, tokens: TargetTokens) -> Iterator[str]:
     """Yields the rules of the messages before the last one."""
     message = f"{_CHANNEL}{{}}{_MESSAGE}"
     following = tokens.expression(f"{_START}assistant")
@@ -44,14 +44,14 @@ def _thinking(rules: AnswerRules, tokens: Tokens) -> Iterator[str]:
         yield tokens.limited("thought", _END, rules.max_thinking_tokens)
 
 
-def _calls(rules: AnswerRules, tokens: Tokens) -> Iterator[str]:
+def _calls(rules: AnswerRules, tokens: TargetTokens) -> Iterator[str]:
     if rules.tools:
         yield f"call: {' | '.join(f'call_{i}' for i in range(len(rules.tools)))}"
     for i, tool in enumerate(rules.tools):
         yield f"call_{i}: {_head(tool, tokens)} {tool.arguments}"
 
 
-def _head(tool: Tool, tokens: Tokens) -> str:
+def _head(tool: Tool, tokens: TargetTokens) -> str:
     recipient = f"commentary to=functions.{tool.name} {_CONSTRAIN}json"
     return tokens.expression(f"{_CHANNEL}{recipient}{_MESSAGE}")
 
@@ -63,11 +63,11 @@ def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
         if marker == END:
             # The output ends within a head, or it is not in this format.
             if _CHANNEL not in head and not head.startswith(_START):
-                yield Part("content", head)
+                yield OutputPart("content", head)
             return
         recipient = _RECIPIENT.search(head)
         if recipient:
-            yield Part("call", recipient[1])
+            yield OutputPart("call", recipient[1])
             yield from reader.json_object(kind="arguments")
             return  # A call ends the turn.
         kind = "reasoning" if "analysis" in head else "content"

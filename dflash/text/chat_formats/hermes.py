@@ -8,13 +8,13 @@
 import json
 from collections.abc import Iterator
 
-from dflash.text.chat_formats.reader import Part, Reader, Steps
-from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool, ToolFormat
+from dflash.text.chat_formats.reader import OutputPart, Reader, Steps
+from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool, ToolFormat
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
 
-def _call(tool: Tool, index: int, tokens: Tokens) -> Iterator[str]:
+def _call(tool: Tool, index: int, tokens: TargetTokens) -> Iterator[str]:
     head = tokens.expression(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
     end = tokens.expression(f"}}\n{_CLOSING}")
     yield f"call_{index}: {head} arguments_{index} {end}"
@@ -29,7 +29,7 @@ def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
         name, marker = yield from reader.take('", "arguments": ')
         if not marker.startswith('"'):
             return
-        yield Part("call", name)
+        yield OutputPart("call", name)
         yield from reader.json_object(kind="arguments")
 
 

@@ -7,8 +7,8 @@
 
 from collections.abc import Iterator
 
-from dflash.text.chat_formats.reader import END, Part, Reader, Steps
-from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool, ToolFormat
+from dflash.text.chat_formats.reader import END, OutputPart, Reader, Steps
+from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool, ToolFormat
 
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _BEGIN, _ARGUMENTS, _END = (
@@ -18,7 +18,7 @@ _BEGIN, _ARGUMENTS, _END = (
 )
 
 
-def _call(tool: Tool, index: int, tokens: Tokens) -> Iterator[str]:
+def _call(tool: Tool, index: int, tokens: TargetTokens) -> Iterator[str]:
     head = tokens.expression(f"{_BEGIN}functions.{tool.name}:")
     arguments, end = tokens.expression(_ARGUMENTS), tokens.expression(_END)
     yield f"call_{index}: {head} /[0-9]{{1,3}}/ {arguments} arguments_{index} {end}"
@@ -34,7 +34,7 @@ def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
             return
         name = head.strip().removeprefix("functions.").rpartition(":")[0]
         # The family numbers the calls of a conversation; a model may err, but ids must differ.
-        yield Part("call", name, f"functions.{name}:{number}")
+        yield OutputPart("call", name, f"functions.{name}:{number}")
         number += 1
         yield from reader.json_object(kind="arguments")
 

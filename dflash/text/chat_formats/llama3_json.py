@@ -6,13 +6,13 @@
 import json
 from collections.abc import Iterator
 
-from dflash.text.chat_formats.reader import END, Part, Reader, Steps
-from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool, ToolFormat, read_text
+from dflash.text.chat_formats.reader import END, OutputPart, Reader, Steps
+from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool, ToolFormat, read_text
 
 _OPENING = '{"name": '
 
 
-def _call(tool: Tool, index: int, tokens: Tokens) -> Iterator[str]:
+def _call(tool: Tool, index: int, tokens: TargetTokens) -> Iterator[str]:
     head = tokens.expression(f'{json.dumps(tool.name)}, "parameters": ')
     yield f'call_{index}: {head} arguments_{index} "}}"'
     yield f"arguments_{index}: {tool.arguments}"
@@ -24,7 +24,7 @@ def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
         return
     head, marker = yield from reader.take(', "parameters": ')
     if marker != END:
-        yield Part("call", head.strip('"'))
+        yield OutputPart("call", head.strip('"'))
         yield from reader.json_object(kind="arguments")
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.text.chat_formats.reader import END, Part, Reader, Steps
-from dflash.text.chat_formats.rules import AnswerRules, Tokens, Tool, ToolFormat
+from dflash.text.chat_formats.reader import END, OutputPart, Reader, Steps
+from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool, ToolFormat
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _VALUE_END = "\n</parameter>"
@@ -26,7 +26,7 @@ _KNOWN = _PLAIN | {"properties", "required", "additionalProperties", "$defs", "d
 _KNOWN |= {"$schema", "$id", "strict"}
 
 
-def _call(tool: Tool, index: int, tokens: Tokens) -> Iterator[str]:
+def _call(tool: Tool, index: int, tokens: TargetTokens) -> Iterator[str]:
     unknown = sorted(set(tool.parameters) - _KNOWN)
     if unknown and tool.strict:
         problem = f"{unknown[0]!r} is not supported by the target's format of calls"
@@ -47,7 +47,7 @@ def _call(tool: Tool, index: int, tokens: Tokens) -> Iterator[str]:
         yield _value(f"{rule}_value", schema, tool, tokens)
 
 
-def _value(rule: str, schema: Any, tool: Tool, tokens: Tokens) -> str:
+def _value(rule: str, schema: Any, tool: Tool, tokens: TargetTokens) -> str:
     """Returns the Lark rule of a parameter's value and the tag after it."""
     end = f"{_VALUE_END}\n"
     strings = _strings(schema)
@@ -98,7 +98,7 @@ def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
         name, marker = yield from reader.take(">\n")
         if marker == END:
             return
-        yield Part("call", name)
+        yield OutputPart("call", name)
         yield from _read_arguments(reader, tools.get(name, {}))
 
 
@@ -113,14 +113,14 @@ def _read_arguments(reader: Reader, properties: Mapping[str, Any]) -> Steps[None
         is_text = _is_plain_string(schema) or _strings(schema) is not None
         quote = '"' if is_text else ""
         change = _escape if is_text else str
-        yield Part("arguments", f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")
+        yield OutputPart("arguments", f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")
         marker = yield from reader.until(_VALUE_END, kind="arguments", change=change)
         if marker == END:
             return
-        yield Part("arguments", quote)
+        yield OutputPart("arguments", quote)
         separator = ", "
     if marker != END:
-        yield Part("arguments", "{}" if separator == "{" else "}")
+        yield OutputPart("arguments", "{}" if separator == "{" else "}")
 
 
 def _escape(text: str) -> str:

@@ -8,8 +8,8 @@
     for text in stream:
         parts = parser.push(text)
 
-A generator yields `Part`s, and None where it needs more text. Text that may be the beginning of a
-marker is held back, so every part is final.
+A generator yields `OutputPart`s, and None where it needs more text. Text that may be the beginning
+of a marker is held back, so every part is final.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class OutputPart:
     """Part of an output.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
     id: str | None = None
 
 
-Steps = Generator[Part | None, None, Result]
+Steps = Generator[OutputPart | None, None, Result]
 
 
 class Reader:
@@ -76,7 +76,7 @@ class Reader:
         while True:
             text, marker = self._cut(markers)
             if text and kind is not None:
-                yield Part(kind, change(text))
+                yield OutputPart(kind, change(text))
             if marker:
                 return marker
             yield None
@@ -119,7 +119,7 @@ class Reader:
         """Removes the first characters of the text, and yields them."""
         text, self._text = self._text[:size], self._text[size:]
         if text:
-            yield Part(kind, text)
+            yield OutputPart(kind, text)
 
     def begins(self, *markers: str) -> Steps[bool]:
         """Returns whether the text begins with a marker, which is skipped."""
@@ -165,7 +165,7 @@ class Parser:
         self._reader = Reader()
         self._steps = read(self._reader)
 
-    def push(self, text: str, *, final: bool = False) -> tuple[Part, ...]:
+    def push(self, text: str, *, final: bool = False) -> tuple[OutputPart, ...]:
         """Appends a piece of text and returns the parts that are now final.
 
         Args:
@@ -176,11 +176,11 @@ class Parser:
         return merged(itertools.takewhile(lambda part: part is not None, self._steps))
 
 
-def merged(parts: Iterator[Part] | tuple[Part, ...]) -> tuple[Part, ...]:
+def merged(parts: Iterator[OutputPart] | tuple[OutputPart, ...]) -> tuple[OutputPart, ...]:
     """Joins neighbors of the same kind."""
-    joined: list[Part] = []
+    joined: list[OutputPart] = []
     for part in parts:
         if joined and part.kind == joined[-1].kind != "call":
-            part = Part(part.kind, joined.pop().text + part.text)
+            part = OutputPart(part.kind, joined.pop().text + part.text)
         joined.append(part)
     return tuple(joined)

@@ -70,7 +70,7 @@ class AnswerRules:
         return bool(self.tools) or self.max_thinking_tokens is not None
 
 
-class Tokens:
+class TargetTokens:
     """Tokens of a target as grammars name them."""
 
     def __init__(self, special: Mapping[int, str], vocabulary: Vocabulary):
@@ -119,7 +119,7 @@ class Tokens:
         return f"<[{self._special[part]}]>" if part in self._special else json.dumps(part)
 
 
-Call = Callable[[Tool, int, Tokens], Sequence[str]]
+Call = Callable[[Tool, int, TargetTokens], Sequence[str]]
 Read = Callable[[Reader, AnswerRules], Steps[None]]
 
 
@@ -150,7 +150,7 @@ class ToolFormat:
 
     reads_thinking = False  # Whether `read` parses the reasoning, too.
 
-    def grammar(self, rules: AnswerRules, tokens: Tokens) -> str:
+    def grammar(self, rules: AnswerRules, tokens: TargetTokens) -> str:
         """Returns the grammar of answers."""
         texts = [OPEN] if rules.thinking == "optional" and not tokens.is_special(OPEN) else []
         texts += ["\n"] if rules.thinking is not None else []
@@ -162,7 +162,7 @@ class ToolFormat:
             choices.append("opening calls")
         return "\n".join([*lines, f"answer: {' | '.join(choices)}"])
 
-    def _calls(self, rules: AnswerRules, tokens: Tokens) -> Iterator[str]:
+    def _calls(self, rules: AnswerRules, tokens: TargetTokens) -> Iterator[str]:
         direct = rules.must_call or self.begins_output or rules.content
         if direct:
             yield f"opening: {tokens.expression(self.opening)}"
@@ -181,7 +181,7 @@ class ToolFormat:
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
-def thinking_lines(rules: AnswerRules, tokens: Tokens) -> Iterator[str]:
+def thinking_lines(rules: AnswerRules, tokens: TargetTokens) -> Iterator[str]:
     """Yields the Lark rules `start`, and `thinking` if the output may begin with reasoning."""
     if rules.thinking is None:
         yield "start: answer"

@@ -11,8 +11,8 @@ from dflash.text.chat_formats.rules import (
     CLOSE,
     OPEN,
     AnswerRules,
+    TargetTokens,
     Thinking,
-    Tokens,
     ToolFormat,
     read_text,
     read_thinking,
@@ -76,7 +76,7 @@ class ChatFormat:
         """Returns a parser of one answer."""
         return Parser(functools.partial(self._read, rules=rules))
 
-    def grammar(self, rules: AnswerRules, tokens: Tokens) -> str:
+    def grammar(self, rules: AnswerRules, tokens: TargetTokens) -> str:
         """Returns the grammar of answers, in llguidance's dialect of Lark.
 
         Raises:

@@ -7,7 +7,7 @@ import pytest
 from support import random_calls
 from support.published_templates import CHATML, LLAMA3, QWEN3
 
-from dflash.text.chat_formats.reader import Parser, Part
+from dflash.text.chat_formats.reader import OutputPart, Parser
 from dflash.text.chat_formats.rules import AnswerRules, Tool
 from dflash.text.chat_formats.table import FORMATS, PLAIN, ChatFormat, format_of
 
@@ -46,11 +46,11 @@ OUTPUTS = {
 OUTPUTS = {name: text.replace("WRITTEN", WRITTEN) for name, text in OUTPUTS.items()}
 
 
-def parse(parser: Parser, text: str, size: int) -> list[Part]:
+def parse(parser: Parser, text: str, size: int) -> list[OutputPart]:
     """Returns the parts of a text that arrives in pieces of a size, with neighbors joined."""
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     parts = [part for piece in pieces for part in parser.push(piece)]
-    joined: list[Part] = []
+    joined: list[OutputPart] = []
     for part in (*parts, *parser.push("", final=True)):
         if joined and part.kind == joined[-1].kind != "call":
             part = dataclasses.replace(part, text=joined.pop().text + part.text)
