@@ -156,10 +156,8 @@ def train(options: dict, steps: int, learning_rate: float) -> dict:
         reward_fns=reward.score,
         metric_fns=[cluster.rollout.metrics],
     )
-    begin = time.perf_counter()
     learner.train(make_batches(steps))
     history = cluster.rollout.history
-    ends = [begin, *(step.ended_at for step in history)]
     digest = hashlib.sha256()
     for _, leaf in nnx.to_flat_state(nnx.state(actor, nnx.Param)):
         digest.update(np.asarray(leaf.get_value()).tobytes())
@@ -170,14 +168,17 @@ def train(options: dict, steps: int, learning_rate: float) -> dict:
         "tokens": [step.tokens for step in history],
         "rollout_s": [step.seconds for step in history],
         "drafter_s": [step.training_seconds for step in history],
-        "step_s": list(np.diff(ends)),
+        "step_s": [step.step_seconds for step in history],
     }
 
 
-def compare(common: dict, rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of the first policy's rollouts, without a drafter and with one, in turns.
+def compare(common: dict, rounds: int) -> dict[str, np.ndarray]:
+    """Times the first policy's rollouts, without a drafter and with one, in turns.
 
     They are those of the steps of a run whose policy never changes; τ too is printed.
+
+    Returns:
+      Seconds and seconds of processor time of each round, [rounds, 2], by kind of rollouts.
     """
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     actor, words, config = load_policy(mesh), TokenizerAdapter(ChatTokenizer()), rollout_config()
@@ -185,18 +186,21 @@ def compare(common: dict, rounds: int) -> dict[str, list[float]]:
         name: DFlashRollout(actor, words, mesh, config, dflash=common | VARIANTS[name])
         for name in ("plain", "frozen")
     }
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for batch in make_batches(rounds):
         prompts = [str(text) for text in batch["prompts"] for _ in range(GENERATIONS)]
         texts = []
         for name, engine in engines.items():
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             texts.append(engine.generate(prompts, config).text)
-            seconds[name].append(time.perf_counter() - begin)
+            end = time.perf_counter(), time.process_time()
+            seconds[name].append((end[0] - begin[0], end[1] - begin[1]))
         assert texts[0] == texts[1]
-        print(f"tau {engines['frozen'].stats.tau:.2f}", seconds, flush=True)
+        last = {name: np.round(values[-1], 2).tolist() for name, values in seconds.items()}
+        print(f"tau {engines['frozen'].stats.tau:.2f}", last, flush=True)
         engines["frozen"].stats = RolloutStats()
-    return {name: values[1:] for name, values in seconds.items()}  # The first ones compile.
+    # The first ones compile.
+    return {name: np.array(values[1:]) for name, values in seconds.items()}
 
 
 def rollout_config() -> RolloutConfig:
@@ -233,6 +237,15 @@ def plot(results: dict[str, dict], directory: pathlib.Path) -> None:
         _save(figure, directory / file)
 
 
+def report(name: str, result: dict) -> None:
+    """Prints the phases of a run, the drafter's share of a step, and the weights' hash."""
+    medians = phases(result)
+    share = medians["drafter"] / sum(medians.values())
+    seconds = {phase: round(value, 2) for phase, value in medians.items()}
+    print(f"{name}: seconds per step {seconds}, training the drafter {share:.0%},", end=" ")
+    print(f"weights {result['weights'][:12]}", flush=True)
+
+
 def phases(result: dict) -> dict[str, float]:
     """Returns the median seconds per step of each phase, without the first two, which compile."""
     step, rollout, drafter = (
@@ -264,13 +277,14 @@ def main() -> None:
         "decode": {"batch_size": PROMPTS_PER_STEP * GENERATIONS, "page_size": 16},
     }
     if args.compare:
-        medians = {name: np.median(each) for name, each in compare(common, args.compare).items()}
-        print(medians, f"plain / frozen = {medians['plain'] / medians['frozen']:.2f}")
+        times = compare(common, args.compare)
+        time_ratio, processor_ratio = np.median(times["plain"] / times["frozen"], axis=0)
+        print(f"plain / frozen: time {time_ratio:.2f}, processor time {processor_ratio:.2f}")
         return
     results = {}
     for name in args.variants:
         results[name] = train(common | VARIANTS[name], args.steps, args.learning_rate)
-        print(name, phases(results[name]), "weights", results[name]["weights"][:12], flush=True)
+        report(name, results[name])
         (args.directory / "results.json").write_text(json.dumps(results))
     results = {name: results[name] for name in VARIANTS if name in results}
     plot(results, args.directory)

@@ -279,6 +279,10 @@ class MaxTextNames:
         (r"layers\.(\d+)\.mlp\.gate_proj\.kernel", r"\1|mlp.wi_0.kernel"),
         (r"layers\.(\d+)\.mlp\.up_proj\.kernel", r"\1|mlp.wi_1.kernel"),
         (r"layers\.(\d+)\.mlp\.down_proj\.kernel", r"\1|mlp.wo.kernel"),
+        (r"layers\.(\d+)\.mlp\.gate\.kernel", r"\1|moe_block.gate.kernel"),
+        (r"layers\.(\d+)\.mlp\.experts\.gate_proj\.kernel", r"\1|moe_block.wi_0"),
+        (r"layers\.(\d+)\.mlp\.experts\.up_proj\.kernel", r"\1|moe_block.wi_1"),
+        (r"layers\.(\d+)\.mlp\.experts\.down_proj\.kernel", r"\1|moe_block.wo"),
         (r"layers\.(\d+)\.input_layernorm\.scale", r"\1|pre_self_attention_layer_norm.scale"),
         (
             r"layers\.(\d+)\.post_attention_layernorm\.scale",
@@ -297,7 +301,7 @@ class MaxTextNames:
           CheckpointError: MaxText's form of this family is not known.
         """
         self._interleaves = module.maxtext_interleaves_heads
-        if self._interleaves is None:
+        if self._interleaves is None or len({type(layer.mlp) for layer in module.layers}) > 1:
             raise errors.CheckpointError(
                 f"weights: MaxText's form of {module.hf_architectures[0]} is not supported"
             )

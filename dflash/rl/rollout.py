@@ -43,21 +43,28 @@ class RolloutStats:
       cycles: Number of forward passes of the policy per sequence, summed over sequences.
       committed: Number of tokens that these passes committed.
       seconds: Time of decoding, in seconds.
-      training_seconds: Time of training the drafter on these rollouts, in seconds.
-      ended_at: Time of the update that ends the step, in seconds of time.perf_counter.
+      training: Metrics of training the drafter on these rollouts; see `Upkeep.train`.
+      training_seconds: Time of this training, in seconds.
+      step_seconds: Time from the previous update of the weights to this one, in seconds.
     """
 
     tokens: int = 0
     cycles: int = 0
     committed: int = 0
     seconds: float = 0.0
+    training: Mapping[str, float] = dataclasses.field(default_factory=dict)
     training_seconds: float = 0.0
-    ended_at: float = 0.0
+    step_seconds: float = 0.0
 
     @property
     def tau(self) -> float:
         """Mean acceptance length (τ); nan without cycles."""
         return self.committed / self.cycles if self.cycles else float("nan")
+
+    @property
+    def training_share(self) -> float:
+        """Fraction of the step's time that training the drafter took."""
+        return self.training_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def plus(self, completions: Sequence[Completion], seconds: float) -> "RolloutStats":
         """Returns the statistics with those of further completions."""
@@ -118,10 +125,12 @@ class DFlashRollout(base_rollout.BaseRollout):
         self._actor, self._tokenizer = rollout_actor, tokenizer
         self._check_tokenizer()
         self.stats, self.history = RolloutStats(), []
-        self._logps = TokenLogps(self.llm.target)
         self._num_sampled = 0  # Sequences so far; each draws with noise of its own.
         self.upkeep = Upkeep(self.llm, upkeep) if upkeep.train.every else None
+        layers = self.upkeep.feature_layers if self.upkeep else ()
+        self._logps = TokenLogps(self.llm.target, layers)
         self._every, self._rollouts = upkeep.train.every, []  # Rollouts to train on.
+        self._step_began = time.perf_counter()
         self.update_params(nnx.state(rollout_actor, nnx.Param))
 
     # --- the interface of Tunix -----------------------------------------------------------------
@@ -184,12 +193,18 @@ class DFlashRollout(base_rollout.BaseRollout):
           **kwargs: Arguments for other engines.
         """
         del kwargs
-        return self._logps(prompt_tokens, completion_tokens, self.pad_id(), temperature)
+        scores = self._logps(prompt_tokens, completion_tokens, self.pad_id(), temperature)
+        if self.upkeep is not None:
+            with jax.transfer_guard("allow"):
+                self.upkeep.keep(
+                    prompt_tokens, completion_tokens, self.pad_id(), scores.outputs
+                )
+        return scores.logps
 
     def update_params(
         self, params: Any, filter_types: tuple[Any, ...] | type | None = None
     ) -> None:
-        """Replaces the policy's weights, and then trains the drafter if it is time.
+        """Trains the drafter if it is time, and replaces the policy's weights.
 
         Parameters that are left out are those of the actor.
 
@@ -199,23 +214,27 @@ class DFlashRollout(base_rollout.BaseRollout):
         tree = foreign_trees.flatten(params)
         if filter_types is not None and _only_lora(filter_types):
             tree = foreign_trees.flatten(self._actor) | tree
-        self.llm.update_weights(tree, lora_alpha=self._lora_alpha)
+        with jax.transfer_guard("allow"):  # Tunix forbids transfers meanwhile.
+            self._train_drafter()
+            self.llm.update_weights(tree, lora_alpha=self._lora_alpha)
         if self.stats.tokens:
-            with jax.transfer_guard("allow"):  # Tunix forbids transfers meanwhile.
-                self._finish_step()
+            self._end_step()
 
-    def _finish_step(self) -> None:
-        """Trains the drafter if it is time, and begins new statistics."""
+    def _train_drafter(self) -> None:
+        """Trains the drafter if it is time."""
+        if not self._rollouts or (len(self.history) + 1) % self._every:
+            return
         begin = time.perf_counter()
-        if self.upkeep is not None and (len(self.history) + 1) % self._every == 0:
-            self.upkeep.train(self._rollouts)
-            self._rollouts = []
+        metrics = self.upkeep.train(self._rollouts)
         jax.block_until_ready(nnx.state(self.llm.drafter))
+        seconds, self._rollouts = time.perf_counter() - begin, []
+        self.stats = dataclasses.replace(self.stats, training=metrics, training_seconds=seconds)
+
+    def _end_step(self) -> None:
+        """Begins new statistics."""
         end = time.perf_counter()
-        self.history.append(
-            dataclasses.replace(self.stats, training_seconds=end - begin, ended_at=end)
-        )
-        self.stats = RolloutStats()
+        self.history.append(dataclasses.replace(self.stats, step_seconds=end - self._step_began))
+        self.stats, self._step_began = RolloutStats(), end
 
     def pad_id(self) -> int:
         """Returns the token that pads prompts and outputs."""
@@ -239,12 +258,18 @@ class DFlashRollout(base_rollout.BaseRollout):
     # --- metrics --------------------------------------------------------------------------------
 
     def metrics(self, *args: Any, **kwargs: Any) -> dict[str, tuple[float, Any]]:
-        """Returns metrics of the step, for `metric_fns` of Tunix's learners."""
+        """Returns metrics of the step, for `metric_fns` of Tunix's learners.
+
+        The drafter is trained at a step's end, so its time is that of the step before.
+        """
         del args, kwargs
+        previous = self.history[-1] if self.history else RolloutStats()
         return {
             "rollout/tau": (self.stats.tau, np.mean),
             "rollout/tokens": (self.stats.tokens, np.max),
             "rollout/seconds": (self.stats.seconds, np.max),
+            "rollout/training_seconds": (previous.training_seconds, np.max),
+            "rollout/training_share": (previous.training_share, np.max),
         }
 
     # --- tokens ---------------------------------------------------------------------------------

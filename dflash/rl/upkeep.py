@@ -1,12 +1,15 @@
 """Training of the drafter on the policy's own rollouts, between two steps of a trainer.
 
-The drafter changes no token of a rollout, so its training cannot change the policy's. It follows
-the policy: each training runs the policy with its new weights over rollouts of the step before.
+The drafter changes no token of a rollout, so its training cannot change the policy's. It learns
+from the policy's own outputs on its rollouts: those of the trainer's log-probability pass where
+there was one, and else of a forward pass of its own. Both are computed with the weights that gave
+the rollouts.
 """
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +28,11 @@ from dflash.training import state as states
 from dflash.training import step as steps
 from dflash.training.checkpoints import Checkpoints
 from dflash.training.optimizer import make_optimizer, make_schedule
+from dflash.training.step import Batch
 from dflash.training.tasks import DrafterTask
+
+# The policy's outputs of one rollout: "features" [T, C·D], and "hidden" [T, D] if the loss uses it.
+Outputs = Mapping[str, jax.Array]
 
 # Steps over which a schedule other than a constant one runs; a trainer's number is not known.
 _TOTAL_STEPS = 10_000
@@ -87,8 +94,47 @@ class Upkeep:
             sharding=self._sharding,
             state=states.abstract(params, optimizer, self._sharding),
         )
+        self._features = steps.make_feature_step(
+            self._task.features, dtype=jnp.dtype(llm.config.dtype)
+        )
+        self._outputs: dict[Rollout, Outputs] = {}
         self.num_trainings = 0
         self._checkpoints = self._open_checkpoints()
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs the drafter reads."""
+        return self._task.working.feature_layers
+
+    @property
+    def _num_rows(self) -> int:
+        """Number of rollouts that a training takes, counted as often as they are taken."""
+        return self._config.train.steps * self._config.train.batch_size
+
+    def keep(self, prompts: jax.Array, completions: jax.Array, pad_id: int, outputs: Batch) -> None:
+        """Keeps the outputs of a log-probability pass for the next training.
+
+        Outputs of rollouts beyond those that a training takes are dropped.
+
+        Args:
+          prompts: int32 [B, P]; padded on the left.
+          completions: int32 [B, T]; padded on the right.
+          pad_id: Token of the padding.
+          outputs: Policy's "features" and "hidden" of all rows, each [B, P + T, …].
+        """
+        length = self._llm.config.decode.max_length
+        starts = np.argmax(np.asarray(prompts) != pad_id, axis=1)
+        uses_hidden = self._config.loss.uses_target_hidden
+        names = ("features", "hidden") if uses_hidden else ("features",)
+        for i, (prompt, completion) in enumerate(
+            zip(np.asarray(prompts), np.asarray(completions), strict=True)
+        ):
+            if len(self._outputs) == self._num_rows:
+                return
+            rollout = Rollout(tuple(prompt[starts[i] :].tolist()), _trimmed(completion, pad_id))
+            self._outputs[rollout] = {
+                name: _window(outputs[name], i, starts[i], length) for name in names
+            }
 
     def train(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Trains the drafter on rollouts, and lets it draft with the new weights.
@@ -97,24 +143,33 @@ class Upkeep:
           rollouts: Rollouts since the last training; the longest output may reach
             `decode.max_length`.
         Returns:
-          Metrics of the last step, such as "loss"; empty without rollouts.
+          Metrics of the last step, such as "loss", and "reused", the fraction of the chosen rollouts
+          whose outputs were kept from a log-probability pass; empty without rollouts.
         """
         kept = [rollout for rollout in rollouts if len(rollout.output) > 1]
         if not kept:
             return {}
         config, metrics = self._config.train, {}
-        rng = np.random.default_rng((config.seed, self.num_trainings))
-        order = rng.permutation(np.arange(config.steps * config.batch_size) % len(kept))
+        rng, count = np.random.default_rng((config.seed, self.num_trainings)), self._num_rows
+        known = [rollout for rollout in kept if rollout in self._outputs]
+        if len(known) >= min(count, len(kept)):
+            kept = known
+        chosen = [kept[i] for i in rng.permutation(np.arange(count) % len(kept))]
+        distinct = dict.fromkeys(chosen)
+        reused = sum(rollout in self._outputs for rollout in distinct) / len(distinct)
+        self._complete(list(distinct))
         frozen = self._task.abstract_frozen()
-        for chosen in order.reshape(config.steps, config.batch_size):
-            batch = self._batch([kept[i] for i in chosen])
+        for rows in self._batches(chosen):
+            batch = self._batch(rows) | self._stacked(rows)
             self.state, metrics = self._step(self.state, frozen, batch)
+        self._outputs = {}
         self.num_trainings += 1
         self._install()
         if self._checkpoints is not None:
             count = {"num_trainings": self.num_trainings}
             self._checkpoints.save(int(self.state.step), self.state, count, best=None)
-        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return values | {"reused": reused}
 
     def close(self) -> None:
         """Waits for the last checkpoint."""
@@ -122,7 +177,32 @@ class Upkeep:
             self._checkpoints.wait()
             self._checkpoints.close()
 
-    def _batch(self, rollouts: Sequence[Rollout]) -> steps.Batch:
+    def _complete(self, rollouts: Sequence[Rollout]) -> None:
+        """Computes the outputs of those rollouts of which none were kept."""
+        missing = [rollout for rollout in rollouts if rollout not in self._outputs]
+        frozen = self._task.abstract_frozen()
+        for rows in self._batches(missing):
+            outputs = self._features(frozen, self._batch(rows))
+            for i, rollout in enumerate(rows):
+                self._outputs[rollout] = {name: array[i] for name, array in outputs.items()}
+
+    def _stacked(self, rollouts: Sequence[Rollout]) -> Batch:
+        """Returns the outputs of rollouts, one row each."""
+        rows = [self._outputs[rollout] for rollout in rollouts]
+        stacked = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
+        axes = "batch", None, None
+        return {
+            name: jax.device_put(array, self._sharding.named(array.shape, axes))
+            for name, array in stacked.items()
+        }
+
+    def _batches(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+        """Splits rollouts into batches; the last one is filled up with its first rollout."""
+        size = self._config.train.batch_size
+        batches = [list(rollouts[i : i + size]) for i in range(0, len(rollouts), size)]
+        return [batch + batch[:1] * (size - len(batch)) for batch in batches]
+
+    def _batch(self, rollouts: Sequence[Rollout]) -> Batch:
         """Returns one rollout per row, of the longest length, so that all batches are alike."""
         shape = len(rollouts), self._llm.config.decode.max_length
         arrays = {
@@ -160,3 +240,15 @@ class Upkeep:
             self.state, self.num_trainings = found.state, found.metadata["num_trainings"]
             self._install()
         return checkpoints
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _window(array: jax.Array, row: int, start: int, length: int) -> jax.Array:
+    """Returns rows `start` to `start + length` of array[row], [length, …]; padded with the last."""
+    return jnp.take(array[row], start + jnp.arange(length), axis=0, mode="clip")
+
+
+def _trimmed(completion: np.ndarray, pad_id: int) -> tuple[int, ...]:
+    """Returns a completion without the padding on its right."""
+    length = len(completion) - np.argmax(completion[::-1] != pad_id)
+    return tuple(completion[:length].tolist())

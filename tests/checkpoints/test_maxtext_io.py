@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from support.foreign_trees import hf_tree, maxtext_tree
-from support.models import family_architecture, make_sharding, make_target
+from support.models import family_architecture, make_sharding
 
 from dflash import errors
 from dflash.checkpoints import maxtext_io
@@ -26,14 +26,22 @@ def restored(directory):
 
 
 def abstract(kind, **changes):
-    arch = make_target(kind).arch if not changes else make_target(kind, **changes).arch
+    family = {Qwen3: "qwen3", Llama3: "llama3", Qwen3Moe: "qwen3_moe"}[kind]
+    arch = family_architecture(family, **changes)
     return kind(arch, dtype="float32", sharding=make_sharding())
 
 
+@functools.cache
+def random_target(kind):
+    model = abstract(kind)
+    parameters.initialize(model, jax.random.key(0))
+    return model
+
+
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("kind", [Qwen3, Llama3])
+@pytest.mark.parametrize("kind", [Qwen3, Llama3, Qwen3Moe])
 def test_the_tree_is_that_of_maxtext(kind, stacked, tmp_path):
-    model = make_target(kind)
+    model = random_target(kind)
     maxtext_io.save(model, tmp_path, scan_layers=stacked)
     found, wanted = restored(tmp_path / "0/items"), maxtext_tree(model, stacked=stacked)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
@@ -62,14 +70,17 @@ def maxtext_mapping():
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize(("kind", "family"), [(Qwen3, "QWEN"), (Llama3, "LLAMA31")])
+@pytest.mark.parametrize(
+    ("kind", "family"), [(Qwen3, "QWEN"), (Llama3, "LLAMA31"), (Qwen3Moe, "QWEN")]
+)
 def test_maxtext_converts_our_checkpoints_to_the_same_tensors(kind, family, stacked, tmp_path):
-    mapping, model = maxtext_mapping(), make_target(kind)
+    mapping, model = maxtext_mapping(), random_target(kind)
     maxtext_io.save(model, tmp_path, scan_layers=stacked)
     leaves = jax.tree_util.tree_leaves_with_path(restored(tmp_path / "0/items"))
     flat = {"-".join(key.key for key in path[1:]): np.asarray(leaf) for path, leaf in leaves}
     arch = model.arch
-    hf = {name: getattr(arch, name) for name in ("num_hidden_layers", "hidden_size", "head_dim")}
+    fields = ("num_hidden_layers", "hidden_size", "head_dim", "num_experts")
+    hf = {name: getattr(arch, name) for name in fields if hasattr(arch, name)}
     own = types.SimpleNamespace(
         inhomogeneous_layer_cycle_interval=1,
         base_num_decoder_layers=arch.num_hidden_layers,
@@ -80,7 +91,9 @@ def test_maxtext_converts_our_checkpoints_to_the_same_tensors(kind, family, stac
     expected, converted = hf_tree(model), {}
     for key, array in flat.items():
         parts = [(array, names[key])]
-        if isinstance(names[key], list):
+        if ".experts." in str(names[key]):  # Experts first; with stacked layers, these then.
+            parts = zip(array.reshape(-1, *array.shape[-2:]), np.ravel(names[key]), strict=True)
+        elif isinstance(names[key], list):
             parts = [(np.take(array, i, axis=1), name) for i, name in enumerate(names[key])]
         steps = hooks.get(key, [])
         for part, name in parts:
@@ -93,7 +106,7 @@ def test_maxtext_converts_our_checkpoints_to_the_same_tensors(kind, family, stac
 
 
 def test_the_state_of_an_optimizer_is_left_aside(tmp_path):
-    tree = maxtext_tree(make_target(Qwen3), stacked=True)
+    tree = maxtext_tree(random_target(Qwen3), stacked=True)
     tree |= {"opt_state": {"mu": np.ones(3)}, "step": np.int32(7)}
     items = tmp_path / "12/items"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -104,12 +117,14 @@ def test_the_state_of_an_optimizer_is_left_aside(tmp_path):
 
 
 def test_what_does_not_fit_is_named(tmp_path):
-    maxtext_io.save(make_target(Qwen3), tmp_path)
+    maxtext_io.save(random_target(Qwen3), tmp_path)
     items = tmp_path / "0/items"
     with pytest.raises(errors.CheckpointError, match=r"layers.mlp.w.*kernel' has shape .*expect"):
         maxtext_io.load(abstract(Qwen3, intermediate_size=64), items)
     with pytest.raises(errors.CheckpointError, match=r"2 tensors unexpected: .*key_norm.scale"):
         maxtext_io.load(abstract(Llama3), items)
-    moe = Qwen3Moe(family_architecture("qwen3_moe"), dtype="float32", sharding=make_sharding())
-    with pytest.raises(errors.CheckpointError, match=r"experts.*: MaxText's layout has no name"):
+    with pytest.raises(errors.CheckpointError, match=r"12 tensors missing: .*layers.moe_block.gate"):
+        maxtext_io.load(abstract(Qwen3Moe), items)
+    moe = abstract(Qwen3Moe, decoder_sparse_step=2)
+    with pytest.raises(errors.CheckpointError, match="MaxText's form of Qwen3MoeForCausalLM is no"):
         maxtext_io.load(moe, items)

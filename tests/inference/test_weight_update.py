@@ -66,10 +66,11 @@ def test_weights_arrive_under_every_name(name, kind):
     check_equal(model, source, rtol=1e-5 if options or kind is Llama3 else 0.0)
 
 
-def test_experts_arrive_one_by_one():
+@pytest.mark.parametrize("name", ["hf", "maxtext-stacked", "maxtext-apart"])
+def test_experts_arrive_one_by_one_or_together(name):
     arch = family_architecture("qwen3_moe")
     model, source = fresh(Qwen3Moe, arch=arch), fresh(Qwen3Moe, seed=1, arch=arch)
-    weight_update.update(model, hf_tree(source))
+    weight_update.update(model, TREES[name][0](source))
     check_equal(model, source)
 
 

@@ -17,6 +17,7 @@ from tunix.models.qwen3 import model as qwen3
 from tunix.rl import common
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from dflash.inference.cycle import adaptive
 from dflash.inference.request import RequestOutput
 from dflash.offline.decoding import decode
 from dflash.rl import DFlashRollout
@@ -198,6 +199,32 @@ def test_auto_decodes_plainly_when_drafting_does_not_pay():
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_auto_divides_rows_so_that_each_sequence_drafts_or_not():
+    """All options come through Tunix's config; the rows of a cycle are divided, at no other cost."""
+    given = {
+        "target": TARGET,
+        "drafter": {"name": "ngram", "block_size": "auto"},
+        "decode": {"batch_size": 4, "page_size": 8},
+        "dtype": "float32",
+    }
+    words, how = TokenizerAdapter(ByteTokenizer()), {"temperature": 0.0, "eos_tokens": [1]}
+    config = sampled(rollout_vllm_kwargs={"dflash": given}, **how)
+    engine = DFlashRollout(policy(), words, rollout_config=config)
+    prompts = [*PROMPTS[2:], "ab" * 20, "xyz" * 12]
+    engine.generate(prompts, config)  # Compiles, and measures cycles.
+    ids = [list(prompt.encode()) for prompt in prompts]
+    _, run, requests = engine.llm._prepare(ids, engine._sampling(config))
+    only = adaptive.only(len(run.block_sizes), run.rules.num_choices)
+    run.cycle_seconds, run._statistics = tuple(only.tolist()), None
+    engines()["none"].update_params(nnx.state(policy(), nnx.Param))
+    wanted = engines()["none"].generate(prompts, config).tokens
+    for one, other in zip(engine.generate(prompts, config).tokens, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    done = [event for event in decode(run, requests) if isinstance(event, RequestOutput)]
+    sizes = [size for one in done for size in one.block_sizes]
+    assert min(sizes) == 1 < 2 < max(sizes), "each sequence has rows of its own"
+
+
 def test_statistics_belong_to_the_weights():
     engine = rollout()
     engine.generate(PROMPTS, sampled())
@@ -206,6 +233,34 @@ def test_statistics_belong_to_the_weights():
     engine.update_params(nnx.state(policy(), nnx.Param))
     assert len(engine.history) == 1
     assert engine.stats.tokens == 0
+
+
+def test_a_step_reuses_the_log_probability_pass_and_states_its_share():
+    architecture = {
+        "num_hidden_layers": 1,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "target_layer_ids": [0, 1],
+        "block_size": 4,
+    }
+    drafter = {"name": "dflash", "checkpoint": "random", "architecture": architecture}
+    options = {"train": {"every": 1, "steps": 2, "batch_size": 2}, "loss": {"num_anchors": 8}}
+    config = sampled(eos_tokens=[65])
+    words = TokenizerAdapter(ByteTokenizer())
+    given = {"target": TARGET, "drafter": drafter, "dtype": "float32"} | options
+    engine = DFlashRollout(policy(), words, rollout_config=config, dflash=given)
+    for scores in (False, True):
+        output = engine.generate(PROMPTS, config)
+        if scores:
+            prompts = jnp.array(output.left_padded_prompt_tokens)
+            engine.get_per_token_logps(prompts, padded(output))
+        engine.update_params(nnx.state(policy(), nnx.Param))
+    first, second = engine.history
+    assert (first.training["reused"], second.training["reused"]) == (0.0, 1.0)
+    assert 0 < second.training_share < 1
+    assert engine.metrics()["rollout/training_share"][0] == second.training_share
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tests of the drafter's training on rollouts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -10,6 +11,7 @@ from dflash import errors
 from dflash.config.loss_schema import LossConfig
 from dflash.config.rl_schema import UpkeepConfig, UpkeepRun
 from dflash.rl import options
+from dflash.rl.logps import TokenLogps
 from dflash.rl.upkeep import Rollout, Upkeep
 
 TARGET = (
@@ -73,6 +75,30 @@ def test_training_raises_tau_and_changes_no_token(tmp_path):
     for one, two in zip(*map(arrays, map(nnx.state, (llm.drafter, other.drafter))), strict=True):
         np.testing.assert_array_equal(one, two)
     resumed.close()
+
+
+def padded(rows, width: int, *, left: bool) -> jax.Array:
+    """Token ids [B, width], padded with 63."""
+    pads = [(width - len(row), 0) if left else (0, width - len(row)) for row in rows]
+    return jnp.array([np.pad(row, pad, constant_values=63) for row, pad in zip(rows, pads)])
+
+
+def test_outputs_of_a_log_probability_pass_are_used_again():
+    """Training on them is training on those of a pass of its own, however rows are padded."""
+    metrics = []
+    for is_kept in (False, True):
+        llm = models()
+        prompts = [[i + 1, 2 * i + 5, 7][: 2 + i % 2] for i in range(4)]
+        done = rollouts(llm.generate(prompts, dflash.Sampling(max_tokens=20)))
+        upkeep = Upkeep(llm, config(steps=2))
+        if is_kept:
+            score = TokenLogps(llm.target, upkeep.feature_layers)
+            left = padded([one.prompt for one in done], 5, left=True)
+            right = padded([one.output for one in done], 30, left=False)
+            upkeep.keep(left, right, 63, score(left, right, 63).outputs)
+        metrics.append(upkeep.train(done))
+    assert [one["reused"] for one in metrics] == [0.0, 1.0]
+    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], abs=1e-3)
 
 
 def test_without_outputs_nothing_happens():

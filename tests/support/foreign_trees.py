@@ -107,12 +107,16 @@ def maxtext_tree(model, *, stacked: bool) -> dict:
             "self_attention": attention,
             "pre_self_attention_layer_norm": {"scale": own[f"layers.{i}.{before}.scale"]},
             "post_self_attention_layer_norm": {"scale": own[f"layers.{i}.{after}.scale"]},
-            "mlp": {
-                "wi_0": {"kernel": own[f"layers.{i}.mlp.gate_proj.kernel"]},
-                "wi_1": {"kernel": own[f"layers.{i}.mlp.up_proj.kernel"]},
-                "wo": {"kernel": own[f"layers.{i}.mlp.down_proj.kernel"]},
-            },
+            **mlp(i),
         }
+
+    def mlp(i):
+        names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+        if f"layers.{i}.mlp.gate.kernel" not in own:
+            kernels = {to: own[f"layers.{i}.mlp.{name}.kernel"] for to, name in names.items()}
+            return {"mlp": {to: {"kernel": kernel} for to, kernel in kernels.items()}}
+        experts = {to: own[f"layers.{i}.mlp.experts.{name}.kernel"] for to, name in names.items()}
+        return {"moe_block": {"gate": {"kernel": own[f"layers.{i}.mlp.gate.kernel"]}, **experts}}
 
     layers = [layer(i) for i in range(3)]
     if stacked:

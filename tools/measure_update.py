@@ -1,0 +1,129 @@
+"""Measures replacing a target's weights in place, beside copying arrays of the same sizes.
+
+    python tools/measure_update.py                                # the embedded tiny target's size
+    python tools/measure_update.py --layers=24 --width=1024 --names=tunix --rounds=11
+
+Prints, for trees under the names of each framework: milliseconds of processor time of an update
+and of a plain copy of the weights (medians over rounds in turn), their ratio, and the process's
+peak memory during the updates beyond what weights and tree take, as the kernel counts it. Linux
+only.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash.checkpoints.foreign_trees import HfNames, MaxTextNames, Naming, TunixNames
+from dflash.config import schema
+from dflash.inference import weight_update
+from dflash.models.decoder import Decoder
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters, sharding
+
+NAMINGS: dict[str, Callable[[Decoder], Naming]] = {
+    "hf": HfNames,
+    "tunix": lambda target: TunixNames(target, {}, None),
+    "maxtext": lambda target: MaxTextNames(target, {}, stacked=True),
+}
+
+
+def main() -> None:
+    """Prints one JSON line for each naming."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--names", nargs="+", choices=list(NAMINGS), default=list(NAMINGS))
+    parser.add_argument("--rounds", type=int, default=21)
+    args = parser.parse_args()
+    target = make_target(args.layers, args.width, args.vocabulary)
+    for name in args.names:
+        print(json.dumps({"names": name, **measure(target, NAMINGS[name](target), args.rounds)}))
+
+
+def make_target(layers: int, width: int, vocabulary: int) -> Decoder:
+    """Returns a Qwen3 of this size with random weights in float32."""
+    arch = schema.TargetArchitecture(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    axes = {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
+    placed = sharding.make_sharding(axes, schema.SHARDING_RULES)
+    target = Qwen3(arch, dtype=jnp.float32, sharding=placed)
+    parameters.initialize(target, jax.random.key(0))
+    return target
+
+
+def measure(target: Decoder, naming: Naming, rounds: int) -> dict[str, float]:
+    """Returns megabytes of the weights and of the peak beyond them, milliseconds, and the ratio."""
+    tree = make_tree(target, naming)
+    sources = [np.asarray(array) for array in tree.values()]
+    copies = [np.empty_like(array) for array in sources]
+
+    def copy() -> None:
+        for to, array in zip(copies, sources, strict=True):
+            np.copyto(to, array)
+
+    def update() -> None:
+        weight_update.update(target, tree)
+        jax.block_until_ready([leaf.get_value() for _, leaf in parameters.named_parameters(target)])
+
+    copy()
+    update()  # Compiles.
+    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # Resets VmHWM.
+    before = status_megabytes("VmRSS")
+    update()
+    peak = status_megabytes("VmHWM")
+    times = {copy: [], update: []}
+    for _ in range(rounds):
+        for function, values in times.items():
+            begin = time.process_time()
+            function()
+            values.append(1e3 * (time.process_time() - begin))
+    ratios = [one / other for other, one in zip(*times.values(), strict=True)]
+    return {
+        "weights_mb": round(sum(array.nbytes for array in sources) / 1e6, 1),
+        "copy_ms": round(statistics.median(times[copy]), 2),
+        "update_ms": round(statistics.median(times[update]), 2),
+        "ratio": round(statistics.median(ratios), 2),
+        "peak_beyond_mb": round(peak - before, 1),
+    }
+
+
+def make_tree(target: Decoder, naming: Naming) -> dict[str, jax.Array]:
+    """Returns random arrays under the names, and in the shapes, of a naming."""
+    tree, key = {}, jax.random.key(1)
+    for path, leaf in parameters.named_parameters(target):
+        origin = naming.origin(path, leaf.get_value().shape)
+        for name, shape in zip(origin.names, origin.shapes, strict=True):
+            if name not in tree:
+                tree[name] = jax.random.normal(jax.random.fold_in(key, len(tree)), shape)
+    return tree
+
+
+def status_megabytes(field: str) -> float:
+    """Returns a field of the process's status in megabytes."""
+    text = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE).group(1)) * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    main()
