@@ -21,6 +21,8 @@ class LossConfig:
     alpha: float = option(0.5, minimum=0.0, maximum=1.0)
     # Weight of the KL divergence in kl; cross-entropy has the remaining weight.
     kl_weight: float = option(1.0, minimum=0.0, maximum=1.0)
+    # Temperature at which the drafter and the target are compared: that of decoding.
+    temperature: float = option(1.0, minimum=1e-3)
     num_anchors: int = option(512, minimum=1)  # Blocks per sequence, fewer in shorter rows.
     # Positions per sequence whose logits exist at once. Smaller chunks save memory, but read the
     # output head more often.

@@ -78,6 +78,13 @@ def score_tokens(
     return in_chunks(score, rows, chunk_tokens)
 
 
+def at_temperature(temperature: float, unembed: Unembed) -> Unembed:
+    """Returns an output head whose logits are divided by a temperature."""
+    if temperature == 1.0:
+        return unembed
+    return lambda hidden: unembed(hidden) / temperature
+
+
 def in_chunks(function: Callable, rows: tuple, chunk_tokens: int = CHUNK_TOKENS) -> Any:
     """Computes function(*rows) in chunks of the second dimension; the backward pass recomputes it.
 

@@ -15,11 +15,12 @@ CHECKPOINT = "target.checkpoint"
 LORA_ALPHA = "lora_alpha"
 UPKEEP = ("train.", "optimizer.", "loss.")
 # The number of steps is unknown, so the rate of the drafter's training is constant after a warm-up
-# of ten steps. The policy's distribution teaches more than the one token drawn from it: with
-# cross-entropy on few rollouts, the drafter loses what it knew.
+# of ten steps. The drafter learns the policy's distribution, not the one token that was drawn from
+# it, and learns it at the temperature of the rollouts: a drafter that agrees at another temperature
+# is too flat, and is accepted less often than before its training.
 UPKEEP_DEFAULTS = {
     "loss.name": "kl",
-    "optimizer.learning_rate": 1e-4,
+    "optimizer.learning_rate": 3e-4,
     "optimizer.schedule": "constant",
     "optimizer.warmup_fraction": 0.001,
 }
@@ -56,14 +57,17 @@ def overrides(options: Mapping[str, Any]) -> list[str]:
     return [f"{key}={_text(value)}" for key, value in kept.items() if not key.startswith(UPKEEP)]
 
 
-def upkeep(options: Mapping[str, Any]) -> UpkeepRun:
+def upkeep(options: Mapping[str, Any], temperature: float = 1.0) -> UpkeepRun:
     """Returns the options of the drafter's training.
 
+    Args:
+      options: Options by dotted key; see `find`.
+      temperature: Temperature of the rollouts; 0 is greedy.
     Raises:
       ConfigError: An option is unknown or invalid.
     """
     stated = {name: value for name, value in options.items() if name.startswith(UPKEEP)}
-    kept = UPKEEP_DEFAULTS | stated
+    kept = UPKEEP_DEFAULTS | {"loss.temperature": float(temperature or 1.0)} | stated
     return loader.load(None, [f"{key}={_text(value)}" for key, value in kept.items()], UpkeepRun)
 
 

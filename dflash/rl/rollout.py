@@ -114,7 +114,7 @@ class DFlashRollout(base_rollout.BaseRollout):
         del mesh, ignored
         rollout_config = rollout_config or base_rollout.RolloutConfig()
         found = options_lib.find(rollout_config, dflash)
-        upkeep = options_lib.upkeep(found)
+        upkeep = options_lib.upkeep(found, rollout_config.temperature)
         self._lora_alpha = found.get(options_lib.LORA_ALPHA)
         self.llm = LLM(
             found.get(options_lib.CONFIG),
@@ -196,9 +196,7 @@ class DFlashRollout(base_rollout.BaseRollout):
         scores = self._logps(prompt_tokens, completion_tokens, self.pad_id(), temperature)
         if self.upkeep is not None:
             with jax.transfer_guard("allow"):
-                self.upkeep.keep(
-                    prompt_tokens, completion_tokens, self.pad_id(), scores.outputs
-                )
+                self.upkeep.keep(prompt_tokens, completion_tokens, self.pad_id(), scores.outputs)
         return scores.logps
 
     def update_params(

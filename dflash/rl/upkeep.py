@@ -143,8 +143,8 @@ class Upkeep:
           rollouts: Rollouts since the last training; the longest output may reach
             `decode.max_length`.
         Returns:
-          Metrics of the last step, such as "loss", and "reused", the fraction of the chosen rollouts
-          whose outputs were kept from a log-probability pass; empty without rollouts.
+          Metrics of the last step, such as "loss", and "reused", the fraction of the rollouts whose
+          outputs were kept from a log-probability pass; empty without rollouts.
         """
         kept = [rollout for rollout in rollouts if len(rollout.output) > 1]
         if not kept:

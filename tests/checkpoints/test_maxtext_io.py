@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         maxtext_io.load(abstract(Qwen3, intermediate_size=64), items)
     with pytest.raises(errors.CheckpointError, match=r"2 tensors unexpected: .*key_norm.scale"):
         maxtext_io.load(abstract(Llama3), items)
-    with pytest.raises(errors.CheckpointError, match=r"12 tensors missing: .*layers.moe_block.gate"):
+    with pytest.raises(errors.CheckpointError, match=r"tensors missing: .*layers.moe_block.gate"):
         maxtext_io.load(abstract(Qwen3Moe), items)
     moe = abstract(Qwen3Moe, decoder_sparse_step=2)
     with pytest.raises(errors.CheckpointError, match="MaxText's form of Qwen3MoeForCausalLM is no"):

@@ -200,7 +200,7 @@ def test_auto_decodes_plainly_when_drafting_does_not_pay():
 
 
 def test_auto_divides_rows_so_that_each_sequence_drafts_or_not():
-    """All options come through Tunix's config; the rows of a cycle are divided, at no other cost."""
+    """All options come through Tunix's config."""
     given = {
         "target": TARGET,
         "drafter": {"name": "ngram", "block_size": "auto"},

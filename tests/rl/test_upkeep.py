@@ -80,7 +80,9 @@ def test_training_raises_tau_and_changes_no_token(tmp_path):
 def padded(rows, width: int, *, left: bool) -> jax.Array:
     """Token ids [B, width], padded with 63."""
     pads = [(width - len(row), 0) if left else (0, width - len(row)) for row in rows]
-    return jnp.array([np.pad(row, pad, constant_values=63) for row, pad in zip(rows, pads)])
+    return jnp.array(
+        [np.pad(row, pad, constant_values=63) for row, pad in zip(rows, pads, strict=True)]
+    )
 
 
 def test_outputs_of_a_log_probability_pass_are_used_again():

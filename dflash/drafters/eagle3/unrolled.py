@@ -6,6 +6,7 @@ distribution of that token comes from the target's row i + 1 + s.
 Source: the training-time test of EAGLE-3, arXiv 2503.01840.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -93,10 +94,11 @@ def score_steps(
     # Align the steps that predict the same token, since they share a row of the target.
     aligned = jnp.stack([shift(h, -(s + 1)) for s, h in enumerate(hidden)], axis=2)
     labels = vocabulary.draft_ids[shift(batch.tokens, 1)]
+    tempered = functools.partial(losses.at_temperature, options.temperature)
 
     def score(students, labels, teachers):
-        logits = draft_logits(students)  # [B, m, S, Q]
-        return _score_rows(logits, labels, teachers, vocabulary, unembed, soft)
+        logits = tempered(draft_logits)(students)  # [B, m, S, Q]
+        return _score_rows(logits, labels, teachers, vocabulary, tempered(unembed), soft)
 
     rows = (aligned, labels, batch.hidden if soft else None)
     scores = losses.in_chunks(score, rows, options.chunk_tokens)

@@ -134,7 +134,7 @@ def score_blocks(
     scores = losses.score_tokens(
         hidden[:, :, 1:].reshape(rows, -1, width),
         blocks.labels.reshape(rows, -1),
-        unembed,
+        losses.at_temperature(options.temperature, unembed),
         target_hidden=target_hidden,
         kl_weight=options.kl_weight if options.uses_target_hidden else 0.0,
         frozen_head=frozen_head,

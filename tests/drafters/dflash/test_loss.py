@@ -157,15 +157,16 @@ def test_blocks_are_run_as_the_decode_loop_does(views):
             np.testing.assert_allclose(hidden[b, j], expected, rtol=1e-4, atol=1e-5)
 
 
-def log_softmax(hidden, target):
-    return np.asarray(jax.nn.log_softmax(target.unembed(hidden)), np.float64)
+def log_softmax(hidden, target, temperature):
+    logits = np.asarray(target.unembed(hidden), np.float64) / temperature
+    return np.asarray(jax.nn.log_softmax(logits), np.float64)
 
 
 def loss_by_loops(drafter, target, batch, anchors, options):
     """Loss and metrics, position by position, from the hidden states of the blocks."""
     blocks = cut(drafter, batch, anchors)
-    log_probs = log_softmax(hidden_of(drafter)(batch, blocks), target)
-    of_target = log_softmax(batch.hidden, target)
+    log_probs = log_softmax(hidden_of(drafter)(batch, blocks), target, options.temperature)
+    of_target = log_softmax(batch.hidden, target, options.temperature)
     gamma = BLOCK / 2 if options.gamma is None else options.gamma  # a block of 4 is half of 8
     total = weight_sum = correct_sum = counted_sum = 0.0
     lengths = []
@@ -230,7 +231,7 @@ OPTIONS = [
     LossConfig(),
     LossConfig(gamma=0.0),
     LossConfig(name="dpace", alpha=0.3),
-    LossConfig(name="kl", kl_weight=0.6),
+    LossConfig(name="kl", kl_weight=0.6, temperature=1.5),
 ]
 
 

@@ -271,7 +271,7 @@ def part(batch, row, begin, size, length=24):
 LOSSES = {
     "soft": LossConfig(name="kl"),
     "hard": LossConfig(),
-    "both": LossConfig(name="kl", kl_weight=0.3, gamma=0.0),
+    "both": LossConfig(name="kl", kl_weight=0.3, gamma=0.0, temperature=0.7),
 }
 
 
@@ -300,7 +300,8 @@ def test_the_loss_spelled_out():
     tokens, mask, segments = (
         np.asarray(x[0]) for x in (batch.tokens, batch.loss_mask, batch.segment_ids)
     )
-    totals, starts, lengths = {"soft": 0.0, "hard": 0.0}, 0, []
+    spelled = {"soft": 1.0, "warm": 2.0}  # Temperature of each.
+    totals, starts, lengths = {"soft": 0.0, "warm": 0.0, "hard": 0.0}, 0, []
     for i in range(24):
         run, whole = 1, True
         for step in range(3):
@@ -314,9 +315,12 @@ def test_the_loss_spelled_out():
             starts += step == 0
             logits = np.asarray(model.draft_logits(hidden[step][:, i]), np.float64)[0]
             logs = logits - np.log(np.exp(logits).sum())
-            teacher = np.exp(target[at - 1][ids]) / np.exp(target[at - 1][ids]).sum()
-            if target[at - 1].argmax() in ids:
-                totals["soft"] -= 0.8**step * np.sum(teacher * logs)
+            for name, temperature in spelled.items():
+                teacher = np.exp(target[at - 1][ids] / temperature)
+                cooled = logits / temperature
+                cross = np.sum(teacher / teacher.sum() * (cooled - np.log(np.exp(cooled).sum())))
+                if target[at - 1].argmax() in ids:
+                    totals[name] -= 0.8**step * cross
             if tokens[at] in ids:
                 totals["hard"] -= 0.8**step * logs[ids.tolist().index(tokens[at])]
             whole = whole and ids[logits.argmax()] == tokens[at]
@@ -324,7 +328,8 @@ def test_the_loss_spelled_out():
         if whole is not None:
             lengths.append(run)
     for name, total in totals.items():
-        value, metrics = run_loss(batch, LOSSES[name])
+        losses = LOSSES | {"warm": LossConfig(name="kl", temperature=2.0)}
+        value, metrics = run_loss(batch, losses[name])
         np.testing.assert_allclose(value, total / starts, rtol=1e-5)
     np.testing.assert_allclose(metrics["acceptance_length"], np.mean(lengths), rtol=1e-6)
 
