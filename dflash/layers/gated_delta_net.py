@@ -76,7 +76,11 @@ class GatedDeltaNet(nnx.Module):
           width: Size of an input row and of an output row.
           shape: Sizes of heads and of the convolution.
           eps: Epsilon of the output norm.
+        Raises:
+          ConfigError: The heads do not divide over the devices.
         """
+        # Columns would divide even where heads do not, and a device computes whole heads.
+        sharding.named((shape.linear_num_key_heads,), ("heads",))
         build = {"dtype": dtype, "sharding": sharding}
         heads, columns = shape.linear_num_value_heads, ("embed", "heads")
         self.q_proj = Linear(width, shape.key_size, columns, **build)

@@ -8,6 +8,7 @@ from support.engines import decode, engine, random_prompts
 from support.models import drafter, takes
 from support.other_targets import ARCHITECTURES, SHAPES, target
 
+from dflash import errors
 from dflash.config import registry
 from dflash.inference.cycle import adaptive
 
@@ -101,6 +102,12 @@ def test_recurrent_state_in_slots_that_come_and_go():
     alone = decode(engine(on=target(family), **options), prompts, limits, temperature=0.8)
     assert [one.output_ids for one in done] == [one.output_ids for one in alone]
     assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
+
+
+def test_heads_that_do_not_divide_over_devices_are_an_error():
+    """Though the elements of two key heads would divide over four devices."""
+    with pytest.raises(errors.ConfigError, match="axis 'heads' of length 2 does not divide over 4"):
+        target("qwen3_5", tensor=4)
 
 
 def test_recurrent_state_is_not_found_in_a_prefix_cache():
