@@ -2,6 +2,7 @@
 
     python tools/kernel_bundles.py [TOPOLOGY]
     python tools/kernel_bundles.py TOPOLOGY latent   # latent attention, at Kimi K2's shapes
+    python tools/kernel_bundles.py TOPOLOGY delta    # gated DeltaNet, at Qwen3.5's shapes
 
 Run it from the repository root, with the package and jax[tpu] installed; no TPU is needed.
 
@@ -22,12 +23,20 @@ import jax
 import jax.numpy as jnp
 
 from dflash.compiler import bundles, topology
-from dflash.kernels import flash_tpu, latent_attention, paged_attention, tuning
+from dflash.kernels import (
+    delta_block,
+    delta_block_tpu,
+    flash_tpu,
+    latent_attention,
+    paged_attention,
+    tuning,
+)
 from dflash.kernels.quantized import Quantized
 
 QUERIES, KV_HEADS, GROUP, WIDTH, PAGE = 16, 8, 4, 128, 128
 CASES = [(batch, context) for context in (2048, 32768) for batch in (1, 32)]
 LATENT, ROTARY = 512, 64
+TAPS, DELTA_CASES = 4, ((16, 16, 32), (16, 4, 12), (1, 16, 32))
 LATENT_CASES = ((8, 64), (16, 64), (8, 8), (16, 8))
 # The entry for these heads and pages in jax's table of tuned sizes.
 PAGES_PER_BLOCK = 8
@@ -42,6 +51,9 @@ def main(argv: list[str]) -> None:
         topology.prepare_environment(directory)
         if argv[1:] == ["latent"]:
             of_latent_attention(name, pathlib.Path(directory))
+            return
+        if argv[1:] == ["delta"]:
+            of_gated_delta_net(name, pathlib.Path(directory))
             return
         print(f"{name}: bundles of the kernel, of its inner loop; spills and fills; trips; product")
         for batch, context in CASES:
@@ -71,6 +83,44 @@ def of_latent_attention(name: str, directory: pathlib.Path) -> None:
                 f"{sum(part.bundles for part in found):>6}{inner.bundles:>6}{inner.spills:>6}",
                 flush=True,
             )
+
+
+def of_gated_delta_net(name: str, directory: pathlib.Path) -> None:
+    """Prints the schedules of the verification and the commit of one layer, one sequence."""
+    print(f"{name}: bundles of a grid step; spills; steps")
+    for rows, key_heads, heads in DELTA_CASES:
+        for part, (function, shapes) in delta_arguments(rows, key_heads, heads).items():
+            sections = schedule(name, f"delta_block_{part}_t{rows}", function, shapes, directory)
+            print(
+                f"{rows:>3} rows, {key_heads:>2} key heads, {heads:>2} value heads, {part:<7}"
+                f"{sum(section.bundles for section in sections):>6}"
+                f"{sum(section.spills for section in sections):>6}"
+                f"{key_heads // min(key_heads, delta_block_tpu.GROUP):>6}",
+                flush=True,
+            )
+
+
+def delta_arguments(rows: int, key_heads: int, heads: int):
+    """Returns the functions of both kernels, and the shapes and dtypes of their arguments."""
+    channels, wide = (2 * key_heads + heads) * WIDTH, jnp.float32
+    projected = (1, rows, channels + heads * WIDTH), jnp.bfloat16
+    per_head = (1, rows, heads), wide
+    memory, before = ((1, heads, WIDTH, WIDTH), wide), ((1, TAPS - 1, channels), jnp.bfloat16)
+    weights = [((channels, TAPS), jnp.bfloat16), ((WIDTH,), wide)]
+
+    def verify(*arrays):
+        projected = delta_block.Heads(*arrays[:5])
+        return delta_block.verify_block(projected, *arrays[5:], eps=1e-6, implementation="pallas")
+
+    def commit(memory, before, keys, updates, log_decay, *others):
+        block = delta_block.Block(keys, updates, log_decay)
+        return delta_block.commit_block(memory, before, block, *others, implementation="pallas")
+
+    block = [((1, rows, count * WIDTH), wide) for count in (key_heads, heads)]
+    return {
+        "verify": (verify, [projected, per_head, per_head, *weights, memory, before]),
+        "commit": (commit, [memory, before, *block, per_head, projected, ((1,), jnp.int32)]),
+    }
 
 
 def latent_arguments(rows: int, heads: int, kv_dtype):
@@ -120,7 +170,7 @@ def schedule(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function).lower(*inputs)
     lowered.compile()
-    found = bundles.of_kernels(directory, [kernel])
+    found = bundles.read_schedules(directory, [kernel])
     for path in directory.iterdir():
         path.unlink()
     return found[kernel]
