@@ -20,6 +20,8 @@ UPKEEP = ("train.", "optimizer.", "loss.")
 # is too flat, and is accepted less often than before its training.
 UPKEEP_DEFAULTS = {
     "loss.name": "kl",
+    "loss.gamma": 0.0,
+    "loss.num_anchors": 32,
     "optimizer.learning_rate": 3e-4,
     "optimizer.schedule": "constant",
     "optimizer.warmup_fraction": 0.001,

@@ -20,7 +20,7 @@ from dflash.checkpoints import foreign_trees
 from dflash.llm import LLM, Completion
 from dflash.rl import options as options_lib
 from dflash.rl.logps import TokenLogps
-from dflash.rl.upkeep import Rollout, Upkeep
+from dflash.rl.upkeep import Rollout, Upkeep, has_fallen
 from dflash.sampling import Sampling
 from dflash.version import install_command
 
@@ -129,7 +129,7 @@ class DFlashRollout(base_rollout.BaseRollout):
         self.upkeep = Upkeep(self.llm, upkeep) if upkeep.train.every else None
         layers = self.upkeep.feature_layers if self.upkeep else ()
         self._logps = TokenLogps(self.llm.target, layers)
-        self._every, self._rollouts = upkeep.train.every, []  # Rollouts to train on.
+        self._training, self._rollouts = upkeep.train, []  # Rollouts to train on.
         self._step_began = time.perf_counter()
         self.update_params(nnx.state(rollout_actor, nnx.Param))
 
@@ -220,7 +220,11 @@ class DFlashRollout(base_rollout.BaseRollout):
 
     def _train_drafter(self) -> None:
         """Trains the drafter if it is time."""
-        if not self._rollouts or (len(self.history) + 1) % self._every:
+        taus = [step.tau for step in (*self.history, self.stats) if step.cycles]
+        if not self._rollouts or (len(self.history) + 1) % self._training.every:
+            return
+        if not has_fallen(taus, self._training.below):
+            self._rollouts = self._rollouts[-self.upkeep.num_rows :]
             return
         begin = time.perf_counter()
         metrics = self.upkeep.train(self._rollouts)

@@ -34,6 +34,8 @@ from dflash.training.tasks import DrafterTask
 # The policy's outputs of one rollout: "features" [T, C·D], and "hidden" [T, D] if the loss uses it.
 Outputs = Mapping[str, jax.Array]
 
+# Steps whose τ is averaged to tell a decay from the differences between prompts.
+MEAN_STEPS = 4
 # Steps over which a schedule other than a constant one runs; a trainer's number is not known.
 _TOTAL_STEPS = 10_000
 
@@ -97,7 +99,8 @@ class Upkeep:
         self._features = steps.make_feature_step(
             self._task.features, dtype=jnp.dtype(llm.config.dtype)
         )
-        self._outputs: dict[Rollout, Outputs] = {}
+        self._scored: dict[Rollout, Outputs] = {}  # Since the last training, by the trainer.
+        self._recent: dict[Rollout, Outputs] = {}  # Of the last training.
         self.num_trainings = 0
         self._checkpoints = self._open_checkpoints()
 
@@ -107,7 +110,7 @@ class Upkeep:
         return self._task.working.feature_layers
 
     @property
-    def _num_rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rollouts that a training takes, counted as often as they are taken."""
         return self._config.train.steps * self._config.train.batch_size
 
@@ -129,47 +132,50 @@ class Upkeep:
         for i, (prompt, completion) in enumerate(
             zip(np.asarray(prompts), np.asarray(completions), strict=True)
         ):
-            if len(self._outputs) == self._num_rows:
+            if len(self._scored) == self.num_rows:
                 return
             rollout = Rollout(tuple(prompt[starts[i] :].tolist()), _trimmed(completion, pad_id))
-            self._outputs[rollout] = {
+            self._scored[rollout] = {
                 name: _window(outputs[name], i, starts[i], length) for name in names
             }
 
     def train(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Trains the drafter on rollouts, and lets it draft with the new weights.
+        """Trains the drafter on the latest rollouts, and lets it draft with the new weights.
+
+        If these are fewer than `train.steps` × `train.batch_size`, those of earlier trainings are
+        trained on again, with the outputs that they had: a few rollouts teach mostly their noise.
 
         Args:
           rollouts: Rollouts since the last training; the longest output may reach
             `decode.max_length`.
         Returns:
-          Metrics of the last step, such as "loss", and "reused", the fraction of the rollouts whose
-          outputs were kept from a log-probability pass; empty without rollouts.
+          Metrics of the last step, such as "loss"; "rollouts", the number of rollouts trained on;
+          and "reused", the fraction of the new ones whose outputs were kept from a log-probability
+          pass. Empty without rollouts.
         """
-        kept = [rollout for rollout in rollouts if len(rollout.output) > 1]
-        if not kept:
+        new = [rollout for rollout in rollouts if len(rollout.output) > 1]
+        if not new:
             return {}
-        config, metrics = self._config.train, {}
-        rng, count = np.random.default_rng((config.seed, self.num_trainings)), self._num_rows
-        known = [rollout for rollout in kept if rollout in self._outputs]
-        if len(known) >= min(count, len(kept)):
-            kept = known
+        config, metrics, count = self._config.train, {}, self.num_rows
+        known = [rollout for rollout in new if rollout in self._scored]
+        new = (known if len(known) >= min(count, len(new)) else new)[-count:]
+        reused = sum(rollout in self._scored for rollout in new) / len(new)
+        outputs = self._recent | self._outputs_of(new)
+        kept = list(outputs)[-count:]
+        self._recent, self._scored = {rollout: outputs[rollout] for rollout in kept}, {}
+        rng = np.random.default_rng((config.seed, self.num_trainings))
         chosen = [kept[i] for i in rng.permutation(np.arange(count) % len(kept))]
-        distinct = dict.fromkeys(chosen)
-        reused = sum(rollout in self._outputs for rollout in distinct) / len(distinct)
-        self._complete(list(distinct))
         frozen = self._task.abstract_frozen()
         for rows in self._batches(chosen):
             batch = self._batch(rows) | self._stacked(rows)
             self.state, metrics = self._step(self.state, frozen, batch)
-        self._outputs = {}
         self.num_trainings += 1
         self._install()
         if self._checkpoints is not None:
-            count = {"num_trainings": self.num_trainings}
-            self._checkpoints.save(int(self.state.step), self.state, count, best=None)
+            metadata = {"num_trainings": self.num_trainings}
+            self._checkpoints.save(int(self.state.step), self.state, metadata, best=None)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        return values | {"reused": reused}
+        return values | {"rollouts": len(kept), "reused": reused}
 
     def close(self) -> None:
         """Waits for the last checkpoint."""
@@ -177,18 +183,20 @@ class Upkeep:
             self._checkpoints.wait()
             self._checkpoints.close()
 
-    def _complete(self, rollouts: Sequence[Rollout]) -> None:
-        """Computes the outputs of those rollouts of which none were kept."""
-        missing = [rollout for rollout in rollouts if rollout not in self._outputs]
+    def _outputs_of(self, rollouts: Sequence[Rollout]) -> dict[Rollout, Outputs]:
+        """Returns the policy's outputs of rollouts; computes those of which none were kept."""
+        known = {rollout: self._scored[rollout] for rollout in rollouts if rollout in self._scored}
+        missing = [rollout for rollout in rollouts if rollout not in known]
         frozen = self._task.abstract_frozen()
         for rows in self._batches(missing):
             outputs = self._features(frozen, self._batch(rows))
             for i, rollout in enumerate(rows):
-                self._outputs[rollout] = {name: array[i] for name, array in outputs.items()}
+                known[rollout] = {name: array[i] for name, array in outputs.items()}
+        return known
 
     def _stacked(self, rollouts: Sequence[Rollout]) -> Batch:
         """Returns the outputs of rollouts, one row each."""
-        rows = [self._outputs[rollout] for rollout in rollouts]
+        rows = [self._recent[rollout] for rollout in rollouts]
         stacked = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
         axes = "batch", None, None
         return {
@@ -240,6 +248,20 @@ class Upkeep:
             self.state, self.num_trainings = found.state, found.metadata["num_trainings"]
             self._install()
         return checkpoints
+
+
+def has_fallen(taus: Sequence[float], below: float) -> bool:
+    """Returns whether the drafter needs training; see `UpkeepConfig.below`.
+
+    Args:
+      taus: Mean acceptance length of each step so far.
+      below: Fraction of the highest mean of `MEAN_STEPS` steps.
+    """
+    if below > 1:
+        return True
+    count = len(taus) - MEAN_STEPS + 1
+    means = [sum(taus[i : i + MEAN_STEPS]) / MEAN_STEPS for i in range(count)]
+    return bool(means) and means[-1] < below * max(means)
 
 
 @functools.partial(jax.jit, static_argnums=3)

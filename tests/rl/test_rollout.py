@@ -246,7 +246,10 @@ def test_a_step_reuses_the_log_probability_pass_and_states_its_share():
         "block_size": 4,
     }
     drafter = {"name": "dflash", "checkpoint": "random", "architecture": architecture}
-    options = {"train": {"every": 1, "steps": 2, "batch_size": 2}, "loss": {"num_anchors": 8}}
+    options = {
+        "train": {"every": 1, "below": 2, "steps": 2, "batch_size": 2},
+        "loss": {"num_anchors": 8},
+    }
     config = sampled(eos_tokens=[65])
     words = TokenizerAdapter(ByteTokenizer())
     given = {"target": TARGET, "drafter": drafter, "dtype": "float32"} | options

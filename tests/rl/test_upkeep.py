@@ -12,7 +12,7 @@ from dflash.config.loss_schema import LossConfig
 from dflash.config.rl_schema import UpkeepConfig, UpkeepRun
 from dflash.rl import options
 from dflash.rl.logps import TokenLogps
-from dflash.rl.upkeep import Rollout, Upkeep
+from dflash.rl.upkeep import Rollout, Upkeep, has_fallen
 
 TARGET = (
     "target.name=qwen3",
@@ -100,7 +100,18 @@ def test_outputs_of_a_log_probability_pass_are_used_again():
             upkeep.keep(left, right, 63, score(left, right, 63).outputs)
         metrics.append(upkeep.train(done))
     assert [one["reused"] for one in metrics] == [0.0, 1.0]
+    # A second training takes the four rollouts of the first one, too, up to steps × batch_size.
+    assert upkeep.train([Rollout((1, 2), (3, 4, 5))] * 9)["rollouts"] == 5
+    assert upkeep.train([Rollout((1, 2), (3, i, 5)) for i in range(9)])["rollouts"] == 8
     assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], abs=1e-3)
+
+
+def test_training_begins_when_tau_has_fallen():
+    """Means of four steps count, so a prompt whose text is hard to draft does not."""
+    taus = [9.0, 11.0, 10.0, 4.0, 11.0, 10.0]
+    assert not any(has_fallen(taus[:count], 0.8) for count in range(len(taus) + 1))
+    assert has_fallen([*taus, 6.0, 4.0, 5.0], 0.8)
+    assert has_fallen([], 2.0)
 
 
 def test_without_outputs_nothing_happens():
