@@ -107,7 +107,7 @@ def _entries(
     """
     packed = getattr(target, "packed", ())
     entries, unjoined = [], None
-    for path, leaf in parameters.readable(target).items():
+    for path, leaf in parameters.readable_of(variables).items():
         metadata = variables[path].get_metadata()
         names = [path]
         joined = re.search(r"\.(\w+_proj)\.", path)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -144,8 +144,8 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 def named_arrays(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
     """Yields (dotted path, variable) for every parameter, then for every buffer."""
-    yield from named_parameters(module)
-    yield from _named(nnx.state(module, Buffer))
+    for state in nnx.state(module, nnx.Param, Buffer):  # One walk over the module for both.
+        yield from _named(state)
 
 
 def named_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
@@ -173,8 +173,13 @@ def init_fast_random(module: nnx.Module, seed: int) -> None:
 
 def readable(module: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the arrays to read for an abstract module, as abstract arrays by dotted path."""
+    return readable_of(dict(named_arrays(module)))
+
+
+def readable_of(variables: Mapping[str, nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the arrays to read for a module with these variables; see `readable`."""
     arrays = {}
-    for path, leaf in named_arrays(module):
+    for path, leaf in variables.items():
         abstract, conversion = leaf.get_value(), leaf.get_metadata().get("conversion")
         if conversion is not None:
             place = abstract.sharding
