@@ -281,12 +281,12 @@ def test_gradients_equal_those_of_the_plain_loss(options):
     def plain(weights):
         blocks = cut(drafter, batch, anchors)
         hidden = with_weights(drafter, weights).run_blocks(batch, blocks, target)
-        log_probs = jax.nn.log_softmax(target.unembed(hidden)[:, :, 1:])
+        log_probs = jax.nn.log_softmax(target.unembed(hidden)[:, :, 1:] / options.temperature)
         cost = -jnp.take_along_axis(log_probs, blocks.labels[..., None], axis=-1)[..., 0]
         if options.uses_target_hidden:
             index = jnp.minimum(anchors.index[..., None] + jnp.arange(BLOCK - 1), LENGTH - 1)
             rows = jax.vmap(lambda hidden, index: hidden[index])(batch.hidden, index)
-            of_target = jax.nn.log_softmax(target.unembed(rows))
+            of_target = jax.nn.log_softmax(target.unembed(rows) / options.temperature)
             kl = jnp.sum(jnp.exp(of_target) * (of_target - log_probs), axis=-1)
             cost = (1 - options.kl_weight) * cost + options.kl_weight * kl
         weights = blocks.counted * jnp.exp(-jnp.arange(BLOCK - 1) / (BLOCK / 2))
