@@ -21,8 +21,8 @@ from dflash.inference.cycle import block_choice
 from dflash.inference.cycle.block_choice import BlockChoice, Division
 from dflash.inference.cycle.rules import DIVIDED
 from dflash.measure import plots
+from dflash.measure.workload import MIX
 
-MIX = "mix"  # Batch with sequences of all tasks in turns.
 NEW_TOKENS = 512  # Length of each output, after which its slot gets another sequence.
 _CYCLES = 1500
 _FIRST = _CYCLES // 4  # The first cycles, in which the pool is still empty, do not count.
@@ -53,10 +53,10 @@ class Throughput:
       task: Name of the task, or `MIX`.
       plain: Tokens per second of plain decoding, by roofline.
       fixed: Name and tokens per second of the best fixed block size.
-      whole: Tokens per second if one block size is chosen for the whole batch; None if no choice
-        fits in memory.
-      divided: Tokens per second if rows may be divided among the sequences too; None if no choice
-        fits in memory.
+      whole: Tokens per second if one block size is chosen for the whole batch; None unless every
+        choice fits in memory.
+      divided: Tokens per second if rows may be divided among the sequences too; None unless every
+        choice fits in memory.
     """
 
     batch: int

@@ -182,10 +182,7 @@ def compile_points(
     compile_one = compile_one or compile_point
     points = {}
     for index, spec in enumerate(specs):
-        path = (
-            workdir
-            and workdir / _FOLDER / f"{spec.name.replace(' ', '-')}-{spec.batch}-{spec.key}.json"
-        )
+        path = workdir and workdir / _FOLDER / spec.file
         point = path and _read(path)
         if point is None:
             progress(f"{spec.name}, batch {spec.batch}", index / len(specs))
