@@ -24,7 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.checkpoints.foreign_trees import HfNames, MaxTextNames, Naming, TunixNames
+from dflash.checkpoints.namings.hf import HfNames
+from dflash.checkpoints.namings.maxtext import MaxTextNames
+from dflash.checkpoints.namings.origin import Naming
+from dflash.checkpoints.namings.tunix import TunixNames
 from dflash.config import schema
 from dflash.inference import weight_update
 from dflash.models.decoder import Decoder

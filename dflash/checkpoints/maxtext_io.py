@@ -3,7 +3,7 @@
 The tree has no config.json: architecture and tokenizer come from a Hugging Face checkpoint of the
 same model. Layers are stacked along dimension 1 (`scan_layers: true`) or stored one by one.
 
-Source: https://maxtext.readthedocs.io, "Checkpoints"; names as in `foreign_trees.MaxTextNames`.
+Source: https://maxtext.readthedocs.io, "Checkpoints"; names as in `namings.maxtext`.
 """
 
 import pathlib
@@ -17,7 +17,8 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints import files, orbax_io
-from dflash.checkpoints.foreign_trees import LAYER_AXIS, MaxTextNames, Origin
+from dflash.checkpoints.namings.maxtext import MaxTextNames
+from dflash.checkpoints.namings.origin import LAYER_AXIS, Origin
 from dflash.parallel import parameters
 
 ITEMS = "items"

@@ -19,7 +19,7 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints import files, foreign_trees
-from dflash.checkpoints.foreign_trees import Naming, Origin
+from dflash.checkpoints.namings.origin import Naming, Origin
 from dflash.layers.joining import JOINED, side_by_side
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters

@@ -58,8 +58,8 @@ class Decoder(nnx.Module):
     qk_norm: ClassVar[bool]
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     layer_class: ClassVar[type[TransformerLayer]] = TransformerLayer
-    # Whether MaxText alternates the halves of heads; see `foreign_trees.MaxTextNames`. None if
-    # MaxText's weights of the family are not supported.
+    # Whether MaxText alternates the halves of heads; see `checkpoints.namings.maxtext`. None
+    # if MaxText's weights of the family are not supported.
     maxtext_interleaves_heads: ClassVar[bool | None] = None
     # A family with fields of its own sets its subclass of `TargetArchitecture`.
     architecture_class: ClassVar[type[TargetArchitecture]] = TargetArchitecture

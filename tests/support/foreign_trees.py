@@ -1,6 +1,6 @@
 """Weights of small targets under the names of other frameworks.
 
-Written out from the sources that dflash/checkpoints/foreign_trees.py names.
+Written out from the sources that dflash/checkpoints/namings/ names.
 """
 
 import re
