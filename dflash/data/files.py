@@ -27,7 +27,7 @@ ASSISTANT = "assistant"
 # Fields that belong into messages; others of a line, such as ids, are ignored.
 _UNREAD = (
     *("system", "system_prompt", "history", "weight", "tool_calls", "functions"),
-    *("reasoning_content", "reasoning", "thinking", "images", "chat_template_kwargs"),
+    *("reasoning_content", "reasoning", "thinking", "chat_template_kwargs"),
 )
 _KINDS = "messages, prompt and response, or prompt_ids and output_ids"
 
@@ -105,6 +105,7 @@ def example_of(fields: Mapping[str, Any], task: str = TASK) -> Example:
         if invalid:
             raise errors.InputError(f"token id {invalid[0]} is not in the range 0 to 2**31 - 1")
         return Example(task, _source_of_ids(fields, prompt), prompt_ids=prompt, output_ids=output)
+    jsonl.check_no_media(fields)
     for name in _UNREAD:
         if fields.get(name) not in jsonl.EMPTY:
             raise errors.InputError(f"{name}: is not read here; put it into messages, or remove it")

@@ -19,6 +19,11 @@ MAX_QUOTED_CHARACTERS = 60
 EMPTY = (None, "", [], {})  # values of fields that mean the same as no field
 PLAIN_FIELDS = frozenset(("role", "content", "name"))  # of messages without calls or reasoning
 _VARIABLES = ("tools", "documents")  # fields of a line that chat templates know
+# Fields of lines and messages that hold other inputs than text.
+_MEDIA = (
+    *("image", "images", "image_url", "image_urls"),
+    *("video", "videos", "video_url", "audio", "audios", "input_audio"),
+)
 
 
 def entries(file: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
@@ -201,6 +206,7 @@ def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
 def _check_message(message: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(message, dict):
         raise errors.InputError(f"{where}: expected an object, not {quote(message)}")
+    check_no_media(message, f"{where}.")
     message = {key: item for key, item in message.items() if key == "content" or item not in EMPTY}
     if message.get("role") == "assistant" and message.keys() - PLAIN_FIELDS - {"weight"}:
         message.setdefault("content", None)
@@ -210,12 +216,35 @@ def _check_message(message: Any, where: str) -> Mapping[str, Any]:
     for key in ("role", "content"):
         if key not in texts:
             raise errors.InputError(f"{where}: no {key}")
+        _check_parts(texts[key], f"{where}.{key}")
         if not isinstance(texts[key], str):
             raise errors.InputError(f"{where}.{key}: expected a string, not {quote(texts[key])}")
         check_unicode(texts[key], f"{where}.{key}")
     if message.keys() - {"role", "content"}:
         check_unicode(json.dumps(message, ensure_ascii=False), where)
     return message
+
+
+def check_no_media(fields: Mapping[str, Any], where: str = "") -> None:
+    """Checks that a line or message has no images, videos or sounds, which are not supported.
+
+    Args:
+      fields: Fields of the line or message.
+      where: Start of error messages, such as "messages[0].".
+    Raises:
+      InputError: A field holds one; the message names it.
+    """
+    for name in _MEDIA:
+        if fields.get(name) not in EMPTY:
+            raise errors.InputError(f"{where}{name}: not supported, only texts; remove the field")
+
+
+def _check_parts(content: Any, where: str) -> None:
+    """Raises InputError if a content is a list with other parts than texts."""
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in (None, "text"):
+            raise errors.InputError(f"{where}[{place}]: {quote(kind)} is not supported, only texts")
 
 
 def check_variables(fields: Mapping[str, Any]) -> dict[str, Any]:

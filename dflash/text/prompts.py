@@ -71,9 +71,10 @@ def read_prompts(
     Prompts come from `config.text`, `config.file` or `config.dataset`, otherwise from `stdin`. A
     line of the file has exactly one of the keys `prompt`, `messages`, `turns` (messages of the
     user, each answered by the model) and `prompt_ids`. `tools` and `documents` are variables of the
-    chat template. Other keys are ignored, since data sets often have ids and answers. Messages of
-    the assistant at the end of a conversation are dropped, since they answer the question that the
-    prompt asks. Each line of `stdin` is a prompt. Blank lines are skipped.
+    chat template. Images, videos and sounds are rejected. Other keys are ignored, since data sets
+    often have ids and answers. Messages of the assistant at the end of a conversation are dropped,
+    since they answer the question that the prompt asks. Each line of `stdin` is a prompt. Blank
+    lines are skipped.
 
     Args:
       config: Source of the prompts, and whether the chat template is applied to plain text.
@@ -295,6 +296,7 @@ def _make_prompt(
     Raises:
       InputError: The entry is unusable.
     """
+    jsonl.check_no_media(fields)
     kinds = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:
         present = " and ".join(kinds) if kinds else "none of them"

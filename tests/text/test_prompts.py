@@ -242,6 +242,7 @@ def test_token_ids_need_no_tokenizer(jsonl):
 
 
 KEYS = "prompt, messages, turns, prompt_ids"
+TEXTS = "not supported, only texts; remove the field"
 
 
 @pytest.mark.parametrize(
@@ -276,6 +277,12 @@ KEYS = "prompt, messages, turns, prompt_ids"
             'messages[0].content: expected a string, not [{"type": "text", "text": "'
             + "x" * 33
             + "…",
+        ),
+        ({"prompt": "a", "images": ["x.png"]}, f"images: {TEXTS}"),
+        ({"messages": [USER | {"images": ["x"]}]}, f"messages[0].images: {TEXTS}"),
+        (
+            {"messages": [USER | {"content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
+            'messages[0].content[1]: "image" is not supported, only texts',
         ),
         ({"prompt_ids": 3}, "prompt_ids: expected a list, not 3"),
         ({"prompt_ids": []}, "empty prompt: no prompt_ids"),
