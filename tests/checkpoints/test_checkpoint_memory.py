@@ -56,6 +56,15 @@ def test_a_gguf_file_is_dequantized_in_pieces(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_experts_in_four_bits_are_widened_in_pieces(tmp_path):
+    run("make", tmp_path / "m", "--megabytes", MEGABYTES, "--mxfp4")
+    figures = json.loads(run("load", tmp_path / "m", "--dtype=bfloat16"))
+    assert figures["weights"] > MEGABYTES  # Experts alone, without scales and attention.
+    assert figures["peak"] >= figures["before"] + 0.9 * figures["weights"]
+    assert figures["beyond_weights"] <= MOST_BEYOND_MEGABYTES
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     ("options", "most_beyond"),
     [

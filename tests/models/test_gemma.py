@@ -2,16 +2,19 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.golden import import_transformers, load_target
-from support.models import family_architecture, make_cache
+from support.models import family_architecture, make_cache, make_sharding
 from support.parity import check_rows, pad, reference, step
 
 from dflash import errors
 from dflash.models.gemma3 import Gemma3Text
 from dflash.models.gemma4 import Gemma4, Gemma4Text
 from dflash.models.windows_config import SLIDING
+from dflash.parallel import parameters
 
 TEXT = {
     "vocab_size": 48,
@@ -82,6 +85,20 @@ def test_a_bad_field_is_named(message):
     assert str(caught.value) == f"config.json: {message}"
     with pytest.raises(errors.CheckpointError, match=r"^config\.json: missing text_config$"):
         Gemma4.architecture_from_hf(config)
+
+
+def test_drafters_read_scaled_embeddings_and_bounded_logits():
+    """The embedding and the output head that drafters are given are those of the target."""
+    arch = family_architecture("gemma4", final_logit_softcapping=2.0, tie_word_embeddings=False)
+    model = Gemma4(arch, dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(0))
+    tokens = jnp.arange(6).reshape(2, 3)
+    scale = np.float32(arch.hidden_size**0.5)
+    table = np.asarray(model.embed_tokens.embedding[...])
+    np.testing.assert_allclose(model.embed(tokens), scale * table[tokens], rtol=1e-6)
+    hidden = np.random.default_rng(0).normal(size=(2, 3, arch.hidden_size)).astype(np.float32)
+    logits = hidden @ np.asarray(model.lm_head.kernel[...])
+    np.testing.assert_allclose(model.unembed(hidden), 2 * np.tanh(logits / 2), atol=1e-5)
 
 
 def test_older_files_state_the_interval_of_full_layers():

@@ -4,7 +4,9 @@
     python tests/support/checkpoint_memory.py load DIR --dtype=bfloat16 --tensor=8
 
 With --experts it is a Qwen3 MoE, nearly all of whose weights are experts, a tensor each. With
---gguf a file DIR.gguf with matrices in 8 bits is written too, which `load` also takes.
+--mxfp4 it is like gpt-oss: the experts of a layer are two tensors in mxfp4, which take the
+megabytes in eight bits. With --gguf a file DIR.gguf with matrices in 8 bits is written too, which
+`load` also takes.
 
 `load` prints one JSON line: bytes of the weights as they stay resident, and the process's peak
 memory beyond what it used right before reading, as the kernel counts both (mapped file pages
@@ -24,10 +26,15 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
 
 from dflash.checkpoints import checkpoint
 from dflash.config import schema
-from dflash.loading import quantization as narrowing
+from dflash.config.schema import TargetConfig
+from dflash.loading import models
+from dflash.models.gpt_oss import GptOss
+from dflash.models.gpt_oss_config import GptOssArchitecture
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.models.qwen3_moe_config import Qwen3MoeArchitecture
@@ -81,16 +88,36 @@ def make(directory: pathlib.Path, megabytes: int, dtype: str, experts: bool, ggu
         gguf_files.write(file, directory, kind=GGMLQuantizationType.Q8_0)
 
 
+def make_packed(directory: pathlib.Path, megabytes: int) -> None:
+    """Writes weights like gpt-oss's, as one file."""
+    layers = max(1, round(megabytes * 1_000_000 / (3 * WIDTH * EXPERTS * EXPERT_WIDTH)))
+    own = {"intermediate_size": EXPERT_WIDTH, "num_local_experts": EXPERTS, "vocab_size": 1024}
+    own |= {"num_experts_per_tok": 4, "sliding_window": 64, "tie_word_embeddings": False}
+    arch = GptOssArchitecture(**vars(architecture(layers, experts=False)) | own)
+    module = GptOss(arch, dtype=jnp.dtype("float32"), sharding=make_sharding(1))
+    tensors, rng = {}, np.random.default_rng(0)
+    for path, param in parameters.named_parameters(module):
+        source, shape = module.checkpoint_name(path), param.get_value().shape
+        if isinstance(source, str):
+            tensors[source] = np.ones(shape[::-1] if path.endswith(".kernel") else shape, "float32")
+            continue
+        blocks = shape[0], shape[2], shape[1] // 32
+        tensors[f"{source.name}_blocks"] = rng.integers(0, 256, (*blocks, 16), dtype=np.uint8)
+        tensors[f"{source.name}_scales"] = np.full(blocks, 120, np.uint8)
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    (directory / "config.json").write_text(json.dumps(GptOss.config_to_hf(arch) | packed))
+
+
 def load(
     directory: pathlib.Path, dtype: str, tensor: int, expert: int, quantization: str | None
 ) -> dict[str, float]:
     """Reads the weights; returns megabytes and seconds."""
     directory = checkpoint.resolve(str(directory))
-    config = checkpoint.read_config(directory)
-    kind = Qwen3Moe if "num_experts" in config else Qwen3
-    arch = kind.architecture_from_hf(config)
-    module = kind(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(tensor, expert))
-    narrowing.quantize(module, quantization)
+    config = TargetConfig(checkpoint=str(directory), quantization=quantization)
+    place = make_sharding(tensor, expert)
+    module = models.build_target(config, models.find_target(config), dtype=dtype, sharding=place)
     jnp.zeros(8).block_until_ready()  # start the runtime
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
     before = status_megabytes("VmRSS")
@@ -123,9 +150,12 @@ def main() -> None:
     parser.add_argument("--expert", type=int, default=1)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--gguf", action="store_true")
+    parser.add_argument("--mxfp4", action="store_true")
     parser.add_argument("--quantization")
     args = parser.parse_args()
-    if args.action == "make":
+    if args.action == "make" and args.mxfp4:
+        make_packed(args.directory, args.megabytes)
+    elif args.action == "make":
         make(args.directory, args.megabytes, args.dtype, args.experts, args.gguf)
     else:
         options = args.tensor, args.expert, args.quantization
