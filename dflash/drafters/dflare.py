@@ -39,7 +39,7 @@ class DFlare(DFlash):
     @staticmethod
     def make_layer(shape, **build):
         """Returns an abstract draft layer."""
-        form = {"qk_norm": True, "has_sinks": shape.attention_sink_bias}
+        form = shape.attention_form | {"takes_context": False}  # Rows of context have their own.
         attention = grouped_attention(shape.decoder, ContextAttention, **form, **build)
         return TransformerLayer(shape.decoder, attention=attention, **build)
 

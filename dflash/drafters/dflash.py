@@ -28,9 +28,12 @@ from dflash.layers import cache as kv
 from dflash.layers import rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.losses import TokenScores
-from dflash.layers.transformer import TransformerLayer
+from dflash.layers.transformer import TransformerLayer, grouped_attention
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
+
+# Parameters whose names in checkpoints do not end in ".weight".
+_BARE = ("bias", "attention_sink_bias")
 
 
 class DFlash(OnePassDrafter):
@@ -138,13 +141,8 @@ class DFlash(OnePassDrafter):
     @staticmethod
     def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
         """Returns an abstract draft layer."""
-        return TransformerLayer(
-            shape.decoder,
-            qk_norm=True,
-            takes_context=True,
-            has_sinks=shape.attention_sink_bias,
-            **build,
-        )
+        attention = grouped_attention(shape.decoder, **shape.attention_form, **build)
+        return TransformerLayer(shape.decoder, attention=attention, **build)
 
     def init_state(self, batch, max_length):
         """Returns an abstract context; see `WeightedDrafter.context_cache`."""
@@ -373,5 +371,5 @@ class DFlash(OnePassDrafter):
     @staticmethod
     def checkpoint_name(path: str) -> str:
         """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
-        stem, _, name = path.rpartition(".")
-        return path if name == "attention_sink_bias" or not stem else f"{stem}.weight"
+        stem, _, leaf = path.rpartition(".")
+        return path if leaf in _BARE or not stem else f"{stem}.weight"

@@ -18,12 +18,12 @@ from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.drafters.parts.draft_vocabulary import Shortlist
 from dflash.layers.linear import Embedding, Linear
-from dflash.layers.transformer import TransformerLayer
+from dflash.layers.transformer import TransformerLayer, grouped_attention
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
-# Parameters whose names in checkpoints do not end in ".weight".
-_BARE = ("base_kernel", "predecessor_codebook", "successor_codebook")
+# Tables whose names in checkpoints do not end in ".weight".
+_CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class DynamicConvolution(nnx.Module):
@@ -93,8 +93,8 @@ class ConvolvedLayer(TransformerLayer):
 
     def __init__(self, shape: DFlash2Shape, *, dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
-        sinks = shape.attention_sink_bias
-        super().__init__(shape.decoder, qk_norm=True, takes_context=True, has_sinks=sinks, **build)
+        attention = grouped_attention(shape.decoder, **shape.attention_form, **build)
+        super().__init__(shape.decoder, attention=attention, **build)
         options = {"taps": shape.conv_kernel_size, "group_size": shape.conv_group_size} | build
         self.attention_conv = DynamicConvolution(shape.decoder.hidden_size, **options)
         self.mlp_conv = DynamicConvolution(shape.decoder.hidden_size, **options)
@@ -229,6 +229,7 @@ class DFlash2(ConditionedDFlash):
     def checkpoint_name(path: str) -> str:
         """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, leaf = path.rpartition(".")
-        if leaf in _BARE or not stem:
+        if leaf == "base_kernel":
             return path
-        return stem if stem.rpartition(".")[2] in _BARE else f"{stem}.weight"
+        is_codebook = stem.rpartition(".")[2] in _CODEBOOKS
+        return stem if is_codebook else ConditionedDFlash.checkpoint_name(path)

@@ -25,7 +25,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SUPPORTED = {"draft_shift": False}
 # Fields that config.json omits if they have their defaults.
 _OPTIONAL_FIELDS = (
-    *("partial_rotary_factor", "attention_sink_bias", "attention_value_scale"),
+    *("partial_rotary_factor", "attention_bias", "attention_sink_bias", "attention_value_scale"),
     *("draft_vocab_size", "target_hidden_size", "mask_embedding"),
 )
 
@@ -58,6 +58,7 @@ class DFlashShape(DrafterShape):
       draft_vocab_size: Size of the draft vocabulary, which has an output head of its own; None to
         draft from the target's whole vocabulary with the target's head.
       partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
+      attention_bias: Whether the projections of attention have biases.
       attention_sink_bias: Whether each head has an attention sink: a learned score of no position.
       attention_value_scale: Factor on values.
       target_hidden_size: Width of the target, if it is not the drafter's; the drafter then has an
@@ -75,6 +76,7 @@ class DFlashShape(DrafterShape):
     views: tuple[LayerView, ...] = option()
     draft_vocab_size: int | None = option(None, minimum=1, maximum=MAX_VOCABULARY)
     partial_rotary_factor: float = option(1.0, minimum=0.0, maximum=1.0)
+    attention_bias: bool = False
     attention_sink_bias: bool = False
     attention_value_scale: float = option(1.0, minimum=0.0, maximum=1e3)
     target_hidden_size: int | None = option(None, minimum=1, maximum=MAX_WIDTH)
@@ -85,6 +87,17 @@ class DFlashShape(DrafterShape):
         """Decoder in which `head_dim` is the width of the rotated part of a head."""
         width = int(self.decoder.head_dim * self.partial_rotary_factor)
         return dataclasses.replace(self.decoder, head_dim=width)
+
+    @property
+    def attention_form(self) -> dict[str, bool]:
+        """Arguments of `Attention` that the draft layers share."""
+        return {
+            "qk_norm": True,
+            "takes_context": True,
+            "has_sinks": self.attention_sink_bias,
+            "bias": self.attention_bias,
+            "output_bias": self.attention_bias,
+        }
 
     @property
     def causal(self) -> bool:
@@ -270,6 +283,7 @@ class _CommonFields:
     mask_token_id: int | None = option_like(DFlashShape, "mask_token_id", None)
     target_layer_ids: tuple[int, ...] = option_like(DFlashShape, "target_layer_ids", ())
     partial_rotary_factor: float | None = option_like(DFlashShape, "partial_rotary_factor", None)
+    attention_bias: bool | None = None
     attention_sink_bias: bool | None = None
     attention_value_scale: float | None = option_like(DFlashShape, "attention_value_scale", None)
     target_hidden_size: int | None = option_like(DFlashShape, "target_hidden_size", None)

@@ -198,9 +198,3 @@ class DSpark(ConditionedDFlash):
             "loss": loss + confidence_loss,
             "confidence_loss": confidence_loss,
         }
-
-    @staticmethod
-    def checkpoint_name(path: str) -> str:
-        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
-        stem, _, leaf = path.rpartition(".")
-        return path if leaf == "bias" or not stem else f"{stem}.weight"

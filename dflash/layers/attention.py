@@ -276,6 +276,7 @@ class ContextAttention(Attention):
         super().__init__(width, num_kv_heads=num_kv_heads, head_dim=head_dim, **options)
         build = {name: options[name] for name in ("dtype", "sharding")}
         columns = num_kv_heads * head_dim
+        build["bias"] = options.get("bias", False)
         self.k_proj_target = Linear(width, columns, ("embed", "kv_heads"), **build)
         self.v_proj_target = Linear(width, columns, ("embed", "kv_heads"), **build)
 

@@ -12,8 +12,11 @@ from support.models import make_sharding, make_target, move, zeros
 
 from dflash import errors
 from dflash.drafters.base import Candidates
+from dflash.drafters.dflare import DFlare
 from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash2 import DFlash2
 from dflash.drafters.dflash_config import LayerView
+from dflash.drafters.dspark import DSpark
 from dflash.layers import cache as kv
 from dflash.parallel import parameters
 
@@ -21,9 +24,9 @@ CAPACITY = 24
 
 
 @functools.cache
-def weights(num_layers, sinks=False):
+def weights(num_layers, sinks=False, biases=False):
     """Returns weights for drafters of any views, with norm scales that differ from 1."""
-    shape = make_shape(*[FULL] * num_layers, attention_sink_bias=sinks)
+    shape = make_shape(*[FULL] * num_layers, attention_sink_bias=sinks, attention_bias=biases)
     drafter = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
     rng = np.random.default_rng(1)
     values = {}
@@ -34,9 +37,13 @@ def weights(num_layers, sinks=False):
     return values
 
 
+def weights_for(shape):
+    return weights(len(shape.views), shape.attention_sink_bias, shape.attention_bias)
+
+
 def make_drafter(shape, **options):
     drafter = DFlash(shape, **({"dtype": jnp.float32, "sharding": make_sharding()} | options))
-    parameters.assign(drafter, weights(len(shape.views), shape.attention_sink_bias))
+    parameters.assign(drafter, weights_for(shape))
     return drafter
 
 
@@ -100,6 +107,7 @@ def plain_block(values, views, features, embedded, shape):
 
         def project(rows, name, layer=layer):
             projected = rows @ layer[f"self_attn.{name}_proj.kernel"]
+            projected += layer.get(f"self_attn.{name}_proj.bias", 0)
             return projected.reshape(len(rows), -1, arch.head_dim)
 
         rows = np.concatenate([context, normed])
@@ -114,6 +122,7 @@ def plain_block(values, views, features, embedded, shape):
             layer.get("self_attn.attention_sink_bias"),
         )
         x = x + attended.reshape(block, -1) @ layer["self_attn.o_proj.kernel"]
+        x = x + layer.get("self_attn.o_proj.bias", 0)
         normed = rms_norm(x, layer["post_attention_layernorm.scale"])
         gate = normed @ layer["mlp.gate_proj.kernel"]
         up = normed @ layer["mlp.up_proj.kernel"]
@@ -131,7 +140,7 @@ def check_block(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
     for b, position in enumerate(positions):
         tokens = [anchors[b]] + [drafter.shape.mask_token_id] * (block - 1)
         expected = plain_block(
-            weights(len(views), drafter.shape.attention_sink_bias),
+            weights_for(drafter.shape),
             views,
             np.asarray(features[b, :position], np.float64),
             table[tokens],
@@ -149,12 +158,17 @@ def test_layers_see_what_config_json_says(form):
 
 
 def test_heads_do_what_config_json_says():
-    stated = {"partial_rotary_factor": 0.5, "attention_sink_bias": True}
+    stated = {"partial_rotary_factor": 0.5, "attention_sink_bias": True, "attention_bias": True}
     config = make_config(**stated, dflash_config={"attention_value_scale": 0.612})
     drafter = make_drafter(DFlash.architecture_from_hf(config))
     check_block(drafter, (FULL, FULL))
-    name = "layers.0.self_attn.attention_sink_bias"
-    assert drafter.checkpoint_name(name) == name
+
+
+@pytest.mark.parametrize("kind", [DFlash, DFlash2, DSpark, DFlare])
+def test_biases_and_sinks_have_names_of_their_own_in_files(kind):
+    for name in ("attention_sink_bias", *(f"{part}_proj.bias" for part in "qkvo")):
+        path = f"layers.0.self_attn.{name}"
+        assert kind.checkpoint_name(path) == path
 
 
 @pytest.mark.parametrize("block_size", [2, 5])

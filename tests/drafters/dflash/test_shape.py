@@ -136,6 +136,7 @@ def shapes(draw):
         target_layer_ids=tuple(draw(st.lists(st.integers(0, 35), min_size=1, max_size=5))),
         num_target_layers=draw(st.integers(1, 36)),
         partial_rotary_factor=draw(st.sampled_from([1.0, 0.5, 0.25])),
+        attention_bias=draw(st.booleans()),
         attention_sink_bias=draw(st.booleans()),
         attention_value_scale=draw(st.sampled_from([1.0, 0.612])),
     )
