@@ -183,6 +183,9 @@ DRAFTERS: Mapping[str, Entry] = Entries(
         "dflare": Entry(
             "dflash.drafters.dflare:DFlare", "dflash.drafters.dflare_config:DFlareConfig"
         ),
+        "lilicorr": Entry(
+            "dflash.drafters.lilicorr:LiLiCorr", "dflash.drafters.lilicorr_config:LiLiCorrConfig"
+        ),
         "dspark": Entry(
             "dflash.drafters.dspark:DSpark", "dflash.drafters.dspark_config:DSparkConfig"
         ),

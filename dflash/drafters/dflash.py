@@ -276,8 +276,11 @@ class DFlash(OnePassDrafter):
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Projects the features to keys and values and stores them; see `Drafter.observe`."""
-        context = self.context_rows(features)
-        positions = position[:, None] + jnp.arange(features.shape[1])
+        return self.store_context(state, position, self.context_rows(features))
+
+    def store_context(self, state: kv.StaticCache, position, context) -> kv.StaticCache:
+        """Writes the keys and values of new rows; `context` is that of `context_rows`."""
+        positions = position[:, None] + jnp.arange(context[0].shape[1])
         cos_sin = rotary.angles(positions, self.shape.rotary)
         with jax.named_scope("attention"):
             rows = [

@@ -44,7 +44,8 @@ TARGET = make_architecture(vocab_size=600)
 
 
 def test_every_drafter_with_weights_of_its_own_has_a_shape():
-    assert set(WITH_SHAPES) == {"dflare", "dflash", "dflash2", "dspark", "eagle3", "medusa"}
+    blocks = {"dflare", "dflash", "dflash2", "dspark", "lilicorr"}
+    assert set(WITH_SHAPES) == blocks | {"eagle3", "medusa"}
     for name in WITH_SHAPES:
         shape_class = kind_of(name).shape_class
         assert shape_class.__module__ == f"dflash.drafters.{name}_config"
@@ -260,6 +261,8 @@ SIZES = {
     "dflash2": [("dflash_config", field) for field in
                 ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")],
     "dspark": [BLOCK, DEPTH, ("markov_rank",)],
+    "lilicorr": [("dflash_config", f"lilicorr_{field}") for field in
+                 ("candidate_topk", "num_layers", "num_heads", "factor_dim")],
     "eagle3": [DEPTH, ("draft_vocab_size",)],
     "medusa": [BLOCK, DEPTH, ("hidden_size",), ("vocab_size",)],
 }  # fmt: skip
@@ -278,6 +281,11 @@ OTHERS = [
     ("dflash", ("layer_types",), {"0": "full_attention"}),
     ("dflash", ("sliding_window_non_causal",), "no"),
     ("dspark", ("target_layer_ids",), [0.5]),
+    ("lilicorr", ("dflash_config", "lilicorr_enabled"), False),
+    ("lilicorr", ("dflash_config", "lilicorr_logit_scale"), float("nan")),
+    ("lilicorr", ("dflash_config", "lilicorr_vector_eps"), 0),
+    ("lilicorr", ("dflash_config", "lilicorr_mlp_ratio"), "2"),
+    ("lilicorr", ("has_own_lm_head",), True),
     ("dspark", ("markov_head_type",), ["rnn"]),
     ("dspark", ("enable_confidence_head",), "true"),
     ("eagle3", ("target_layer_ids",), [-1]),

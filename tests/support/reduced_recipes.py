@@ -40,6 +40,7 @@ REDUCED = {
     "tiny_dflash2": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
     "tiny_dspark": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
     "tiny_eagle3": (*EAGLE3, MIXTURE),
+    "tiny_lilicorr": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
     "tiny_medusa": (MIXTURE, "loss.num_anchors=4", "drafter.architecture.block_size=4"),
     "tiny_target": (MIXTURE, "tokenizer=null"),
 }

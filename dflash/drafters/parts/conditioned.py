@@ -165,7 +165,7 @@ class ConditionedDFlash(DFlash):
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
         """Runs the whole block, but draws only its first tokens; see `Drafter.draft_fewer`."""
-        prepared, choices = self._run_positions(count, state, anchor, position, heads)
+        prepared, choices = self.run_positions(count, state, anchor, position, heads)
         positions = position[:, None] + 1 + jnp.arange(count)
 
         def draw(carry, inputs):
@@ -185,8 +185,19 @@ class ConditionedDFlash(DFlash):
         confidence = self.acceptance(prepared, previous)
         return Proposal(tokens, probs=probs, confidence=confidence), state
 
-    def _run_positions(self, count, state, anchor, position, heads) -> tuple[jax.Array, Any]:
-        """Returns the outputs of `prepare` and `choices` at the first draft positions."""
+    def run_positions(self, count, state, anchor, position, heads) -> tuple[Any, Any]:
+        """Runs the block, and returns the inputs of the sequential loop.
+
+        Args:
+          count: Number of draft positions, from the first one on.
+          state: State before the anchors.
+          anchor: Last committed tokens, int32 [B].
+          position: Positions of the anchors, int32 [B].
+          heads: Embedding and output head of the target.
+        Returns:
+          Inputs of `condition`, by default the outputs of `prepare`, and those of `correct`, by
+          default the outputs of `choices`, at the draft positions: pytrees of arrays [B, count, …].
+        """
         block, _ = self.run_block(state, anchor, position, heads)
         hidden = block[:, self.first_row : self.first_row + count]
         return self.prepare(hidden), self.choices(self._unembed(hidden, heads))
@@ -194,7 +205,7 @@ class ConditionedDFlash(DFlash):
     def _draft_tree(self, state, anchor, position, sampler, heads) -> Proposal:
         """Grows a tree from the scores of each node's children given its own prefix."""
         options = self.tree
-        rows = self._run_positions(options.depth, state, anchor, position, heads)
+        rows = self.run_positions(options.depth, state, anchor, position, heads)
 
         def children(previous, memory, level) -> tuple[Candidates, Any]:
             def at_level(x):

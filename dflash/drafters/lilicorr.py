@@ -1,0 +1,231 @@
+"""LiLiCorr: DFlash that chooses among likely tokens by scores of their transitions.
+
+Source: arXiv 2608.20530 and NVIDIA/Model-Optimizer (`modeling_lilicorr.py`). A network scores all
+transitions between the k most likely tokens of adjacent draft positions at once; drafts are then
+drawn from left to right. The layers may have DFlash2's convolutions.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dflash.drafters.base_config import ConditionalTree
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash2 import ConvolvedLayer, DFlash2
+from dflash.drafters.lilicorr_config import LiLiCorrShape
+from dflash.drafters.parts.blocks import Blocks, block_loss, cut_blocks, sample_anchors
+from dflash.drafters.parts.conditioned import ConditionedDFlash
+from dflash.drafters.parts.draft_vocabulary import Shortlist
+from dflash.drafters.parts.lattice import Lattice, LatticeNetwork, Nodes
+from dflash.layers import cache as kv
+from dflash.layers import losses
+from dflash.layers.losses import TokenScores
+
+_NETWORK = "lilicorr."
+# Parts of the network whose modules have other names in files.
+_RENAMED = {
+    "feature_norm.": "feature_mlp.0.",
+    "feature_up.": "feature_mlp.1.",
+    "feature_down.": "feature_mlp.3.",
+    ".up.": ".mlp.0.",
+    ".down.": ".mlp.2.",
+    ".out_proj.": ".attn.out_proj.",
+    ".in_proj.weight": ".attn.in_proj_weight",
+    ".in_proj.bias": ".attn.in_proj_bias",
+}
+_TABLES = ("slot_embedding", "rank_embedding", "relative_slot_bias", "same_slot_bias")
+_CHOICE_WEIGHT = 0.25  # Weight of the loss of transitions, as in ModelOpt.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LiLiCorrState:
+    """State of a LiLiCorr drafter for B sequences.
+
+    Attributes:
+      context: Keys and values of all committed features.
+      row: Last row of the context, from which these were computed, [B, D].
+    """
+
+    context: kv.StaticCache
+    row: jax.Array
+
+
+class LiLiCorr(ConditionedDFlash):
+    """LiLiCorr drafter."""
+
+    hf_architectures = ("LiLiCorrDraftModel",)
+    shape_class = LiLiCorrShape
+
+    def __init__(
+        self,
+        shape: LiLiCorrShape,
+        *,
+        dtype,
+        sharding,
+        block_size: int | None = None,
+        short_pass: bool = False,
+        tree: ConditionalTree | None = None,
+    ):
+        """Builds an abstract drafter.
+
+        Args:
+          shape: Shape of the network.
+          dtype: Dtype of weights and state.
+          sharding: Mesh and axis rules of weights and state.
+          block_size: Rows to verify in a chain, or on the longest path of a tree; None for the
+            trained number.
+          short_pass: Compute only `block_size` rows per pass.
+          tree: Size of the trees to draft; None for a chain.
+        Raises:
+          ConfigError: The block size exceeds the trained one, or the tree does not fit.
+        """
+        build = {"dtype": dtype, "sharding": sharding}
+        super().__init__(shape, block_size=block_size, short_pass=short_pass, **build)
+        self.set_tree(tree, shape.lilicorr_candidate_topk)
+        self.lilicorr = LatticeNetwork(shape, **build)
+        if shape.conv_kernel_size:
+            for layer in self.layers:
+                layer.rows = self.pass_positions + 1
+
+    @staticmethod
+    def make_layer(shape, **build):
+        """Returns an abstract draft layer, with convolutions if the shape has any."""
+        make = ConvolvedLayer if shape.conv_kernel_size else DFlash.make_layer
+        return make(shape, **build)
+
+    def init_state(self, batch, max_length):
+        """Returns an abstract state; see `WeightedDrafter.context_cache`."""
+        name, _ = kv.batch_axes(batch, self.sharding)
+        width = self.shape.decoder.hidden_size
+        row = self.sharding.abstract((batch, width), (name, None), self.dtype)
+        return LiLiCorrState(super().init_state(batch, max_length), row)
+
+    def read_rows(self, state, slot, start, count):
+        """Returns rows of the context; see `Drafter.read_rows`."""
+        return super().read_rows(state.context, slot, start, count)
+
+    def write_rows(self, state, slot, start, rows):
+        """Writes rows of the context; see `Drafter.write_rows`."""
+        context = super().write_rows(state.context, slot, start, rows)
+        return dataclasses.replace(state, context=context)
+
+    def run_block(self, state, anchor, position, heads, *, num_positions=None):
+        """Runs the draft layers over the block; see `DFlash.run_block`."""
+        options = {"num_positions": num_positions}
+        return super().run_block(state.context, anchor, position, heads, **options)
+
+    def observe(self, state, position, tokens, num_committed, features, heads):
+        """Stores keys and values of the features, and their last row; see `Drafter.observe`."""
+        rows = self.context_rows(features)
+        last = jnp.maximum(num_committed - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(rows[0], last, axis=1)[:, 0].astype(state.row.dtype)
+        row = jnp.where((num_committed > 0)[:, None], newest, state.row)
+        return LiLiCorrState(self.store_context(state.context, position, rows), row)
+
+    def run_positions(self, count, state, anchor, position, heads):
+        """Scores the transitions of the whole block; see `ConditionedDFlash.run_positions`."""
+        block, _ = self.run_block(state, anchor, position, heads)
+        hidden = block[:, self.first_row :]
+        lattice = self._lattice(self._unembed(hidden, heads))
+        embedded = self._embed_candidates(lattice, heads)
+        nodes = self.lilicorr(lattice, embedded, hidden, anchor, state.row)
+        return jax.tree.map(lambda x: x[:, :count], nodes)
+
+    def _lattice(self, base: jax.Array) -> Lattice:
+        """Returns the most likely tokens by the base logits, float32 [B, G, V]."""
+        values, tokens = jax.lax.top_k(base, self.shape.lilicorr_candidate_topk)
+        log_probs = values - jax.nn.logsumexp(base, axis=-1, keepdims=True)
+        if self.d2t is not None:
+            tokens = self.vocabulary().name(tokens)
+        return Lattice(tokens, log_probs)
+
+    def _embed_candidates(self, lattice: Lattice, heads) -> jax.Array:
+        """Returns the embeddings of all candidates, [B, G, k, D]."""
+        tokens = lattice.tokens
+        embedded = self._embed(tokens.reshape(tokens.shape[0], -1), heads)
+        return jax.lax.stop_gradient(embedded).reshape(*tokens.shape, -1)
+
+    def condition(self, previous, prepared: Nodes, memory):
+        """Returns the vectors of transitions from the previous tokens; has no memory."""
+        index = jnp.argmax(prepared.tokens == previous[..., None], axis=-1)[..., None, None]
+        return jnp.take_along_axis(prepared.vectors, index, axis=-2)[..., 0, :], memory
+
+    def correct(self, choices: Nodes, vectors, sampler):
+        """Returns logits [B, T, k] of transitions to the candidates, and a sampler among these."""
+        shortlist = Shortlist(choices.tokens, self.shape.decoder.vocab_size)
+        return self._logits(choices, vectors), sampler.among(shortlist)
+
+    def _logits(self, choices: Nodes, vectors: jax.Array) -> jax.Array:
+        """Returns the scaled cosines of vectors [B, T, r] and of all candidates."""
+        cosines = jnp.einsum("btr,btkr->btk", vectors, choices.vectors)
+        return self.shape.lilicorr_logit_scale * cosines
+
+    def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
+        """Adds the cross-entropy of transitions to DFlash's loss; see `DFlash.loss`.
+
+        A draft position has such a loss if its label and all labels before it are candidates. The
+        acceptance length is that of the chosen candidates. ModelOpt also penalizes candidates that
+        the target's logits reject; this loss does not.
+        """
+        if anchors is None:
+            anchors = sample_anchors(batch, options.num_anchors, key)
+        rows, mask = self.pass_positions + 1, self.shape.mask_token_id
+        blocks = cut_blocks(batch, anchors, block_size=rows, mask_token_id=mask)
+        hidden = self.run_blocks(batch, blocks, heads, remat=remat)
+        scores = self._score(hidden, blocks, batch, heads, options)
+        base, _ = block_loss(scores, blocks, options)
+        chosen = self._score_choices(hidden[:, :, self.first_row :], blocks, batch, heads, options)
+        choice, metrics = block_loss(chosen._replace(nll=scores.nll), blocks, options)
+        loss = base + _CHOICE_WEIGHT * choice
+        return loss, metrics | {"loss": loss, "base_loss": base, "choice_loss": choice}
+
+    def _score_choices(self, hidden, blocks: Blocks, batch, heads, options) -> TokenScores:
+        """Scores the candidates [B, A, G] given the true tokens before them."""
+        count, anchored, slots, width = hidden.shape
+        lattice = losses.in_chunks(
+            lambda rows: self._lattice(self._unembed(rows, heads)),
+            (hidden.reshape(count, -1, width),),
+            options.chunk_tokens,
+        )
+        lattice = jax.tree.map(lambda x: x.reshape(count * anchored, slots, -1), lattice)
+        before, own = self.lilicorr(
+            lattice,
+            self._embed_candidates(lattice, heads),
+            hidden.reshape(-1, slots, width),
+            blocks.tokens[..., 0].reshape(-1),
+            *self._rows_before(batch, blocks),
+        )
+        labels = blocks.labels.reshape(-1, slots)
+        first = blocks.tokens[..., 0].reshape(-1, 1)
+        previous = jnp.concatenate([first, labels[:, :-1]], axis=1)
+        logits = self._logits(own, self.condition(previous, before, ())[0])
+        hits = own.tokens == labels[..., None]
+        known = jnp.cumprod(hits.any(axis=-1), axis=1) > 0
+        nll = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hits, logits, 0), axis=-1)
+        correct = jnp.take_along_axis(hits, logits.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+        scores = TokenScores(jnp.where(known, nll, 0), nll, correct)
+        return jax.tree.map(lambda score: score.reshape(blocks.labels.shape), scores)
+
+    def _rows_before(self, batch, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+        """Returns the context rows [B · A, D] before the anchors, and whether there are any."""
+        dtype = self.norm.scale.dtype
+        rows = self.context_rows(batch.features.astype(dtype), gather=True)[0]
+        index = blocks.anchors.index
+        before = jnp.maximum(index - 1, 0)
+        found = jnp.take_along_axis(rows, before[..., None], axis=1)
+        documents = (jnp.take_along_axis(batch.segment_ids, at, axis=1) for at in (before, index))
+        same = jnp.equal(*documents) & (index > 0)
+        return found.reshape(-1, rows.shape[-1]), same.reshape(-1)
+
+    @staticmethod
+    def checkpoint_name(path: str) -> str:
+        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
+        if not path.startswith(_NETWORK):
+            return DFlash2.checkpoint_name(path)
+        stem, _, leaf = path.rpartition(".")
+        name = path if leaf == "bias" or leaf in _TABLES else f"{stem}.weight"
+        for ours, theirs in _RENAMED.items():
+            name = name.replace(ours, theirs)
+        return name
