@@ -27,14 +27,24 @@ PAIRS = {
     "qwen3_5": ("dflash", "ngram"),
     "qwen3_next": ("dflash", "dflash2", "eagle3", "ngram"),
 }
-GRID = [
-    (family, name, tree)
-    for family, names in PAIRS.items()
-    for name in names
-    for tree in (False, True)[: 1 + takes(name, "tree")]
-]
+# The families on which all other strategies meet these at once.
+COMPLETE = ("gpt_oss", "gemma4", "qwen3_next")
 # Fewer pages than the sequences grow to need.
 PREEMPTED = {"sync_every": 1, "page_size": 8, "num_pages": 10}
+ALL_AT_ONCE = ({"tensor": 2, "expert": 2}, PREEMPTED | {"partial_dispatches": True})
+SCHEDULES = [
+    ({}, PREEMPTED),
+    ({}, {"partial_dispatches": True}),
+    ({"tensor": 2}, {}),
+    ALL_AT_ONCE,
+]
+GRID = [
+    (family, name, tree, *schedule)
+    for family, names in PAIRS.items()
+    for name, tree in FORMS
+    if name in names or family in COMPLETE
+    for schedule in (SCHEDULES if name in names else [ALL_AT_ONCE])
+]
 
 
 @functools.cache
@@ -116,17 +126,7 @@ def test_recurrent_state_is_not_found_in_a_prefix_cache():
     assert not run.prefix_cache
 
 
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ({}, PREEMPTED),
-        ({}, {"partial_dispatches": True}),
-        ({"tensor": 2}, {}),
-        ({"tensor": 2, "expert": 2}, PREEMPTED | {"partial_dispatches": True}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("family", "name", "tree"), GRID, ids=str)
+@pytest.mark.parametrize(("family", "name", "tree", "mesh", "options"), GRID, ids=str)
 def test_every_schedule_and_mesh_gives_the_output_of_plain_decoding(
     family, name, tree, mesh, options
 ):
