@@ -1,12 +1,12 @@
 """Measures replacing a target's weights in place, beside copying arrays of the same sizes.
 
-    python tools/measure_update.py                                # the embedded tiny target's size
-    python tools/measure_update.py --layers=24 --width=1024 --names=tunix --rounds=11
+    python tools/measure_update.py                           # the embedded tiny target's size
+    python tools/measure_update.py --layers=30 --width=576 --mlp=1536 --vocabulary=49152 # SmolLM2's
 
-Prints, for trees under the names of each framework: milliseconds of processor time of an update
-and of a plain copy of the weights (medians over rounds in turn), their ratio, and the process's
-peak memory during the updates beyond what weights and tree take, as the kernel counts it. Linux
-only.
+Prints, for trees under the names of each framework: milliseconds of an update and of a plain copy
+of the weights by one thread, by the clock and of processor time (medians over rounds in turn),
+their ratios, and the process's peak memory during the updates beyond what weights and tree take, as
+the kernel counts it. Linux only.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import re
-import statistics
 import time
 from collections.abc import Callable
 
@@ -46,24 +45,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--mlp", type=int, default=1152)
+    parser.add_argument("--kv_heads", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--names", nargs="+", choices=list(NAMINGS), default=list(NAMINGS))
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
-    target = make_target(args.layers, args.width, args.vocabulary)
+    target = make_target(args.layers, args.width, args.mlp, args.kv_heads, args.vocabulary)
     for name in args.names:
         print(json.dumps({"names": name, **measure(target, NAMINGS[name](target), args.rounds)}))
 
 
-def make_target(layers: int, width: int, vocabulary: int) -> Decoder:
+def make_target(layers: int, width: int, mlp: int, kv_heads: int, vocabulary: int) -> Decoder:
     """Returns a Qwen3 of this size with random weights in float32."""
     arch = schema.TargetArchitecture(
         vocab_size=vocabulary,
         hidden_size=width,
-        intermediate_size=3 * width,
+        intermediate_size=mlp,
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
-        num_key_value_heads=width // 128,
+        num_key_value_heads=kv_heads,
         head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -80,6 +81,7 @@ def measure(target: Decoder, naming: Naming, rounds: int) -> dict[str, float]:
     tree = make_tree(target, naming)
     sources = [np.asarray(array) for array in tree.values()]
     copies = [np.empty_like(array) for array in sources]
+    variables = [leaf for _, leaf in parameters.named_parameters(target)]
 
     def copy() -> None:
         for to, array in zip(copies, sources, strict=True):
@@ -87,7 +89,7 @@ def measure(target: Decoder, naming: Naming, rounds: int) -> dict[str, float]:
 
     def update() -> None:
         weight_update.update(target, tree)
-        jax.block_until_ready([leaf.get_value() for _, leaf in parameters.named_parameters(target)])
+        jax.block_until_ready([leaf.get_raw_value() for leaf in variables])
 
     copy()
     update()  # Compiles.
@@ -95,20 +97,26 @@ def measure(target: Decoder, naming: Naming, rounds: int) -> dict[str, float]:
     before = status_megabytes("VmRSS")
     update()
     peak = status_megabytes("VmHWM")
-    times = {copy: [], update: []}
-    for _ in range(rounds):
-        for function, values in times.items():
-            begin = time.process_time()
-            function()
-            values.append(1e3 * (time.process_time() - begin))
-    ratios = [one / other for other, one in zip(*times.values(), strict=True)]
+    times = np.array([[timed(function) for function in (copy, update)] for _ in range(rounds)])
+    clock, processor = (1e3 * np.median(times, axis=0)).T.round(2).tolist()
+    ratios = np.median(times[:, 1] / times[:, 0], axis=0).round(2).tolist()
     return {
         "weights_mb": round(sum(array.nbytes for array in sources) / 1e6, 1),
-        "copy_ms": round(statistics.median(times[copy]), 2),
-        "update_ms": round(statistics.median(times[update]), 2),
-        "ratio": round(statistics.median(ratios), 2),
+        "copy_ms": clock[0],
+        "update_ms": clock[1],
+        "ratio": ratios[0],
+        "copy_processor_ms": processor[0],
+        "update_processor_ms": processor[1],
+        "processor_ratio": ratios[1],
         "peak_beyond_mb": round(peak - before, 1),
     }
+
+
+def timed(function: Callable[[], None]) -> tuple[float, float]:
+    """Returns seconds by the clock, and of processor time, that a function takes."""
+    clock, processor = time.perf_counter(), time.process_time()
+    function()
+    return time.perf_counter() - clock, time.process_time() - processor
 
 
 def make_tree(target: Decoder, naming: Naming) -> dict[str, jax.Array]:

@@ -1,9 +1,10 @@
 """Trees of weights under the names of other frameworks, such as those of a running trainer."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
 from dflash import errors
@@ -22,7 +23,11 @@ def flatten(tree: Any) -> dict[str, Any]:
     """
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree, nnx.Param)
-    return dict(_leaves(tree, ()))
+    if isinstance(tree, nnx.State):  # Several times as fast as a walk over its mappings.
+        tree = dict(nnx.to_flat_state(tree))
+    found: dict[str, Any] = {}
+    _collect(tree, "", found)
+    return found
 
 
 def find_naming(
@@ -50,16 +55,13 @@ def find_naming(
     )
 
 
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterable[tuple[str, Any]]:
-    if isinstance(tree, nnx.Variable):
-        tree = tree.get_value()
-    if isinstance(tree, Mapping):
-        children: Iterable[tuple[Any, Any]] = tree.items()
-    elif isinstance(tree, list | tuple):
-        children = enumerate(tree)
-    else:
-        yield ".".join(path), tree
-        return
-    for key, child in children:
-        parts = key if isinstance(key, tuple) else (key,)
-        yield from _leaves(child, (*path, *map(str, parts)))
+def _collect(tree: Mapping | list | tuple, prefix: str, found: dict[str, Any]) -> None:
+    """Adds the arrays of a tree, by their paths after a prefix."""
+    for key, child in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        name = f"{prefix}{'.'.join(map(str, key)) if isinstance(key, tuple) else key}"
+        if not isinstance(child, jax.Array) and isinstance(child, nnx.Variable):
+            child = child.get_value()
+        if isinstance(child, jax.Array) or not isinstance(child, Mapping | list | tuple):
+            found[name] = child
+        else:
+            _collect(child, f"{name}.", found)

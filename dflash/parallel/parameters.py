@@ -153,6 +153,20 @@ def named_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
     yield from _named(nnx.state(module, nnx.Param))
 
 
+def owns(module: nnx.Module, variables: Mapping[str, nnx.Variable]) -> bool:
+    """Returns whether a module has exactly these variables at their dotted paths."""
+    nodes: dict[str, Any] = {"": module}
+
+    def find(path: str) -> Any:
+        if path not in nodes:
+            parent, _, key = path.rpartition(".")
+            node = find(parent)
+            nodes[path] = node[int(key)] if key.isdecimal() else getattr(node, key, None)
+        return nodes[path]
+
+    return all(find(path) is variable for path, variable in variables.items())
+
+
 def initialize(module: nnx.Module, key: jax.Array) -> None:
     """Fills an abstract `module` for training with normal draws, one sharded leaf at a time.
 

@@ -14,7 +14,7 @@ from support.models import ARCHITECTURE, family_architecture, make_architecture,
 from support.models import target as shared_target
 
 from dflash import errors
-from dflash.inference import weight_update
+from dflash.inference import update_plan, weight_update
 from dflash.layers.transformer import join_projections
 from dflash.loading import quantization
 from dflash.models.deepseek_v3 import DeepseekV3
@@ -101,6 +101,24 @@ def test_trees_may_be_anywhere(where):
     weight_update.update(model, tree)
     check_equal(model, fresh(seed=1))
     assert places == [leaf.get_value().sharding for _, leaf in parameters.named_arrays(model)]
+
+
+def test_a_plan_serves_trees_of_one_form(monkeypatch):
+    """Another form, or projections that were joined since, need a plan of their own."""
+    small = functools.partial(fresh, num_hidden_layers=1)
+    model, tree = small(), jax.device_put(hf_tree(small(seed=1)))
+    weight_update.update(model, tree)
+    other = jax.tree.map(jnp.negative, tree)
+    with monkeypatch.context() as patch:
+        patch.setattr(update_plan, "make_plan", None)
+        weight_update.update(model, other)
+    np.testing.assert_array_equal(model.norm.scale[...], other["model.norm.weight"])
+    join_projections(model)
+    weight_update.update(model, tree)
+    check_equal(model, small(seed=1, joined=True))
+    tree["model.norm.weight"] = jnp.ones(3)
+    with pytest.raises(errors.CheckpointError, match=r"has shape \[3\], expected \[32\]"):
+        weight_update.update(model, tree)
 
 
 def test_an_engine_decodes_with_the_new_weights_and_compiles_nothing():

@@ -1,0 +1,203 @@
+"""Plans of updates: how the parameters of a target follow from trees of one form.
+
+A trainer's trees are alike in every step, so names and shapes are checked, and the program that
+writes them is built, for the first of them only.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash import errors
+from dflash.checkpoints import files, foreign_trees
+from dflash.checkpoints.namings.origin import Naming, Origin
+from dflash.layers.joining import JOINED, side_by_side
+from dflash.models.decoder import Decoder
+from dflash.parallel import parameters
+from dflash.parallel.parameters import Conversion
+
+MISFIT = "these weights do not belong to this target, whose weights stay as they were"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A parameter, or a quantized one with its scales, and how it follows from a tree.
+
+    Attributes:
+      paths: Path of the parameter, then that of its scales if it is quantized.
+      parts: Origins of the parameter's parts; several if projections are joined.
+      dtype: Dtype of the parameter before quantization.
+      places: Shardings of the parameter and of its scales.
+      num_shards: Shards of a joined projection's columns.
+      conversion: Quantization, if any.
+    """
+
+    paths: tuple[str, ...]
+    parts: tuple[Origin, ...]
+    dtype: jnp.dtype
+    places: tuple[jax.sharding.Sharding, ...]
+    num_shards: int
+    conversion: Conversion | None
+
+    def compute(self, flat: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+        """Computes the parameter, and its scales if it is quantized."""
+        parts = (part.compute([flat[name] for name in part.names]) for part in self.parts)
+        return self.finish([part.astype(self.dtype) for part in parts])
+
+    def finish(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Joins and quantizes the parts."""
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = side_by_side(self.num_shards, self.places[0])(parts)
+        return (whole,) if self.conversion is None else tuple(self.conversion.program(whole))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Update of a target by trees of one form.
+
+    Attributes:
+      form: Form of the trees; see `form_of`.
+      entries: Parameters of the target.
+      names: Names of the arrays that the parameters follow from.
+      variables: Variables of the entries by path, in order.
+      write: Program from the old parameters, which it overwrites, and the arrays to the new ones.
+        None if arrays are not on the devices of the target, in the same order, or if parameters are
+        quantized, by programs of their own.
+    """
+
+    form: tuple
+    entries: tuple[Entry, ...]
+    names: tuple[str, ...]
+    variables: Mapping[str, nnx.Variable]
+    write: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]] | None
+
+    def fits(self, target: Decoder, form: tuple) -> bool:
+        """Returns whether a tree has the plan's form, and the target the plan's variables."""
+        return form == self.form and parameters.owns(target, self.variables)
+
+
+def form_of(flat: Mapping[str, Any], lora_alpha: float | None) -> tuple:
+    """Returns what a plan depends on: names, shapes, dtypes and places of a tree's arrays."""
+    return lora_alpha, tuple(
+        (name, *(getattr(array, field, None) for field in ("shape", "dtype", "sharding")))
+        for name, array in flat.items()
+    )
+
+
+def make_plan(target: Decoder, flat: Mapping[str, Any], lora_alpha: float | None) -> Plan:
+    """Returns the plan of a target for trees like this one, whose names and shapes it checks.
+
+    Raises:
+      CheckpointError: An array is missing, unknown, or of another shape or kind.
+    """
+    naming = foreign_trees.find_naming(target, flat, lora_alpha=lora_alpha)
+    variables = dict(parameters.named_arrays(target))
+    entries = _entries(target, variables, naming)
+    shapes = {
+        name: shape
+        for entry in entries
+        for part in entry.parts
+        for name, shape in zip(part.names, part.shapes, strict=True)
+    }
+    _check_tree(flat, shapes, naming)
+    names, devices = tuple(shapes), tuple(target.sharding.mesh.devices.flat)
+    places = (getattr(flat[name], "sharding", None) for name in names)
+    is_local = all(_devices(place) == devices for place in places)
+    is_quantized = any(entry.conversion is not None for entry in entries)
+    return Plan(
+        form_of(flat, lora_alpha),
+        entries,
+        names,
+        {path: variables[path] for entry in entries for path in entry.paths},
+        _writer(entries, names) if is_local and not is_quantized else None,
+    )
+
+
+def _entries(
+    target: Decoder, variables: Mapping[str, nnx.Variable], naming: Naming
+) -> tuple[Entry, ...]:
+    """Returns the entries of all parameters.
+
+    Raises:
+      CheckpointError: The naming has no name for a parameter.
+    """
+    packed = getattr(target, "packed", ())
+    entries, unjoined = [], None
+    for path, leaf in parameters.readable_of(variables).items():
+        metadata = variables[path].get_metadata()
+        names = [path]
+        joined = re.search(r"\.(\w+_proj)\.", path)
+        if joined and joined[1] in JOINED:
+            names = [path.replace(joined[1], part) for part in JOINED[joined[1]]]
+            unjoined = _unjoined_shapes(target) if unjoined is None else unjoined
+        shapes = [leaf.shape] if len(names) == 1 else [unjoined[name] for name in names]
+        conversion = metadata.get("conversion")
+        paths = (path,) if conversion is None else (path, path + conversion.suffix)
+        try:
+            parts = tuple(map(naming.origin, names, shapes))
+        except KeyError as error:
+            parts = ()
+            unnamed = error.args[0]
+        if not parts or path in packed:
+            raise errors.CheckpointError(
+                f"weights: {path if parts else unnamed}: this tree has no name for it; give a tree "
+                "with the names of Hugging Face, and a target that is not stored in eight bits"
+            )
+        entries.append(
+            Entry(
+                paths,
+                parts,
+                leaf.dtype,
+                tuple(variables[each].get_value().sharding for each in paths),
+                target.sharding.size(metadata["axes"][-1]) if len(names) > 1 else 1,
+                conversion,
+            )
+        )
+    return tuple(entries)
+
+
+def _unjoined_shapes(target: Decoder) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a target's parameters before projections are joined, by path."""
+    plain = type(target)(target.arch, dtype=target.dtype, sharding=target.sharding)
+    return {path: leaf.get_value().shape for path, leaf in parameters.named_parameters(plain)}
+
+
+def _check_tree(
+    flat: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None], naming: Naming
+) -> None:
+    """Raises CheckpointError if an array is missing, unknown, or of another shape."""
+    given = {name for name in flat if name in shapes or not naming.ignores(name)}
+    files.check_names(given, shapes, "weights", MISFIT)
+    for name, shape in shapes.items():
+        if shape is not None and np.shape(flat[name]) != tuple(shape):
+            raise errors.CheckpointError(
+                f"weights: tensor {name!r} has shape {list(np.shape(flat[name]))}, expected "
+                f"{list(shape)}; {MISFIT}"
+            )
+
+
+@functools.lru_cache(maxsize=8)  # Targets of the same structure share one program.
+def _writer(entries: tuple[Entry, ...], names: tuple[str, ...]) -> Callable:
+    def write(old, arrays):
+        del old  # Its buffers are donated to the results.
+        flat = dict(zip(names, arrays, strict=True))
+        return [value for entry in entries for value in entry.compute(flat)]
+
+    places = [place for entry in entries for place in entry.places]
+    return jax.jit(write, donate_argnums=0, keep_unused=True, out_shardings=places)
+
+
+def _devices(place: jax.sharding.Sharding | None) -> tuple | None:
+    if isinstance(place, jax.sharding.NamedSharding):
+        return tuple(place.mesh.devices.flat)
+    if isinstance(place, jax.sharding.SingleDeviceSharding):
+        return tuple(place.device_set)
+    return None
