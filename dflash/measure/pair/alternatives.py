@@ -22,13 +22,15 @@ class Alternative:
     Attributes:
       field: Field of config.json, or key of the run's config.
       change: The other value, in words.
-      shape: Shape of the drafter under this reading; None if it stays.
+      shape: Shape of the drafter under this reading; None if the drafter stays as it is.
+      pairs_neighbors: Rotary embedding rotates neighbors, instead of dimensions half a head apart.
       prompts: Changed fields of the config group `prompts`.
     """
 
     field: str
     change: str
     shape: Any = None
+    pairs_neighbors: bool = False
     prompts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -110,7 +112,7 @@ def _taps(shape: Any, depth: int) -> Iterator[Alternative]:
 
 
 def _rotary(shape: Any, target: TargetArchitecture) -> Iterator[Alternative]:
-    """Yields the target's rotary base and scaling."""
+    """Yields the target's rotary base and scaling, and the other rotary style."""
     decoder = shape.decoder
     for field in ("rope_theta", "rope_scaling"):
         theirs = getattr(target, field)
@@ -119,6 +121,7 @@ def _rotary(shape: Any, target: TargetArchitecture) -> Iterator[Alternative]:
             what = "the target's" if theirs is not None else "none, like the target's"
             value = f"{theirs:g} ({what})" if field == "rope_theta" else what
             yield Alternative(field, value, dataclasses.replace(shape, decoder=other))
+    yield Alternative("is_neox_style", "false (rotates neighbors)", shape, pairs_neighbors=True)
 
 
 def _masks(shape: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:

@@ -14,7 +14,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
-from dflash.measure.pair import alternatives, replay
+from dflash.measure.pair import alternatives, replay, rotary_style
 from dflash.measure.pair.alternatives import Alternative
 from dflash.measure.pair.replay import Text
 from dflash.offline.decoding import decode
@@ -118,6 +118,8 @@ def alternatives_of(job: Job) -> list[Alternative]:
     readings = alternatives.of_drafter(
         shape, job.target.arch, job.tokenizer, window=source.get("sliding_window")
     )
+    if not rotary_style.can_pair_neighbors(job.drafter):
+        readings = (reading for reading in readings if not reading.pairs_neighbors)
     return [*readings, *alternatives.of_prompts(job.config.prompts, job.tokenizer)]
 
 
@@ -178,7 +180,7 @@ def read_all(
             texts = texts or replay.compute(
                 job.target, decoded.texts, [*layers, *job.drafter.feature_layers]
             )
-            drafter = _reshaped(job.drafter, alternative.shape)
+            drafter = _read_as(job.drafter, alternative)
             found = Acceptance(replay.acceptance(drafter, job.target, texts))
         readings.append(Reading(alternative, found))
         tell(readings[-1])
@@ -202,10 +204,13 @@ def compiled_engine(
     return engine
 
 
-def _reshaped(drafter: Drafter, shape: Any) -> Drafter:
-    """Returns the drafter with another shape and the same weights."""
+def _read_as(drafter: Drafter, alternative: Alternative) -> Drafter:
+    """Returns the drafter with another shape or rotary style, and the same weights."""
     other = nnx.merge(*nnx.split(drafter))
-    other.shape = shape
+    other.shape = shape = alternative.shape
+    if alternative.pairs_neighbors:
+        rotary = getattr(shape, "rotary", shape.decoder)
+        rotary_style.pair_neighbors(other, rotary.head_dim)
     if hasattr(shape, "target_layer_ids"):
         other.feature_layers = shape.target_layer_ids or ()
     return other

@@ -4,7 +4,9 @@ import json
 import shutil
 from collections import Counter
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support import TESTS
 
 from dflash import check
@@ -75,6 +77,12 @@ def diagnose(drafter, *overrides):
     return job, decoded, diagnosis.read_all(engine, job, decoded, others)
 
 
+def engine_of(drafter):
+    job = make_job(drafter)
+    job.load_weights()
+    return diagnosis.compiled_engine(job, [], lambda ready, total: None), job
+
+
 def broken(directory, change):
     """The tiny drafter with other fields in its config.json."""
     shutil.copytree(DRAFTER, directory)
@@ -119,6 +127,26 @@ def test_the_wrong_field_is_found(tmp_path, change, overrides, field, value):
     suspect = diagnosis.suspicious(decoded.acceptance, readings)
     found = suspect and (suspect.alternative.field, suspect.alternative.change)
     assert found == (field and (field, value))
+
+
+def test_the_other_rotary_style_is_found(tmp_path):
+    """Weights of a drafter that rotates neighboring dimensions of a head."""
+    directory = broken(tmp_path / "drafter", {})
+    width = json.loads((directory / "config.json").read_text())["head_dim"]
+    tensors = load_file(directory / "model.safetensors")
+    for name in tensors:
+        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+            rows = tensors[name].reshape(-1, 2, width // 2, *tensors[name].shape[1:])
+            neighbors = np.ascontiguousarray(rows.swapaxes(1, 2))
+            tensors[name] = neighbors.reshape(tensors[name].shape)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    job, decoded, readings = diagnose(directory)
+    suspect = diagnosis.suspicious(decoded.acceptance, readings)
+    assert suspect.alternative.field == "is_neox_style"
+    (line,) = report.verdict(job, decoded.acceptance, suspect)
+    assert line.endswith("permute the rows of q_proj and k_proj in the checkpoint")
+    usual = diagnosis.measure(*engine_of(DRAFTER)).acceptance.cycles
+    assert suspect.acceptance.cycles == usual
 
 
 def test_a_wrong_thinking_mode_is_found(tmp_path):
