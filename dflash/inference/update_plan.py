@@ -67,6 +67,7 @@ class Plan:
       form: Form of the trees; see `form_of`.
       entries: Parameters of the target.
       names: Names of the arrays that the parameters follow from.
+      places: Places of these arrays among the leaves of a tree.
       variables: Variables of the entries by path, in order.
       write: Program from the old parameters, which it overwrites, and the arrays to the new ones.
         None if arrays are not on the devices of the target, in the same order, or if parameters are
@@ -76,6 +77,7 @@ class Plan:
     form: tuple
     entries: tuple[Entry, ...]
     names: tuple[str, ...]
+    places: tuple[int, ...]
     variables: Mapping[str, nnx.Variable]
     write: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]] | None
 
@@ -84,20 +86,21 @@ class Plan:
         return form == self.form and parameters.owns(target, self.variables)
 
 
-def form_of(flat: Mapping[str, Any], lora_alpha: float | None) -> tuple:
-    """Returns what a plan depends on: names, shapes, dtypes and places of a tree's arrays."""
-    return lora_alpha, tuple(
-        (name, *(getattr(array, field, None) for field in ("shape", "dtype", "sharding")))
-        for name, array in flat.items()
-    )
+def form_of(tree: Any, lora_alpha: float | None) -> tuple[tuple, list[Any]]:
+    """Returns what a plan depends on, structure, shapes, dtypes and places; and the leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    fields = "shape", "dtype", "sharding"
+    forms = [tuple(getattr(leaf, field, None) for field in fields) for leaf in leaves]
+    return (lora_alpha, structure, forms), leaves
 
 
-def make_plan(target: Decoder, flat: Mapping[str, Any], lora_alpha: float | None) -> Plan:
+def make_plan(target: Decoder, tree: Any, lora_alpha: float | None) -> Plan:
     """Returns the plan of a target for trees like this one, whose names and shapes it checks.
 
     Raises:
       CheckpointError: An array is missing, unknown, or of another shape or kind.
     """
+    flat = foreign_trees.flatten(tree)
     naming = foreign_trees.find_naming(target, flat, lora_alpha=lora_alpha)
     variables = dict(parameters.named_arrays(target))
     entries = _entries(target, variables, naming)
@@ -109,13 +112,15 @@ def make_plan(target: Decoder, flat: Mapping[str, Any], lora_alpha: float | None
     }
     _check_tree(flat, shapes, naming)
     names, devices = tuple(shapes), tuple(target.sharding.mesh.devices.flat)
-    places = (getattr(flat[name], "sharding", None) for name in names)
-    is_local = all(_devices(place) == devices for place in places)
+    places = {name: place for place, name in enumerate(flat)}
+    shardings = (getattr(flat[name], "sharding", None) for name in names)
+    is_local = all(_devices(sharding) == devices for sharding in shardings)
     is_quantized = any(entry.conversion is not None for entry in entries)
     return Plan(
-        form_of(flat, lora_alpha),
+        form_of(tree, lora_alpha)[0],
         entries,
         names,
+        tuple(places[name] for name in names),
         {path: variables[path] for entry in entries for path in entry.paths},
         _writer(entries, names) if is_local and not is_quantized else None,
     )

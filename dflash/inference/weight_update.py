@@ -39,11 +39,12 @@ def update(target: Decoder, tree: Any, *, lora_alpha: float | None = None) -> No
       CheckpointError: An array is missing, unknown, of another shape, or not finite. The old
         weights are then unchanged.
     """
-    flat = foreign_trees.flatten(tree)
+    tree = foreign_trees.parameters_of(tree)
+    form, leaves = update_plan.form_of(tree, lora_alpha)
     plan = _PLANS.get(target)
-    if plan is None or not plan.fits(target, update_plan.form_of(flat, lora_alpha)):
-        plan = _PLANS[target] = update_plan.make_plan(target, flat, lora_alpha)
-    arrays = [flat[name] for name in plan.names]
+    if plan is None or not plan.fits(target, form):
+        plan = _PLANS[target] = update_plan.make_plan(target, tree, lora_alpha)
+    arrays = [leaves[place] for place in plan.places]
     _check_alive(plan.names, arrays)
     # A trainer may forbid transfers around its own work, as Tunix does.
     with jax.transfer_guard("allow"):

@@ -209,9 +209,9 @@ class DFlashRollout(base_rollout.BaseRollout):
         Raises:
           CheckpointError: The weights do not fit, or hold NaN; the old ones stay.
         """
-        tree = foreign_trees.flatten(params)
+        tree = params
         if filter_types is not None and _only_lora(filter_types):
-            tree = foreign_trees.flatten(self._actor) | tree
+            tree = foreign_trees.flatten(self._actor) | foreign_trees.flatten(params)
         with jax.transfer_guard("allow"):  # Tunix forbids transfers meanwhile.
             self._train_drafter()
             self.llm.update_weights(tree, lora_alpha=self._lora_alpha)

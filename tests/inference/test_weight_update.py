@@ -185,6 +185,10 @@ def _empty(tree):
     tree.clear()
 
 
+def _twice(tree):
+    tree["model"] = {"norm.weight": tree["model.norm.weight"]}
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -194,6 +198,7 @@ def _empty(tree):
         (_unknown, r"1 unexpected tensors: 'model.layers.3.mlp.up_proj.weight'"),
         (_deleted, r"'model.norm.weight' was donated or deleted"),
         (_text, r"'model.norm.weight' has shape \[\], expected \[32\]"),
+        (_twice, r"two arrays are named 'model.norm.weight'"),
         (_empty, r"no arrays: expected the names of Hugging Face"),
     ],
 )
