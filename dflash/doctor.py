@@ -40,6 +40,7 @@ def _doctor(command: cli.Command) -> int:
     print(_row("devices", devices))
     if not has_device:
         problems.append("jax finds no device, see above")
+    print(_row("cpu kernels", installation.cpu_kernels()))
     print("\nextras")
     print("\n".join(_extras()))
     print("\ncaches")

@@ -29,6 +29,7 @@ gc.set_threshold(200_000, 50, 1000)
 if "DFLASH_TESTS_PROGRAMS" not in os.environ:
     os.environ["DFLASH_TESTS_PROGRAMS"] = str(program_cache.directory())
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["DFLASH_TESTS_PROGRAMS"]
+os.environ.setdefault("DFLASH_CPU_KERNELS", str(program_cache.kernels()))
 # Compiling takes longer than loading from 50 ms on.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 # The same examples in every run, for as long as they take: a busy machine finds no other faults.

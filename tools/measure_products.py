@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash.kernels import matmul_cpu
+
 
 class Model(NamedTuple):
     """Numbers of layers and tokens, and widths."""
@@ -99,6 +101,10 @@ def cases(rows: int, model: Model, repeats: int) -> dict[str, Callable[[], objec
     compiled = {name: plain.lower(x, layers, head).compile(some) for name, some in OPTIONS.items()}
     programs = {name: (program, layers) for name, program in compiled.items()}
     programs["joined"] = (plain.lower(x, joined, head).compile(), joined)
+    if matmul_cpu.is_available():
+        kernel = jax.jit(functools.partial(repeated, repeats=repeats, times=matmul_cpu.matmul))
+        programs["kernel"] = (kernel.lower(x, layers, head).compile(), layers)
+        programs["kernel, joined"] = (kernel.lower(x, joined, head).compile(), joined)
     turned = jax.jit(functools.partial(repeated, repeats=repeats, transposed=True))
     programs["transposed"] = (turned.lower(x, transposed, head).compile(), transposed)
 
@@ -110,22 +116,23 @@ def cases(rows: int, model: Model, repeats: int) -> dict[str, Callable[[], objec
     return runs | in_torch(x, layers, head, repeats)
 
 
-def repeated(x, layers, head, *, repeats: int, transposed: bool = False):
-    """Runs `repeats` chains, one after the other."""
+def by_xla(x, weights, transposed: bool = False):
+    """Returns x @ weights, or x @ weights.T if `transposed`."""
+    return x @ (weights.T if transposed else weights)
+
+
+def repeated(x, layers, head, *, repeats: int, transposed: bool = False, times=by_xla):
+    """Runs `repeats` chains, one after the other, with products by `times`."""
 
     def body(_, x):
-        x = chain(x, layers, transposed)
-        return x + 1e-3 * jnp.max(x @ head.T, axis=-1, keepdims=True)
+        x = chain(x, layers, functools.partial(times, transposed=transposed))
+        return x + 1e-3 * jnp.max(times(x, head, transposed=True), axis=-1, keepdims=True)
 
     return jax.lax.fori_loop(0, repeats, body, x)
 
 
-def chain(x, layers, transposed: bool):
+def chain(x, layers, times):
     """Maps [rows, width] to [rows, width] by the products of the layers, and little else."""
-
-    def times(x, weight):
-        return x @ weight.T if transposed else x @ weight
-
     for one in layers:
         if "qkv" in one:
             q, k, v = split_heads(times(x, one["qkv"]), x.shape[1])

@@ -49,6 +49,7 @@ EXTRAS = (
 # Environment variables that the report shows.
 VARIABLES = (
     *("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES"),
+    *("DFLASH_CPU_KERNELS", "CXX"),
     *("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
 )
 _PROBE = (
@@ -113,15 +114,27 @@ def devices() -> tuple[str, bool]:
     return f"none: {lines[-1][:300] if lines else f'jax ended with {done.returncode}'}", False
 
 
+def cpu_kernels() -> str:
+    """Returns what multiplies matrices on a CPU, without compiling anything."""
+    from dflash.kernels import matmul_cpu
+
+    if os.environ.get(matmul_cpu.VARIABLE) == matmul_cpu.OFF:
+        return f"XLA's ({matmul_cpu.VARIABLE}={matmul_cpu.OFF})"
+    compiler = matmul_cpu.find_compiler()
+    return f"compiled by {compiler}" if compiler else "XLA's; a C++ compiler makes decoding faster"
+
+
 def cache_directories() -> dict[str, pathlib.Path]:
     """Returns the cache directories of this package and of the Hugging Face hub, by name."""
     from dflash.data import store
     from dflash.runs import compilation_cache
+    from dflash.storage import paths
 
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     home = pathlib.Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
     return {
         "programs": compilation_cache.default_root(),
+        "cpu kernels": paths.cache_directory("kernels"),
         "data sets": store.data_directory(None),
         "hub": pathlib.Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser(),
     }

@@ -186,8 +186,7 @@ class Linear(Kernel):
             return project(x, self.plain(x), self.sharding)
         if self.format.int8_products:
             return quantized.int8_product(x, self.kernel[...], self.kernel_scale[...])
-        kernel = widen_late(x, self.kernel[...], self.sharding).astype(x.dtype)
-        product = project(x, kernel, self.sharding, dtype=jnp.float32)
+        product = project(x, self.kernel[...], self.sharding, dtype=jnp.float32)
         return (product * self.kernel_scale[0]).astype(x.dtype)
 
     def attend(self, hidden: jax.Array) -> jax.Array:

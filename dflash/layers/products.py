@@ -5,7 +5,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dflash.kernels import matmul_cpu
 from dflash.parallel.sharding import Sharding
 
 
@@ -26,13 +28,17 @@ def project(
       transposed: Contract with the last dimension of `weights`.
       dtype: Dtype of the result; None for the promoted dtype of x and weights.
     """
-    weights = widen_late(x, weights, sharding)
     dtype = dtype or jnp.result_type(x, weights)
-    widened = sharding.platform == "cpu"
+    if matmul_cpu.is_supported(x, weights, sharding):
+        return _product(x, weights, transposed, dtype, "kernel")
+    weights = widen_late(x, weights, sharding)
+    if weights.dtype.itemsize == 1:
+        weights = weights.astype(x.dtype)
+    method = "widened" if sharding.platform == "cpu" else "plain"
     if not _is_single_row(x, sharding):
-        return _product(x, weights, transposed, dtype, widened)
+        return _product(x, weights, transposed, dtype, method)
     pair = jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, 1), (0, 0)))
-    return _product(pair, weights, transposed, dtype, widened)[..., :1, :]
+    return _product(pair, weights, transposed, dtype, method)[..., :1, :]
 
 
 def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:
@@ -47,7 +53,7 @@ def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _product(x, weights, transposed, dtype, widened):
+def _product(x, weights, transposed, dtype, method):
     """Computes x @ weights, with a custom gradient that differs only in the order of factors.
 
     In the gradient of the weights, x comes first. In the opposite order, a CPU transposes a copy of
@@ -58,23 +64,29 @@ def _product(x, weights, transposed, dtype, widened):
       weights: [D, F], or [F, D] if `transposed`.
       transposed: Contract with the last dimension of `weights`.
       dtype: Dtype of the result.
-      widened: Compute products in float32 and round them: XLA on a CPU uses the matrix units for
-        bfloat16 factors only if the product is in float32.
+      method: "plain", "widened", or "kernel", that of `kernels/matmul_cpu.py`. Widened products are
+        computed in float32 and rounded: XLA on a CPU uses the matrix units for bfloat16 factors
+        only if the product is in float32.
     """
+    if method == "kernel":
+        return matmul_cpu.matmul(x, weights, transposed=transposed).astype(dtype)
     equation = "...d,fd->...f" if transposed else "...d,df->...f"
-    return _multiply(equation, x, weights, dtype, widened)
+    return _multiply(equation, x, weights, dtype, method != "plain")
 
 
-def _product_forward(x, weights, transposed, dtype, widened):
-    return _product(x, weights, transposed, dtype, widened), (x, weights)
+def _product_forward(x, weights, transposed, dtype, method):
+    return _product(x, weights, transposed, dtype, method), (x, weights)
 
 
-def _product_backward(transposed, dtype, widened, residuals, cotangents):
+def _product_backward(transposed, dtype, method, residuals, cotangents):
     x, weights = residuals
+    widened = method != "plain"
     # Cast the gradient of float32 logits to the factors' dtype, so that no factor is widened.
     cotangents = cotangents.astype(jnp.result_type(x, weights))
     to_x = "...f,fd->...d" if transposed else "...f,df->...d"
     by_x = _multiply(to_x, cotangents, weights, x.dtype, widened)
+    if jnp.issubdtype(weights.dtype, jnp.integer):  # quantized weights are not trained
+        return by_x, np.zeros(weights.shape, jax.dtypes.float0)
     rows, cotangents = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))
     by_weights = _multiply("rd,rf->df", rows, cotangents, weights.dtype, widened)
     return by_x, by_weights.T if transposed else by_weights

@@ -84,18 +84,24 @@ def _is_refused(directory: pathlib.Path) -> bool:
     """Disables the cache if others may write to its directory; returns whether they may."""
     if paths.in_bucket(directory) or not directory.exists():
         return False
-    entry, target = directory.lstat(), directory.stat()
-    if _is_foreign(entry) or _is_foreign(target):
-        problem = "belongs to another user"
-    elif target.st_mode & 0o022 and not target.st_mode & stat.S_ISVTX:
-        problem = "other users may write to it (chmod go-w, and delete its programs)"
-    else:
+    problem = why_unsafe(directory)
+    if problem is None:
         return False
     import jax
 
     jax.config.update("jax_enable_compilation_cache", False)
     print(f"compilation cache off: {directory}: {problem}", file=sys.stderr, flush=True)
     return True
+
+
+def why_unsafe(path: pathlib.Path) -> str | None:
+    """Returns why code at an existing path must not run: others may write it; None if it may."""
+    entry, target = path.lstat(), path.stat()
+    if _is_foreign(entry) or _is_foreign(target):
+        return "belongs to another user"
+    if target.st_mode & 0o022 and not target.st_mode & stat.S_ISVTX:
+        return "other users may write to it (chmod go-w, and delete its programs)"
+    return None
 
 
 def _is_foreign(status: os.stat_result) -> bool:

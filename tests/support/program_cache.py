@@ -19,8 +19,7 @@ def directory() -> pathlib.Path:
     jax finds a program by what it is lowered to, so an outdated one is never used. The key only
     bounds how much is kept: directories of other sources are removed, the oldest first.
     """
-    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    base = base / "dflash_tests"
+    base = _root() / "programs"
     found = base / key(PACKAGE)
     found.mkdir(parents=True, exist_ok=True)
     os.utime(found)
@@ -28,6 +27,16 @@ def directory() -> pathlib.Path:
     for outdated in by_age[_KEPT:]:
         shutil.rmtree(outdated, ignore_errors=True)
     return found
+
+
+def kernels() -> pathlib.Path:
+    """Returns the directory for compiled CPU kernels, which few sources change."""
+    return _root() / "kernels"
+
+
+def _root() -> pathlib.Path:
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return base / "dflash_tests"
 
 
 def key(package: pathlib.Path) -> str:

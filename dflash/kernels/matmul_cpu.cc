@@ -1,0 +1,299 @@
+// Product of rows with a matrix on a CPU, called through XLA's foreign function interface.
+//
+// The matrix is read once for up to six rows, and prefetched, so the product of a few rows takes
+// little longer than reading the matrix. Each element is summed in an order that does not depend on
+// the number of rows: a row has the same result, bit for bit, whatever rows are beside it.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <type_traits>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;  // floats per vector
+constexpr int kVectors = 4;  // vectors of columns that are summed at once
+constexpr int kRows = 6;  // rows that share a read of the matrix
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+constexpr int kVectors = 2;
+constexpr int kRows = 6;
+#else
+constexpr int kLanes = 4;
+constexpr int kVectors = 4;
+constexpr int kRows = 6;
+#endif
+constexpr int kBlock = kLanes * kVectors;
+constexpr int64_t kAhead = 16;  // rows of the matrix between a read and its prefetch
+
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+
+enum class Bfloat16 : uint16_t {};
+
+// Reads consecutive elements as float32.
+template <typename Weight>
+inline Floats Load(const Weight* from) {
+  if constexpr (std::is_same_v<Weight, float>) {
+    Floats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+  } else if constexpr (std::is_same_v<Weight, Bfloat16>) {
+    using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+    using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const Words words = __builtin_convertvector(halves, Words) << 16;
+    Floats values;
+    std::memcpy(&values, &words, sizeof values);
+    return values;
+  } else {
+    using Bytes = int8_t __attribute__((vector_size(kLanes)));
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Floats);
+  }
+}
+
+template <typename Weight>
+inline float LoadOne(Weight weight) {
+  if constexpr (std::is_same_v<Weight, Bfloat16>) {
+    const uint32_t word = static_cast<uint32_t>(weight) << 16;
+    float value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+  } else {
+    return static_cast<float>(weight);
+  }
+}
+
+using Four = float __attribute__((vector_size(16)));
+using Eight = float __attribute__((vector_size(32)));
+
+// Adds the two halves of a vector.
+template <typename Half, typename Vector>
+inline Half Fold(const Vector& vector) {
+  Half low, high;
+  std::memcpy(&low, &vector, sizeof low);
+  std::memcpy(&high, reinterpret_cast<const char*>(&vector) + sizeof low, sizeof high);
+  return low + high;
+}
+
+inline float Sum(const Floats& vector) {
+  Four four;
+  if constexpr (kLanes == 16) {
+    four = Fold<Four>(Fold<Eight>(vector));
+  } else if constexpr (kLanes == 8) {
+    four = Fold<Four>(vector);
+  } else {
+    std::memcpy(&four, &vector, sizeof four);
+  }
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// A product y [rows, columns] = x [rows, depth] @ w, w [depth, columns] or [columns, depth].
+template <typename Weight>
+struct Product {
+  const float* x;
+  const Weight* w;
+  float* y;
+  int64_t rows, depth, columns;
+};
+
+// Computes V vectors of columns, from `column` on, of R rows; w is [depth, columns].
+template <int R, int V, bool kPrefetch, typename Weight>
+inline void Columns(const Product<Weight>& p, int64_t row, int64_t column) {
+  Floats sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = Floats{};
+  const float* x = p.x + row * p.depth;
+  const Weight* w = p.w + column;
+  for (int64_t k = 0; k < p.depth; ++k, w += p.columns) {
+    if constexpr (kPrefetch) {
+      // Behind the last row, the next columns are read.
+      const int64_t ahead = k + kAhead < p.depth ? kAhead * p.columns
+                                                 : (kAhead - p.depth) * p.columns + V * kLanes;
+      const char* next = reinterpret_cast<const char*>(w + ahead);
+#pragma GCC unroll 8
+      for (int byte = 0; byte < V * kLanes * int{sizeof(Weight)}; byte += 64)
+        __builtin_prefetch(next + byte);
+    }
+    Floats weights[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) weights[v] = Load(w + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const float factor = x[r * p.depth + k];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] += factor * weights[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v)
+      std::memcpy(p.y + (row + r) * p.columns + column + v * kLanes, &sums[r][v],
+                  sizeof(Floats));
+}
+
+// Computes C columns, from `column` on, of R rows; w is [columns, depth].
+template <int R, int C, bool kPrefetch, typename Weight>
+inline void Transposed(const Product<Weight>& p, int64_t row, int64_t column) {
+  Floats sums[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sums[r][c] = Floats{};
+  const float* x = p.x + row * p.depth;
+  const Weight* w = p.w + column * p.depth;
+  int64_t k = 0;
+  for (; k + kLanes <= p.depth; k += kLanes) {
+    Floats weights[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      if constexpr (kPrefetch) __builtin_prefetch(w + (c + C) * p.depth + k);
+      weights[c] = Load(w + c * p.depth + k);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Floats factors = Load(x + r * p.depth + k);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sums[r][c] += factors * weights[c];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      float total = Sum(sums[r][c]);
+      for (int64_t rest = k; rest < p.depth; ++rest)
+        total = __builtin_fmaf(x[r * p.depth + rest], LoadOne(w[c * p.depth + rest]), total);
+      p.y[(row + r) * p.columns + column + c] = total;
+    }
+}
+
+// Computes columns [begin, end) of R rows.
+template <int R, bool kPrefetch, typename Weight>
+void Rows(const Product<Weight>& p, bool transposed, int64_t row, int64_t begin, int64_t end) {
+  int64_t column = begin;
+  if (transposed) {
+    for (; column + 4 <= end; column += 4) Transposed<R, 4, kPrefetch>(p, row, column);
+    for (; column < end; ++column) Transposed<R, 1, kPrefetch>(p, row, column);
+    return;
+  }
+  for (; column + kBlock <= end; column += kBlock)
+    Columns<R, kVectors, kPrefetch>(p, row, column);
+  for (; column + kLanes <= end; column += kLanes) Columns<R, 1, kPrefetch>(p, row, column);
+  for (; column < end; ++column)
+    for (int r = row; r < row + R; ++r) {
+      float total = 0;
+      for (int64_t k = 0; k < p.depth; ++k)
+        total = __builtin_fmaf(p.x[r * p.depth + k], LoadOne(p.w[k * p.columns + column]), total);
+      p.y[r * p.columns + column] = total;
+    }
+}
+
+// Computes columns [begin, end) of all rows, in groups of about equal size.
+template <typename Weight>
+void Group(const Product<Weight>& p, bool transposed, int64_t begin, int64_t end) {
+  const int64_t groups = (p.rows + kRows - 1) / kRows;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t row = p.rows * group / groups;
+    const int64_t size = p.rows * (group + 1) / groups - row;
+    const auto run = [&](auto rows) {
+      if (group == 0) {
+        Rows<rows(), true>(p, transposed, row, begin, end);
+      } else {
+        Rows<rows(), false>(p, transposed, row, begin, end);
+      }
+    };
+    switch (size) {
+      case 1: run(std::integral_constant<int, 1>()); break;
+      case 2: run(std::integral_constant<int, 2>()); break;
+      case 3: run(std::integral_constant<int, 3>()); break;
+      case 4: run(std::integral_constant<int, 4>()); break;
+      case 5: run(std::integral_constant<int, 5>()); break;
+      default: run(std::integral_constant<int, 6>());
+    }
+  }
+}
+
+// Runs work(0) ... work(parts - 1) on the calling thread and on the threads of the pool that are
+// free. The caller waits only for parts that have begun, so a busy pool cannot block it.
+template <typename Work>
+void Spread(ffi::ThreadPool& pool, int64_t parts, const Work& work) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  const auto state = std::make_shared<State>();
+  const auto take = [state, parts, &work] {
+    for (int64_t part; (part = state->next.fetch_add(1)) < parts;) {
+      work(part);
+      state->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), parts) - 1;
+  for (int64_t helper = 0; helper < helpers; ++helper) pool.Schedule(std::function<void()>(take));
+  take();
+  while (state->done.load(std::memory_order_acquire) < parts) std::this_thread::yield();
+}
+
+constexpr int64_t kPartElements = 1 << 16;  // of the matrix, at least, in a part of the work
+
+template <typename Weight>
+void Multiply(ffi::ThreadPool& pool, const Product<Weight>& product, bool transposed) {
+  const int64_t blocks = (product.columns + kBlock - 1) / kBlock;
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t size = product.columns * product.depth;
+  const int64_t wanted = std::min({blocks, 8 * threads, size / kPartElements});
+  const int64_t parts = threads == 1 ? 1 : std::max<int64_t>(wanted, 1);
+  const auto work = [&](int64_t part) {
+    const int64_t begin = blocks * part / parts * kBlock;
+    const int64_t end = std::min(product.columns, blocks * (part + 1) / parts * kBlock);
+    Group(product, transposed, begin, end);
+  };
+  if (parts == 1) {
+    work(0);
+  } else {
+    Spread(pool, parts, work);
+  }
+}
+
+ffi::Error Handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
+                  ffi::ResultBuffer<ffi::F32> y, bool transposed) {
+  const auto shape = w.dimensions();
+  const int64_t rows = x.dimensions()[0], depth = shape[transposed ? 1 : 0];
+  const int64_t columns = shape[transposed ? 0 : 1];
+  const auto multiply = [&](auto* weights) {
+    using Weight = std::remove_pointer_t<decltype(weights)>;
+    const Product<Weight> product{x.typed_data(), weights, y->typed_data(), rows, depth, columns};
+    Multiply(pool, product, transposed);
+    return ffi::Error::Success();
+  };
+  switch (w.element_type()) {
+    case ffi::F32: return multiply(static_cast<float*>(w.untyped_data()));
+    case ffi::BF16: return multiply(static_cast<Bfloat16*>(w.untyped_data()));
+    case ffi::S8: return multiply(static_cast<int8_t*>(w.untyped_data()));
+    default: return ffi::Error::InvalidArgument("weights are not float32, bfloat16 or int8");
+  }
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashMatmul, Handle,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("transposed"));
