@@ -22,10 +22,10 @@ OPTIONS = {"batch_size": 4, "sync_every": 4, "max_length": 64}
 # The strategies that meet every schedule and mesh on a family.
 PAIRS = {
     "gpt_oss": ("dflash", "eagle3", "ngram"),
-    "gemma4": ("dflash", "dflash2", "dspark", "eagle3", "ngram"),
+    "gemma4": ("dflash", "eagle3", "ngram"),
     "gemma4 with experts": ("dflash",),
     "qwen3_5": ("dflash", "ngram"),
-    "qwen3_next": ("dflash", "dflash2", "eagle3", "ngram"),
+    "qwen3_next": ("dflash", "eagle3", "ngram"),
 }
 # The families on which all other strategies meet these at once.
 COMPLETE = ("gpt_oss", "gemma4", "qwen3_next")
