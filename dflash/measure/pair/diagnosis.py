@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from dflash.config.schema import DrafterConfig
@@ -206,7 +207,9 @@ def compiled_engine(
 
 def _read_as(drafter: Drafter, alternative: Alternative) -> Drafter:
     """Returns the drafter with another shape or rotary style, and the same weights."""
-    other = nnx.merge(*nnx.split(drafter))
+    graph, weights = nnx.split(drafter)
+    # Variables of its own, which hold the same arrays.
+    other = nnx.merge(graph, jax.tree.map(lambda array: array, weights))
     other.shape = shape = alternative.shape
     if alternative.pairs_neighbors:
         rotary = getattr(shape, "rotary", shape.decoder)

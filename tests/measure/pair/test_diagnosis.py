@@ -147,6 +147,8 @@ def test_the_other_rotary_style_is_found(tmp_path):
     assert line.endswith("permute the rows of q_proj and k_proj in the checkpoint")
     usual = diagnosis.measure(*engine_of(DRAFTER)).acceptance.cycles
     assert suspect.acceptance.cycles == usual
+    again = diagnosis.read_all(*engine_of(directory), decoded, [suspect.alternative] * 2)
+    assert [reading.acceptance.cycles for reading in again] == [usual] * 2
 
 
 def test_a_wrong_thinking_mode_is_found(tmp_path):
