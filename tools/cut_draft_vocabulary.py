@@ -6,9 +6,8 @@
         --size=4096 --out=runs/cut
 
 Lines with `output_ids` are answers, whose tokens count twenty times; of other lines, the texts of
-`messages` count. Tokens that no file has come last, by their id. The drafter then has an output head
-of its own, whose columns are the target's, so a draft reads a small part of the head. Its outputs
-are verified as before.
+`messages` count. Tokens that no file has come last, by their id. The drafter then has an output
+head of its own, whose columns are the target's, so a draft reads a small part of the head.
 """
 
 import argparse

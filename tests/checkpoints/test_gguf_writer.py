@@ -177,6 +177,29 @@ def test_a_draft_vocabulary_is_stored_as_ids_of_the_target(tmp_path, vocabulary)
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+def test_codes_of_a_draft_vocabulary_have_a_row_for_each_token(tmp_path, vocabulary):
+    tensors = make(tmp_path / "source", GOLDEN / "dflash2_v32" / "draft", draft_vocab_size=7)
+    size = len(tensors["candidate_selector.predecessor_codebook"])
+    ids, name = np.array([1, 2, 5, 9, 17, 18, 30]), "candidate_selector.successor_codebook"
+    tensors |= {
+        "d2t": ids - np.arange(7),
+        "t2d": np.isin(np.arange(size), ids),
+        "lm_head.weight": np.ones((7, tensors["norm.weight"].shape[0]), np.float32),
+        name: np.ascontiguousarray(tensors[name][ids]),
+    }
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    convert(tmp_path / "source", tmp_path / "x.gguf", tokenizer=vocabulary)
+    stored = contents(tmp_path / "x.gguf")[1]["selector_successor.weight"]
+    np.testing.assert_array_equal(stored[ids], tensors[name])
+    assert stored.shape[0] == size
+    assert np.count_nonzero(stored.any(axis=1)) == 7
+    convert(tmp_path / "x.gguf", tmp_path / "back")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for key, value in tensors.items():
+        np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
 def test_bfloat16_keeps_vectors_in_float32(tmp_path, vocabulary):
     source = GOLDEN / "qwen3_b1" / "draft"
     convert(source, tmp_path / "x.gguf", tokenizer=vocabulary, dtype="bfloat16")

@@ -15,6 +15,8 @@ from dflash.checkpoints.gguf import architecture, families, file_header
 from dflash.checkpoints.gguf.file_header import GgufHeader
 
 DRAFT_IDS = "d2t"  # Tensor with the target token of each draft token.
+# Codes of tokens that can be drafted, [V, r]; rows of tokens that cannot are zeros.
+DRAFT_CODES = "selector_successor.weight"
 DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"
 HF_CLASSES = DFLASH, DFLASH2, DSPARK
 
@@ -62,11 +64,11 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     if header.get(_FROM_ANCHOR, bool, False):
         raise errors.CheckpointError(f"{header.file}: {_FROM_ANCHOR}: only of DSpark drafters")
     block["causal"] = causal
+    if DRAFT_IDS in header.tensors:
+        config["draft_vocab_size"] = header.tensors[DRAFT_IDS].shape[0]
     if "selector_hidden.weight" in header.tensors:
         fields = {name: header.require(_PREFIX + name, int) for name in _DFLASH2_FIELDS}
         return config | {"architectures": [DFLASH2], _GROUP: block | fields}
-    if DRAFT_IDS in header.tensors:
-        config["draft_vocab_size"] = header.tensors[DRAFT_IDS].shape[0]
     return config | {"architectures": [DFLASH], _GROUP: block}
 
 
@@ -77,7 +79,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
       CheckpointError: The drafter has an option that llama.cpp lacks.
     """
     hf_class = config["architectures"][0]
-    for name in _UNKNOWN if hf_class == DFLASH else (*_UNKNOWN, "draft_vocab_size"):
+    for name in (*_UNKNOWN, "draft_vocab_size") if hf_class == DSPARK else _UNKNOWN:
         hf_config.check_only(config, name, None)
     block = config.get(_GROUP, config)
     rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))

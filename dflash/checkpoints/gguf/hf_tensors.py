@@ -99,6 +99,14 @@ def _named(
         yield _Drafted(header.file, "t2d", "BOOL", (config["vocab_size"],), *place[2:])
         return
     tensor = GgufTensor(header.file, hf_name or name, *place, kind=entry.kind)
+    if name == block_drafter.DRAFT_CODES and block_drafter.DRAFT_IDS in header.tensors:
+        ids = _draft_ids(header, entry)
+        yield dataclasses.replace(
+            tensor,
+            layout=TensorLayout(rows=ids, num_rows=entry.shape[0]),
+            shape=(len(ids), *entry.shape[1:]),
+        )
+        return
     if hf_name is not None:
         layout = _layout(header, name, entry, kind, config)
         yield dataclasses.replace(tensor, layout=layout, shape=layout.shape(entry.shape))
@@ -118,6 +126,16 @@ def _layout(
         return kind.layout(name, entry.shape, config)
     except ValueError as error:
         raise errors.CheckpointError(f"{header.file}: tensor {name!r} {error}") from error
+
+
+def _draft_ids(header: GgufHeader, codes: TensorEntry) -> np.ndarray:
+    """Returns the target token of each draft token, whose codes a tensor holds."""
+    place = header.tensors[block_drafter.DRAFT_IDS]
+    ids = view(header.file, place.begin, place.end).view(np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < codes.shape[0]:
+        problem = f"tensor {block_drafter.DRAFT_IDS!r} names tokens beyond {codes.shape[0]}"
+        raise file_header.corrupt(header.file, problem)
+    return ids
 
 
 class _DraftIds(StoredTensor):

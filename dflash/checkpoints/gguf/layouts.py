@@ -22,6 +22,7 @@ class TensorLayout:
 
     Attributes:
       rows: Row of the file that holds each row; None if the order is the same.
+      num_rows: Number of rows of the file; None if it has no others.
       columns: Column of the file that holds each column; None if the order is the same.
       squeezed: Dimension of size 1 that the file leaves out; None for none.
       restore: Function from the numbers in the file to those of Hugging Face; None if they are the
@@ -29,6 +30,7 @@ class TensorLayout:
     """
 
     rows: np.ndarray | None = None
+    num_rows: int | None = None
     columns: np.ndarray | None = None
     squeezed: int | None = None
     restore: Callable[[np.ndarray], np.ndarray] | None = None

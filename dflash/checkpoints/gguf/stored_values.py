@@ -69,7 +69,7 @@ class GgufTensor(StoredTensor):
         """Returns rows first … last - 1 in the order of the file."""
         if len(self.shape) == 1:
             return self._dequantized(self.begin, self.end, 1).reshape(-1)[first:last]
-        size = (self.end - self.begin) // self.shape[0]
+        size = (self.end - self.begin) // (self.layout.num_rows or self.shape[0])
         begin, end = self.begin + first * size, self.begin + last * size
         return self._dequantized(begin, end, last - first).reshape(-1, *self.shape[1:])
 

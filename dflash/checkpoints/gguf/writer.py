@@ -26,18 +26,22 @@ class _Tensor(NamedTuple):
       name: Name in ggml.
       parts: The tensor itself, or those that it stacks.
       rows: Row of the file that holds each row; None to keep their order.
+      num_rows: Number of rows of the file, of which the others are zeros; None for no others.
       is_stack: Whether the parts are stacked, even if there is only one.
     """
 
     name: str
     parts: list[OutgoingTensor]
     rows: np.ndarray | None = None
+    num_rows: int | None = None
     is_stack: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in the file."""
         shape = self.parts[0].shape
+        if self.num_rows is not None:
+            return (self.num_rows, *shape[1:])
         return (len(self.parts), *shape) if self.is_stack else shape
 
     @property
@@ -55,7 +59,7 @@ class _Tensor(NamedTuple):
             return values + np.arange(len(values))
         if self.rows is None:
             return np.ascontiguousarray(values)
-        stored = np.empty_like(values, order="C")
+        stored = np.zeros(self.shape, values.dtype)
         stored[self.rows] = values
         return stored
 
@@ -99,9 +103,16 @@ def _tensors(
     tensors: Iterable[OutgoingTensor], kind: Kind, config: Mapping[str, Any]
 ) -> Iterator[_Tensor]:
     """Yields the tensors of the file."""
+    tensors = list(tensors)
+    drafted = [tensor for tensor in tensors if tensor.name == block_drafter.DRAFT_IDS]
     stacks: dict[str, list[OutgoingTensor]] = {}
     for tensor in tensors:
         name = kind.names.to_ggml(tensor.name)
+        if name == block_drafter.DRAFT_CODES and drafted:
+            ids = drafted[0].fetch()
+            rows = ids + np.arange(len(ids))
+            yield _Tensor(name, [tensor], rows, num_rows=config["vocab_size"])
+            continue
         if name is not None:
             yield _Tensor(name, [tensor], kind.layout(name, tensor.shape, config).rows)
             continue
