@@ -125,7 +125,8 @@ def compile_library(compiler: str, directory: pathlib.Path) -> pathlib.Path:
         if path.exists() and (problem := compilation_cache.why_unsafe(path)):
             raise OSError(f"{path}: {problem}")
     if not library.exists():
-        print("compiling CPU kernels, once …", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print("compiling CPU kernels, once …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = pathlib.Path(scratch) / "library.so"
             include = f"-I{jax.ffi.include_dir()}"

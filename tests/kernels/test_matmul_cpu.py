@@ -115,11 +115,7 @@ def test_a_compiler_that_fails_costs_one_line(monkeypatch, tmp_path, capfd):
     compiler.chmod(0o755)
     kernels = tmp_path / "kernels"
     assert not register(monkeypatch, CXX=compiler, DFLASH_CPU_KERNELS=kernels)
-    lines = capfd.readouterr().err.splitlines()
-    assert lines == [
-        "compiling CPU kernels, once …",
-        "CPU kernels off: x.cc:1: error: no header",
-    ]
+    assert capfd.readouterr().err == "CPU kernels off: x.cc:1: error: no header\n"
     assert not list(kernels.iterdir())
 
 
