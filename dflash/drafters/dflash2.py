@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash2_config import DFlash2Shape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
@@ -145,35 +144,16 @@ class DFlash2(ConditionedDFlash):
     hf_architectures = ("DFlash2DraftModel", "DFlash2Speculator")
     shape_class = DFlash2Shape
 
-    def __init__(
-        self,
-        shape: DFlash2Shape,
-        *,
-        dtype,
-        sharding,
-        block_size: int | None = None,
-        short_pass: bool = False,
-        tree: ConditionalTree | None = None,
-    ):
-        """Builds an abstract drafter.
+    @property
+    def num_candidates(self):
+        """Number of candidates of the selector."""
+        return self.shape.selector_top_k
 
-        Args:
-          shape: Shape of the network.
-          dtype: Dtype of weights and state.
-          sharding: Mesh and axis rules of weights and state.
-          block_size: Rows to verify in a chain, or on the longest path of a tree; None for the
-            trained number.
-          short_pass: Compute only `block_size` rows per pass.
-          tree: Size of the trees to draft; None for a chain.
-        Raises:
-          ConfigError: The block size exceeds the trained one, or the tree does not fit.
-        """
-        width, vocab = shape.decoder.hidden_size, shape.decoder.vocab_size
-        build = {"dtype": dtype, "sharding": sharding}
-        super().__init__(shape, block_size=block_size, short_pass=short_pass, **build)
-        self.set_tree(tree, shape.selector_top_k)
-        tokens = vocab, self.num_drafted
-        self.candidate_selector = CandidateSelector(width, *tokens, shape.selector_rank, **build)
+    def declare_head(self, **build):
+        """Declares the selector; see `ConditionedDFlash.declare_head`."""
+        decoder, rank = self.shape.decoder, self.shape.selector_rank
+        tokens = decoder.vocab_size, self.num_drafted
+        self.candidate_selector = CandidateSelector(decoder.hidden_size, *tokens, rank, **build)
         for layer in self.layers:
             layer.rows = self.pass_positions + 1
 

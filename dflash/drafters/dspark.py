@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dspark_config import DSparkShape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
@@ -105,26 +104,14 @@ class DSpark(ConditionedDFlash):
     shape_class = DSparkShape
     first_row: ClassVar[int] = 0
 
-    def __init__(
-        self,
-        shape: DSparkShape,
-        *,
-        dtype,
-        sharding,
-        block_size: int | None = None,
-        short_pass: bool = False,
-        tree: ConditionalTree | None = None,
-    ):
-        """Builds an abstract drafter; see `DFlash`.
+    def __init__(self, shape: DSparkShape, *, block_size: int | None = None, **options):
+        """Builds an abstract drafter; see `ConditionedDFlash`.
 
         Args:
-          shape: Shape of the network.
-          dtype: Dtype of weights and state.
-          sharding: Mesh and axis rules of weights and state.
+          shape: Shape of the network, whose block size does not count the anchor.
           block_size: Rows to verify in a chain, or on the longest path of a tree, anchor included;
             None for the trained number.
-          short_pass: Compute only the rows that `block_size` needs.
-          tree: Size of the trees to draft; None for a chain.
+          **options: Other arguments of `ConditionedDFlash`.
         Raises:
           ConfigError: The block size is larger than the trained one, or the tree does not fit.
         """
@@ -134,11 +121,12 @@ class DSpark(ConditionedDFlash):
                 f"drafter.block_size: {block_size} is larger than {largest}, the anchor and the "
                 f"{shape.block_size} drafts that the drafter was trained for"
             )
-        build = {"dtype": dtype, "sharding": sharding}
         rows = None if block_size is None else block_size - 1
-        super().__init__(shape, block_size=rows, short_pass=short_pass, **build)
-        self.set_tree(tree, self.num_drafted)
-        width, rank = shape.decoder.hidden_size, shape.markov_rank
+        super().__init__(shape, block_size=rows, **options)
+
+    def declare_head(self, **build):
+        """Declares the previous-token and confidence heads; see `ConditionedDFlash`."""
+        shape, width, rank = self.shape, self.shape.decoder.hidden_size, self.shape.markov_rank
         head, tokens = _HEADS[shape.markov_head_type], (shape.decoder.vocab_size, self.num_drafted)
         self.markov_head = head(width, *tokens, rank, **build)
         seen = width + rank * shape.confidence_head_with_markov

@@ -10,7 +10,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash2 import ConvolvedLayer, DFlash2
 from dflash.drafters.lilicorr_config import LiLiCorrShape
@@ -58,34 +57,15 @@ class LiLiCorr(ConditionedDFlash):
     hf_architectures = ("LiLiCorrDraftModel",)
     shape_class = LiLiCorrShape
 
-    def __init__(
-        self,
-        shape: LiLiCorrShape,
-        *,
-        dtype,
-        sharding,
-        block_size: int | None = None,
-        short_pass: bool = False,
-        tree: ConditionalTree | None = None,
-    ):
-        """Builds an abstract drafter.
+    @property
+    def num_candidates(self):
+        """Number of candidates of the network."""
+        return self.shape.lilicorr_candidate_topk
 
-        Args:
-          shape: Shape of the network.
-          dtype: Dtype of weights and state.
-          sharding: Mesh and axis rules of weights and state.
-          block_size: Rows to verify in a chain, or on the longest path of a tree; None for the
-            trained number.
-          short_pass: Compute only `block_size` rows per pass.
-          tree: Size of the trees to draft; None for a chain.
-        Raises:
-          ConfigError: The block size exceeds the trained one, or the tree does not fit.
-        """
-        build = {"dtype": dtype, "sharding": sharding}
-        super().__init__(shape, block_size=block_size, short_pass=short_pass, **build)
-        self.set_tree(tree, shape.lilicorr_candidate_topk)
-        self.lilicorr = LatticeNetwork(shape, **build)
-        if shape.conv_kernel_size:
+    def declare_head(self, **build):
+        """Declares the network; see `ConditionedDFlash.declare_head`."""
+        self.lilicorr = LatticeNetwork(self.shape, **build)
+        if self.shape.conv_kernel_size:
             for layer in self.layers:
                 layer.rows = self.pass_positions + 1
 

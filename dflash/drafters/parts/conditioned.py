@@ -57,6 +57,38 @@ class ConditionedDFlash(DFlash):
     first_row: ClassVar[int] = 1
     tree: BeamTree | None = None
 
+    def __init__(
+        self,
+        shape: Any,
+        *,
+        dtype,
+        sharding,
+        block_size: int | None = None,
+        short_pass: bool = False,
+        tree: ConditionalTree | None = None,
+    ):
+        """Builds an abstract drafter.
+
+        Args:
+          shape: Shape of the network.
+          dtype: Dtype of weights and state.
+          sharding: Mesh and axis rules of weights and state.
+          block_size: Rows to verify in a chain, or on the longest path of a tree; None for the
+            trained number.
+          short_pass: Compute only `block_size` rows per pass.
+          tree: Size of the trees to draft; None for a chain.
+        Raises:
+          ConfigError: The block size exceeds the trained one, or the tree does not fit.
+        """
+        build = {"dtype": dtype, "sharding": sharding}
+        super().__init__(shape, block_size=block_size, short_pass=short_pass, **build)
+        self._set_tree(tree)
+        self.declare_head(**build)
+
+    def declare_head(self, **build) -> None:
+        """Declares the parameters that `condition` and `correct` use."""
+        raise TypeError(f"{type(self).__name__} must define declare_head")
+
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
         """Returns the options of `__init__`; see `WeightedDrafter.options`."""
@@ -69,6 +101,11 @@ class ConditionedDFlash(DFlash):
         return self.shape.draft_vocab_size or self.shape.decoder.vocab_size
 
     @property
+    def num_candidates(self) -> int:
+        """Number of tokens that can be drafted at each position."""
+        return self.num_drafted
+
+    @property
     def depth(self) -> int:
         """Number of positions that are drafted: the drafts of a chain, or a tree's levels."""
         return self.num_positions + 1 - self.first_row
@@ -78,15 +115,9 @@ class ConditionedDFlash(DFlash):
         """Rows on the longest path, anchor included; a tree is no deeper than the block."""
         return min(self.depth, self.num_draft_tokens) + 1
 
-    def set_tree(self, tree: ConditionalTree | None, num_candidates: int) -> None:
-        """Sets the number of drafts and, if they form a tree, its shape.
-
-        Args:
-          tree: Size of the tree; None for a chain.
-          num_candidates: Number of tokens that can be drafted at each position.
-        Raises:
-          ConfigError: The tree does not fit in the block, or needs more candidates.
-        """
+    def _set_tree(self, tree: ConditionalTree | None) -> None:
+        """Sets the number of drafts and, if they form a tree, its shape."""
+        num_candidates = self.num_candidates
         self.num_draft_tokens = self.depth if tree is None else tree.budget
         if tree is not None:
             top_k = tree.top_k or min(_TOP_K, tree.budget, num_candidates)
