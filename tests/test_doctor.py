@@ -3,6 +3,7 @@
 import importlib.metadata
 import pathlib
 import re
+import subprocess
 import sys
 import tomllib
 
@@ -50,6 +51,13 @@ def test_a_whole_installation(capsys, monkeypatch, tmp_path):
     assert f"empty  {tmp_path}/hub\n" in out
     assert f"  HF_HUB_CACHE={tmp_path}/hub\n" in out
     assert out.endswith("no problems found\n")
+
+
+def test_probes_of_the_installation_do_not_import_jax():
+    probes = "installation.cpu_kernels(), installation.cache_directories()"
+    code = f"import sys; from dflash.cli import installation; {probes}; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_what_is_missing_has_a_purpose_and_a_remedy(capsys, monkeypatch):

@@ -116,25 +116,24 @@ def devices() -> tuple[str, bool]:
 
 def cpu_kernels() -> str:
     """Returns what multiplies matrices on a CPU, without compiling anything."""
-    from dflash.kernels import matmul_cpu
+    from dflash.runs import cpu_kernels
 
-    if os.environ.get(matmul_cpu.VARIABLE) == matmul_cpu.OFF:
-        return f"XLA's ({matmul_cpu.VARIABLE}={matmul_cpu.OFF})"
-    compiler = matmul_cpu.find_compiler()
+    if cpu_kernels.is_off():
+        return f"XLA's ({cpu_kernels.VARIABLE}={cpu_kernels.OFF})"
+    compiler = cpu_kernels.find_compiler()
     return f"compiled by {compiler}" if compiler else "XLA's; a C++ compiler makes decoding faster"
 
 
 def cache_directories() -> dict[str, pathlib.Path]:
     """Returns the cache directories of this package and of the Hugging Face hub, by name."""
     from dflash.data import store
-    from dflash.runs import compilation_cache
-    from dflash.storage import paths
+    from dflash.runs import compilation_cache, cpu_kernels
 
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     home = pathlib.Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
     return {
         "programs": compilation_cache.default_root(),
-        "cpu kernels": paths.cache_directory("kernels"),
+        "cpu kernels": cpu_kernels.directory(),
         "data sets": store.data_directory(None),
         "hub": pathlib.Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser(),
     }

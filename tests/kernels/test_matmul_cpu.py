@@ -10,9 +10,10 @@ import pytest
 from dflash.kernels import matmul_cpu
 from dflash.layers.products import project
 from dflash.parallel.sharding import Sharding
+from dflash.runs import cpu_kernels
 
 needs_compiler = pytest.mark.skipif(
-    matmul_cpu.find_compiler() is None, reason="needs a C++ compiler"
+    cpu_kernels.find_compiler() is None, reason="needs a C++ compiler"
 )
 
 
