@@ -15,10 +15,11 @@ import json
 import pathlib
 from collections.abc import Iterable
 
-import ml_dtypes  # noqa: F401  (gives numpy bfloat16)
 import numpy as np
 import safetensors.numpy
 import transformers
+
+from dflash.drafters.parts import draft_vocabulary
 
 ANSWER_WEIGHT = 20.0
 CODES = "candidate_selector.successor_codebook"
@@ -74,14 +75,10 @@ def cut_vocabulary(
       counts: Count of each token, [V].
       size: Number of tokens that can be drafted.
     """
-    ids = np.sort(np.argsort(-counts, kind="stable")[:size])
-    codes = tensors[CODES][ids]
-    return tensors | {
-        CODES: codes,
-        "lm_head.weight": np.ascontiguousarray(head[ids]).astype(codes.dtype),
-        "d2t": ids - np.arange(size),
-        "t2d": np.isin(np.arange(len(counts)), ids),
-    }
+    tables = draft_vocabulary.choose(size, lambda: counts)
+    codes = tensors[CODES][tables["t2d"]]
+    own_head = head[tables["t2d"]].astype(codes.dtype)
+    return tensors | tables | {CODES: codes, "lm_head.weight": own_head}
 
 
 if __name__ == "__main__":
