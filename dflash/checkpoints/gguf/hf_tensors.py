@@ -93,14 +93,16 @@ def _named(
     place = (entry.kind if known else "F32", entry.shape, entry.begin, entry.end)
     hf_name = kind.names.to_hf(name)
     if name == block_drafter.DRAFT_IDS and hf_name is not None:
-        if entry.kind != "I64" or len(entry.shape) != 1:
-            raise file_header.corrupt(header.file, f"tensor {name!r} is no list of token ids")
+        _draft_ids(header)
         yield _DraftIds(header.file, hf_name, *place)
         yield _Drafted(header.file, "t2d", "BOOL", (config["vocab_size"],), *place[2:])
         return
     tensor = GgufTensor(header.file, hf_name or name, *place, kind=entry.kind)
     if name == block_drafter.DRAFT_CODES and block_drafter.DRAFT_IDS in header.tensors:
-        ids = _draft_ids(header, entry)
+        ids = _draft_ids(header)
+        if ids.size and not 0 <= ids.min() <= ids.max() < entry.shape[0]:
+            problem = f"tensor {block_drafter.DRAFT_IDS!r} names tokens beyond {entry.shape[0]}"
+            raise file_header.corrupt(header.file, problem)
         yield dataclasses.replace(
             tensor,
             layout=TensorLayout(rows=ids, num_rows=entry.shape[0]),
@@ -128,14 +130,17 @@ def _layout(
         raise errors.CheckpointError(f"{header.file}: tensor {name!r} {error}") from error
 
 
-def _draft_ids(header: GgufHeader, codes: TensorEntry) -> np.ndarray:
-    """Returns the target token of each draft token, whose codes a tensor holds."""
-    place = header.tensors[block_drafter.DRAFT_IDS]
-    ids = view(header.file, place.begin, place.end).view(np.int64)
-    if ids.size and not 0 <= ids.min() <= ids.max() < codes.shape[0]:
-        problem = f"tensor {block_drafter.DRAFT_IDS!r} names tokens beyond {codes.shape[0]}"
-        raise file_header.corrupt(header.file, problem)
-    return ids
+def _draft_ids(header: GgufHeader) -> np.ndarray:
+    """Returns the target token of each draft token.
+
+    Raises:
+      CheckpointError: The file has something else in their place.
+    """
+    entry = header.tensors[block_drafter.DRAFT_IDS]
+    if entry.kind != "I64" or len(entry.shape) != 1:
+        what = f"tensor {block_drafter.DRAFT_IDS!r} is no list of token ids"
+        raise file_header.corrupt(header.file, what)
+    return view(header.file, entry.begin, entry.end).view(np.int64)
 
 
 class _DraftIds(StoredTensor):

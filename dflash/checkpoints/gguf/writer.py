@@ -109,9 +109,8 @@ def _tensors(
     for tensor in tensors:
         name = kind.names.to_ggml(tensor.name)
         if name == block_drafter.DRAFT_CODES and drafted:
-            ids = drafted[0].fetch()
-            rows = ids + np.arange(len(ids))
-            yield _Tensor(name, [tensor], rows, num_rows=config["vocab_size"])
+            ids = _Tensor(block_drafter.DRAFT_IDS, drafted).fetch()
+            yield _Tensor(name, [tensor], ids, num_rows=config["vocab_size"])
             continue
         if name is not None:
             yield _Tensor(name, [tensor], kind.layout(name, tensor.shape, config).rows)
