@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.kernels import matmul_cpu
+from dflash.kernels import library_cpu, matmul_cpu
 
 
 class Model(NamedTuple):
@@ -101,7 +101,7 @@ def cases(rows: int, model: Model, repeats: int) -> dict[str, Callable[[], objec
     compiled = {name: plain.lower(x, layers, head).compile(some) for name, some in OPTIONS.items()}
     programs = {name: (program, layers) for name, program in compiled.items()}
     programs["joined"] = (plain.lower(x, joined, head).compile(), joined)
-    if matmul_cpu.is_available():
+    if library_cpu.is_available():
         kernel = jax.jit(functools.partial(repeated, repeats=repeats, times=matmul_cpu.matmul))
         programs["kernel"] = (kernel.lower(x, layers, head).compile(), layers)
         programs["kernel, joined"] = (kernel.lower(x, joined, head).compile(), joined)

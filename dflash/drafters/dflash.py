@@ -243,13 +243,13 @@ class DFlash(OnePassDrafter):
         rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
         stored = (batch, "kv_heads", None, None)
         sinks, of_sinks = self._sinks(i)
-        attend = self._attention(i, block_attention)
+        attend = self._attention(i, block_attention, implementation.on(self.sharding))
         names = (rows, kv_rows, kv_rows, stored, stored, (batch,), *of_sinks)
         sharded = self.sharding.map(attend, names, (rows,))
         fixed = state.keys[i], state.values[i], position, *sinks
         return lambda *block: (*sharded(*block, *fixed), None)
 
-    def _attention(self, i: int, kernel):
+    def _attention(self, i: int, kernel, chosen: str):
         """Returns a function from the arrays of a kernel to the outputs of layer i's attention.
 
         The outputs are a tuple of one array, as `Sharding.map` expects.
@@ -259,7 +259,7 @@ class DFlash(OnePassDrafter):
             "scale": self.layers[i].self_attn.scale,
             "window": view.window,
             "causal": view.causal,
-            "implementation": implementation.for_platform(self.sharding.platform),
+            "implementation": chosen,
         }
 
         def attend(*arrays):
@@ -356,8 +356,9 @@ class DFlash(OnePassDrafter):
         rows, kv_rows = (names, None, None, "heads", None), (names, None, None, "kv_heads", None)
         stored, per_row = (names, None, "kv_heads", None), (names, None)
         sinks, of_sinks = self._sinks(i)
+        chosen = implementation.for_platform(self.sharding.platform)
         sharded = self.sharding.map(
-            self._attention(i, anchored_attention),
+            self._attention(i, anchored_attention, chosen),
             (rows, kv_rows, kv_rows, stored, stored, per_row, per_row, per_row, *of_sinks),
             (rows,),
         )

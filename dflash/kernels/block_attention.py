@@ -8,9 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from dflash.kernels import attention_cpu, online_softmax, tuning
 from dflash.kernels import block_attention_tpu as tpu
 from dflash.kernels import implementation as implementations
-from dflash.kernels import online_softmax, tuning
 
 # Keys per iteration of the loop over the context; see paged_attention.TILE_TOKENS.
 TILE_TOKENS = 256
@@ -69,18 +69,20 @@ def block_attention(
     return implementations.run(
         implementation,
         *arrays,
-        reference=functools.partial(_reference, **view),
+        reference=functools.partial(_with_mask, _attend, **view),
         pallas=functools.partial(tpu.block_attention_tpu, **view, sizes=sizes),
         unsupported=tpu.unsupported(queries, context_keys),
+        cpu=functools.partial(_with_mask, _attend_on_cpu, **view),
     )
 
 
-def _reference(
-    queries, keys, values, context_keys, context_values, length, sinks=None,
+def _with_mask(
+    attend, queries, keys, values, context_keys, context_values, length, sinks=None,
     *, scale, window, causal,
 ):  # fmt: skip
+    """Computes `block_attention` by `_attend`, or by `_attend_on_cpu`."""
     inside = visible_inside(queries.shape[1], window=window, causal=causal)[None]
-    return _attend(
+    return attend(
         queries, keys, values, inside, context_keys, context_values, length, scale, window, sinks
     )
 
@@ -102,6 +104,7 @@ def branch_attention(
     length: jax.Array,
     *,
     scale: float,
+    implementation: str = "auto",
 ) -> jax.Array:
     """Attends from T rows to a context, and to those of S drafted rows that `visible` selects.
 
@@ -114,6 +117,7 @@ def branch_attention(
       context_values: [B, K, L, H].
       length: int32 [B]; context rows in use.
       scale: Factor that multiplies the scores.
+      implementation: "cpu", or another one of `implementation.run`, all of which are the reference.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:
@@ -127,9 +131,8 @@ def branch_attention(
         raise ValueError(
             f"branch_attention: visible is {visible.shape}, expected {(batch, rows, drafted)}"
         )
-    return _attend(
-        queries, keys, values, visible, context_keys, context_values, length, scale, None
-    )
+    attend = _attend_on_cpu if implementation == "cpu" else _attend
+    return attend(queries, keys, values, visible, context_keys, context_values, length, scale, None)
 
 
 def _attend(
@@ -150,10 +153,8 @@ def _attend(
     capacity = context_keys.shape[2]
     tile = min(TILE_TOKENS, capacity)
     # First visible context position of each row, [B, T·N/K]; the rows of a head group are equal.
-    first_visible = jnp.zeros((length.shape[0], 1), jnp.int32)
-    if window is not None:
-        offsets = jnp.repeat(jnp.arange(block), queries.shape[2] // kv_heads)
-        first_visible = jnp.maximum(length[:, None] + offsets - (window - 1), 0)
+    first_visible = _first_visible(length, block, window)
+    first_visible = jnp.repeat(first_visible, queries.shape[2] // kv_heads, axis=1)
 
     def fold_in_tile(i, partial):
         # The last tile may extend past the capacity. It is then read from an earlier position, and
@@ -177,6 +178,25 @@ def _attend(
     if sinks is not None:
         partial = online_softmax.with_sinks(partial, sinks)
     return online_softmax.ungroup(online_softmax.normalize(partial, queries.dtype), block)
+
+
+def _attend_on_cpu(
+    queries, keys, values, visible_rows, context_keys, context_values, length, scale, window,
+    sinks=None,
+):  # fmt: skip
+    """Computes `_attend` in C++, if it can."""
+    arrays = (queries, keys, values, visible_rows, context_keys, context_values, length)
+    if attention_cpu.unsupported(queries, context_keys):
+        return _attend(*arrays, scale, window, sinks)
+    first = _first_visible(length, queries.shape[1], window)
+    return attention_cpu.attend(*arrays, scale=scale, first_visible=first, sinks=sinks)
+
+
+def _first_visible(length: jax.Array, rows: int, window: int | None) -> jax.Array:
+    """Returns the first position of the context that each row sees, int32 [B, T]."""
+    if window is None:
+        return jnp.zeros((length.shape[0], rows), jnp.int32)
+    return jnp.maximum(length[:, None] + jnp.arange(rows) - (window - 1), 0)
 
 
 def _check(

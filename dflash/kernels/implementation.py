@@ -1,4 +1,4 @@
-"""Choice between the implementations of an op: Pallas kernel or plain-JAX reference.
+"""Choice between the implementations of an op: Pallas kernel, C++ kernel or plain-JAX reference.
 
 The choice depends on the platform that a program is *lowered* for, which may differ from the one
 that traces it: a TPU program can be compiled on a CPU host.
@@ -9,7 +9,10 @@ from collections.abc import Callable
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-IMPLEMENTATIONS = ("auto", "reference", "pallas", "interpret")
+from dflash.kernels import library_cpu
+from dflash.parallel.sharding import Sharding
+
+IMPLEMENTATIONS = ("auto", "reference", "pallas", "interpret", "cpu")
 
 
 def for_platform(platform: str) -> str:
@@ -24,24 +27,32 @@ def for_platform(platform: str) -> str:
     return "auto" if platform == "tpu" else "reference"
 
 
+def on(sharding: Sharding) -> str:
+    """Returns the implementation on a mesh of an op that has a kernel in C++, too."""
+    return "cpu" if library_cpu.serves(sharding) else for_platform(sharding.platform)
+
+
 def run(
     implementation: str,
     *arrays,
     reference: Callable,
     pallas: Callable,
     unsupported: str | None = None,
+    cpu: Callable | None = None,
 ):
     """Runs one implementation of an op.
 
     Args:
       implementation: One of `IMPLEMENTATIONS`. "auto" runs the kernel if the program is lowered for
-        a TPU and the kernel supports the case, and the reference otherwise.
+        a TPU and the kernel supports the case, and the reference otherwise. "cpu" runs the C++
+        kernel if there is one for the case, and the reference otherwise.
       *arrays: Arguments of the implementations.
       reference: Reference, called as `reference(*arrays)`.
       pallas: Kernel, called as `pallas(*arrays, interpret=...)`, where `interpret` is an argument
         of `pl.pallas_call`.
       unsupported: Reason why the kernel does not support this case, which makes "pallas" and
         "interpret" errors; None if it does.
+      cpu: Kernel in C++, called as `cpu(*arrays)`; None if there is none for this case.
     Returns:
       Result of the implementation.
     Raises:
@@ -49,6 +60,8 @@ def run(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    if implementation == "cpu":
+        return (cpu or reference)(*arrays)
     if implementation == "reference" or (implementation == "auto" and unsupported):
         return reference(*arrays)
     if unsupported:

@@ -5,99 +5,23 @@
 // the number of rows: a row has the same result, bit for bit, whatever rows are beside it.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <thread>
 #include <type_traits>
 
+#include "threads_cpu.h"
+#include "vectors_cpu.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
+namespace dflash {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;  // floats per vector
-constexpr int kVectors = 4;  // vectors of columns that are summed at once
-constexpr int kRows = 6;  // rows that share a read of the matrix
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-constexpr int kVectors = 2;
-constexpr int kRows = 6;
-#else
-constexpr int kLanes = 4;
-constexpr int kVectors = 4;
-constexpr int kRows = 6;
-#endif
+constexpr int kVectors = kLanes == 8 ? 2 : 4;  // vectors of columns that are summed at once
 constexpr int kBlock = kLanes * kVectors;
+constexpr int kRows = 6;  // rows that share a read of the matrix
 constexpr int64_t kAhead = 16;  // rows of the matrix between a read and its prefetch
-
-using Floats = float __attribute__((vector_size(4 * kLanes)));
-
-enum class Bfloat16 : uint16_t {};
-
-// Reads consecutive elements as float32.
-template <typename Weight>
-inline Floats Load(const Weight* from) {
-  if constexpr (std::is_same_v<Weight, float>) {
-    Floats values;
-    std::memcpy(&values, from, sizeof values);
-    return values;
-  } else if constexpr (std::is_same_v<Weight, Bfloat16>) {
-    using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
-    using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
-    Halves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    const Words words = __builtin_convertvector(halves, Words) << 16;
-    Floats values;
-    std::memcpy(&values, &words, sizeof values);
-    return values;
-  } else {
-    using Bytes = int8_t __attribute__((vector_size(kLanes)));
-    Bytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(bytes, Floats);
-  }
-}
-
-template <typename Weight>
-inline float LoadOne(Weight weight) {
-  if constexpr (std::is_same_v<Weight, Bfloat16>) {
-    const uint32_t word = static_cast<uint32_t>(weight) << 16;
-    float value;
-    std::memcpy(&value, &word, sizeof value);
-    return value;
-  } else {
-    return static_cast<float>(weight);
-  }
-}
-
-using Four = float __attribute__((vector_size(16)));
-using Eight = float __attribute__((vector_size(32)));
-
-// Adds the two halves of a vector.
-template <typename Half, typename Vector>
-inline Half Fold(const Vector& vector) {
-  Half low, high;
-  std::memcpy(&low, &vector, sizeof low);
-  std::memcpy(&high, reinterpret_cast<const char*>(&vector) + sizeof low, sizeof high);
-  return low + high;
-}
-
-inline float Sum(const Floats& vector) {
-  Four four;
-  if constexpr (kLanes == 16) {
-    four = Fold<Four>(Fold<Eight>(vector));
-  } else if constexpr (kLanes == 8) {
-    four = Fold<Four>(vector);
-  } else {
-    std::memcpy(&four, &vector, sizeof four);
-  }
-  return (four[0] + four[2]) + (four[1] + four[3]);
-}
 
 // A product y [rows, columns] = x [rows, depth] @ w, w [depth, columns] or [columns, depth].
 template <typename Weight>
@@ -228,26 +152,6 @@ void Group(const Product<Weight>& p, bool transposed, int64_t begin, int64_t end
   }
 }
 
-// Runs work(0) ... work(parts - 1) on the calling thread and on the threads of the pool that are
-// free. The caller waits only for parts that have begun, so a busy pool cannot block it.
-template <typename Work>
-void Spread(ffi::ThreadPool& pool, int64_t parts, const Work& work) {
-  struct State {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  const auto state = std::make_shared<State>();
-  const auto take = [state, parts, &work] {
-    for (int64_t part; (part = state->next.fetch_add(1)) < parts;) {
-      work(part);
-      state->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), parts) - 1;
-  for (int64_t helper = 0; helper < helpers; ++helper) pool.Schedule(std::function<void()>(take));
-  take();
-  while (state->done.load(std::memory_order_acquire) < parts) std::this_thread::yield();
-}
-
 constexpr int64_t kPartElements = 1 << 16;  // of the matrix, at least, in a part of the work
 
 template <typename Weight>
@@ -289,8 +193,9 @@ ffi::Error Handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
 }
 
 }  // namespace
+}  // namespace dflash
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashMatmul, Handle,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashMatmul, dflash::Handle,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from dflash.kernels import attention_cpu, online_softmax, quantized, tuning
 from dflash.kernels import implementation as implementations
-from dflash.kernels import online_softmax, quantized, tuning
 from dflash.kernels import paged_attention_tpu as tpu
 from dflash.kernels.online_softmax import Partial
 from dflash.kernels.quantized import Quantized, Rows
@@ -86,6 +86,7 @@ def paged_attention(
         reference=functools.partial(_reference, **view),
         pallas=functools.partial(tpu.paged_attention_tpu, **view, sizes=sizes),
         unsupported=tpu.unsupported(queries, key_pages),
+        cpu=functools.partial(_reference, **view, attend=_attend_on_cpu),
     )
 
 
@@ -102,10 +103,14 @@ def _reference(
     *,
     scale,
     window,
+    attend=None,
 ):
-    """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
+    """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form.
+
+    Rows attend by `_attend`, or by `attend` with the same arguments.
+    """
     length = queries.shape[1]
-    kv_heads, _, page_size, _ = key_pages.shape
+    page_size = key_pages.shape[2]
     keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
     index = row_index(page_table, start[:, None] + jnp.arange(length), page_size)
     # Write the pages before reading them, so that the loop below reads a single version of them and
@@ -113,17 +118,43 @@ def _reference(
     key_pages = write_rows(key_pages, index, keys)
     value_pages = write_rows(value_pages, index, values)
 
-    rows = online_softmax.group_queries(queries, kv_heads)
-    group = queries.shape[2] // kv_heads
-    attend = functools.partial(online_softmax.attend, scale=scale)
     if tree_mask is None:
         tree_mask = jnp.tril(jnp.ones((1, length, length), bool))
     first_visible = None
     if window is not None:
         depth = tree_mask.sum(-1) - 1
         tree_mask = tree_mask & (depth[:, :, None] - depth[:, None] < window)
-        first_visible = jnp.repeat(start[:, None] + depth - (window - 1), group, axis=1)
-    partial = attend(rows, keys, values, jnp.repeat(tree_mask, group, axis=1))
+        first_visible = start[:, None] + depth - (window - 1)
+    arrays = queries, keys, values, key_pages, value_pages, page_table, start
+    outputs = (attend or _attend)(*arrays, tree_mask, first_visible, sinks, scale)
+    return outputs, key_pages, value_pages
+
+
+def _attend(
+    queries,
+    keys,
+    values,
+    key_pages,
+    value_pages,
+    page_table,
+    start,
+    visible_rows,
+    first_visible,
+    sinks,
+    scale,
+):
+    """Attends to the context, and to the new rows that `visible_rows` bool [B or 1, T, T] selects.
+
+    Keys and values are [K, B, T, H] in their stored form, and `first_visible`, the first position
+    that each row sees, is int32 [B, T] or None.
+    """
+    kv_heads, _, page_size, _ = key_pages.shape
+    rows = online_softmax.group_queries(queries, kv_heads)
+    group = queries.shape[2] // kv_heads
+    if first_visible is not None:
+        first_visible = jnp.repeat(first_visible, group, axis=1)
+    attend = functools.partial(online_softmax.attend, scale=scale)
+    partial = attend(rows, keys, values, jnp.repeat(visible_rows, group, axis=1))
 
     def attend_tile(pages, visible):
         return attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
@@ -131,8 +162,37 @@ def _reference(
     partial = fold_in_context(partial, attend_tile, page_table, start, page_size, first_visible)
     if sinks is not None:
         partial = online_softmax.with_sinks(partial, sinks)
-    outputs = online_softmax.ungroup(online_softmax.normalize(partial, queries.dtype), length)
-    return outputs, key_pages, value_pages
+    return online_softmax.ungroup(
+        online_softmax.normalize(partial, queries.dtype), queries.shape[1]
+    )
+
+
+def _attend_on_cpu(
+    queries,
+    keys,
+    values,
+    key_pages,
+    value_pages,
+    page_table,
+    start,
+    visible_rows,
+    first_visible,
+    sinks,
+    scale,
+):
+    """Computes `_attend` in C++, if it can."""
+    pages = key_pages, value_pages
+    if attention_cpu.unsupported(queries, key_pages):
+        arrays = queries, keys, values, *pages, page_table, start, visible_rows
+        return _attend(*arrays, first_visible, sinks, scale)
+    keys, values = (rows.transpose(1, 2, 0, 3) for rows in (keys, values))
+    return attention_cpu.attend(
+        *(queries, keys, values, visible_rows, *pages, start),
+        scale=scale,
+        page_table=page_table,
+        first_visible=first_visible,
+        sinks=sinks,
+    )
 
 
 def fold_in_context(

@@ -159,8 +159,9 @@ class Attention(nnx.Module):
         rows, kv_rows = self._row_names(batch)
         stored = ("kv_heads", pool, None, None)
         names = [stored, stored, (batch, None), (batch,), (batch, None, None), ("heads",)]
+        view = self._view | {"implementation": implementation.on(self.sharding)}
         sharded = self.sharding.map(
-            functools.partial(paged_attention, **self._view),
+            functools.partial(paged_attention, **view),
             (rows, kv_rows, kv_rows, *names),
             (rows, stored, stored),
         )

@@ -27,5 +27,5 @@ def arrange(model: nnx.Module, sharding: Sharding) -> None:
 
     On a TPU, projections of the same rows are joined; see docs/results/tpu_compile.md.
     """
-    if sharding.platform == "tpu":
+    if sharding.platform in ("tpu", "cpu"):
         join_projections(model)

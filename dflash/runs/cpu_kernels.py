@@ -46,14 +46,16 @@ def compile_library(compiler: str, source: pathlib.Path, include: str) -> pathli
 
     Args:
       compiler: Path of the compiler.
-      source: File in C++.
+      source: Directory of the files in C++, *.cc, and their headers.
       include: Directory of the headers of XLA's foreign function interface.
     Raises:
       OSError: The directory cannot be used, or others may write to it.
       subprocess.SubprocessError: The compiler fails, or takes too long.
     """
     root = directory()
-    digest = hashlib.sha256(source.read_bytes() + " ".join((compiler, *_FLAGS)).encode())
+    digest = hashlib.sha256(" ".join((compiler, *_FLAGS)).encode())
+    for path in sorted((*source.glob("*.cc"), *source.glob("*.h"))):
+        digest.update(path.read_bytes())
     library = root / f"{compilation_cache.machine()}-{digest.hexdigest()[:12]}.so"
     files.make_private(root)
     for path in (root, library):
@@ -64,7 +66,8 @@ def compile_library(compiler: str, source: pathlib.Path, include: str) -> pathli
             print("compiling CPU kernels, once …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=root) as scratch:
             made = pathlib.Path(scratch) / "library.so"
-            command = [compiler, *_FLAGS, f"-I{include}", str(source), "-o", str(made)]
+            files_in_c = map(str, sorted(source.glob("*.cc")))
+            command = [compiler, *_FLAGS, f"-I{include}", *files_in_c, "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
             made.replace(library)
     return library

@@ -1,7 +1,5 @@
 """Tests of the product of rows with a matrix in C++."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,34 +93,3 @@ def test_it_serves_one_cpu_and_large_matrices():
     assert not matmul_cpu.is_supported(x, weights.astype(jnp.float16), sharding_of(1))
     program = jax.jit(lambda x, w: project(x, w, sharding_of(1))).lower(x, weights)
     assert "dflash_matmul" in program.as_text()
-
-
-def register(monkeypatch, **environment):
-    """Registers the kernel as in a new process with these variables."""
-    for name, value in environment.items():
-        monkeypatch.setenv(name, str(value))
-    return matmul_cpu._register.__wrapped__()
-
-
-def test_it_can_be_turned_off(monkeypatch):
-    assert not register(monkeypatch, DFLASH_CPU_KERNELS="off")
-
-
-def test_a_compiler_that_fails_costs_one_line(monkeypatch, tmp_path, capfd):
-    compiler = tmp_path / "c++"
-    compiler.write_text(
-        "#!/bin/sh\necho 'noise' >&2; echo 'x.cc:1: error: no header' >&2; exit 1\n"
-    )
-    compiler.chmod(0o755)
-    kernels = tmp_path / "kernels"
-    assert not register(monkeypatch, CXX=compiler, DFLASH_CPU_KERNELS=kernels)
-    assert capfd.readouterr().err == "CPU kernels off: x.cc:1: error: no header\n"
-    assert not list(kernels.iterdir())
-
-
-@needs_compiler
-def test_others_must_not_write_to_its_directory(monkeypatch, tmp_path, capfd):
-    tmp_path.chmod(0o777)
-    assert not register(monkeypatch, DFLASH_CPU_KERNELS=tmp_path)
-    assert f"CPU kernels off: {tmp_path}: other users may write to it" in capfd.readouterr().err
-    assert not os.listdir(tmp_path)

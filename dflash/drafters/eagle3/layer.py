@@ -78,8 +78,9 @@ class EagleLayer(nnx.Module):
           A function (queries, keys, values) -> outputs.
         """
         rows, kv_rows, stored, batch = self._layouts(length.shape[0])
+        chosen = implementation.on(self.sharding)
         return self._sharded(
-            lambda *arrays, **scale: block_attention(*arrays, causal=True, **scale),
+            functools.partial(block_attention, causal=True, implementation=chosen),
             (rows, kv_rows, kv_rows, stored, stored, (batch,)),
             (cache.keys[0], cache.values[0], length),
         )
@@ -95,8 +96,9 @@ class EagleLayer(nnx.Module):
           those of all levels, and `visible` is the mask bool [B, queries, keys].
         """
         rows, kv_rows, stored, batch = self._layouts(length.shape[0])
+        chosen = implementation.on(self.sharding)
         return self._sharded(
-            branch_attention,
+            functools.partial(branch_attention, implementation=chosen),
             (rows, kv_rows, kv_rows, (batch, None, None), stored, stored, (batch,)),
             (cache.keys[0], cache.values[0], length),
         )

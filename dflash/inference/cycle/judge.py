@@ -13,6 +13,7 @@ from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import controls, nonfinite
 from dflash.inference.logits.sampling import SequenceSampler
+from dflash.kernels.argmax import argmax
 from dflash.layers.packing import Packing
 
 
@@ -165,5 +166,5 @@ def finite_rows(result: verify.VerifyResult, logits: jax.Array) -> jax.Array:
     picked = result.sampled
     if picked is None:
         # `sampling.probabilities` takes the same argmax, so XLA computes it only once.
-        picked = jnp.argmax(logits, axis=-1)
+        picked = argmax(logits)
     return nonfinite.finite_rows(logits, picked)

@@ -16,6 +16,7 @@ from dflash.drafters.base import Candidates
 from dflash.drafters.parts.draft_vocabulary import DraftTokens
 from dflash.inference.logits import top_k_top_p
 from dflash.inference.request import RequestSampling
+from dflash.kernels.argmax import argmax
 
 # Streams of noise. Rejection verification needs independent noise for its three uses; coupled
 # verification needs the same noise everywhere, and uses only COUPLED. BLOCK derives the seeds of
@@ -183,11 +184,11 @@ def sample(
     Returns:
       Token ids of the target, int32 [B, T].
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = argmax(logits)
 
     def draw():
         noisy = _add_noise(logits, positions, params, stream, vocabulary)
-        drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+        drawn = argmax(noisy)
         return jnp.where(params.temperature[:, None] > 0, drawn, greedy)
 
     # Noise over a large vocabulary costs more than the argmax; an all-greedy batch skips it.
@@ -301,5 +302,5 @@ def _min_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
 def probabilities(logits: jax.Array, params: SamplingParams) -> jax.Array:
     """Returns the distribution [B, T, V] of `sample`; one-hot for greedy sequences."""
     drawn = jax.nn.softmax(filter_logits(logits, params), axis=-1)
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=drawn.dtype)
+    greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=drawn.dtype)
     return jnp.where(params.temperature[:, None, None] > 0, drawn, greedy)
