@@ -2,6 +2,7 @@
 
 from flax import nnx
 
+from dflash.kernels import library_cpu
 from dflash.layers.transformer import join_projections
 from dflash.loading import models
 from dflash.loading.models import Source
@@ -25,7 +26,8 @@ def load(model: nnx.Module, source: Source, sharding: Sharding) -> None:
 def arrange(model: nnx.Module, sharding: Sharding) -> None:
     """Arranges weights, abstract or not, in the layout that the platform reads fastest, in place.
 
-    On a TPU, projections of the same rows are joined; see docs/results/tpu_compile.md.
+    On a TPU, and where a CPU has kernels in C++, projections of the same rows are joined; see
+    docs/results/tpu_compile.md and docs/results/decode_cpu.md.
     """
-    if sharding.platform in ("tpu", "cpu"):
+    if sharding.platform == "tpu" or library_cpu.serves(sharding):
         join_projections(model)
