@@ -5,7 +5,7 @@ docs/results/forecast.md compares them with whole programs.
   * Layers: if all layers are alike, only two layers of the target and of a randomly initialized
     drafter are compiled, and the costs of attention and MLP are multiplied.
   * Context: the attention kernels state the cost of full caches, which is linear in the context, so
-    one program covers every context.
+    one program covers every context. Draft layers with a window stop there.
   * Branches: the sampling parameters are constants of the program, and a single cycle is compiled
     instead of a loop over cycles, so XLA drops the branches that no sequence takes.
 """
@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ _CAPACITY = 1024
 _LAYERS = 2
 # Name prefixes of the kernels whose cost is proportional to the context.
 _ATTENTION_KERNELS = ("paged_attention", "block_attention", "latent_attention")
+_WINDOW = re.compile(r"_w(\d+)")  # The window of such a kernel, in its name.
+_NOTHING = CompiledCost({}, 0.0)
 _LAYER_SCOPES = "attention", "mlp"
 _FOLDER = "points"
 
@@ -198,14 +201,7 @@ def compile_points(
 def _read(path: pathlib.Path) -> StrategyPoint | None:
     """Reads a point of an earlier run; None if there is no file or it is unusable."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        fields = {
-            "fixed": CompiledCost(**value["fixed"]),
-            "per_token": CompiledCost(**value["per_token"]),
-            "memory": DeviceMemory(**value["memory"]),
-            "collectives": {kind: tuple(sums) for kind, sums in value["collectives"].items()},
-        }
-        return StrategyPoint(**value | fields)
+        return StrategyPoint.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -234,8 +230,13 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
         operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
         return cost_of(operations, rates, chip, fill=fill, repeats=repeats), operations
 
-    (empty, operations), (full, _) = cost(0.0), cost(1.0)
-    per_token = CompiledCost({}, 0.0).plus(full.plus(empty, -1), 1 / _CAPACITY)
+    (empty, operations), (full, at_full) = cost(0.0), cost(1.0)
+    per_token = _NOTHING.plus(full.plus(empty, -1), 1 / _CAPACITY)
+    in_windows = {}
+    for window, own in _by_window(at_full).items():
+        of_window = cost_of(own, rates, chip, fill=1.0, repeats=repeats)
+        in_windows[window] = _NOTHING.plus(of_window, 1 / _CAPACITY)
+        per_token = per_token.plus(in_windows[window], -1)
     analysis = compiled.memory_analysis()
     extra = analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
     return StrategyPoint(
@@ -246,6 +247,7 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
         per_token=per_token,
         memory=DeviceMemory(memory.fixed + extra, memory.per_token),
         collectives=_collectives(operations, repeats),
+        in_windows=in_windows,
     )
 
 
@@ -293,6 +295,16 @@ def _limit(operation: ScheduledOperation, rates: RooflineRates) -> str:
 def _reads_context(operation: ScheduledOperation) -> bool:
     instruction = operation.instruction
     return instruction.opcode == "custom-call" and instruction.name.startswith(_ATTENTION_KERNELS)
+
+
+def _by_window(operations: Iterable[ScheduledOperation]) -> dict[int, list[ScheduledOperation]]:
+    """Returns the kernels that read the context through a window, by window."""
+    found: dict[int, list[ScheduledOperation]] = {}
+    for operation in filter(_reads_context, operations):
+        window = _WINDOW.search(operation.instruction.name)
+        if window:
+            found.setdefault(int(window[1]), []).append(operation)
+    return found
 
 
 def _collectives(

@@ -11,6 +11,7 @@ device.
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 # Bottlenecks of an operation in the roofline model: reading weights, reading the output head and
 # writing logits, reading the context, arithmetic, and any other memory traffic.
@@ -74,7 +75,9 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True)
 class StrategyPoint:
-    """Compiled cost of one strategy at one batch size, linear in the context length.
+    """Compiled cost of one strategy at one batch size.
+
+    It is linear in the context length, but for layers with a window, which is linear up to there.
 
     Attributes:
       strategy: Name of the strategy.
@@ -84,6 +87,8 @@ class StrategyPoint:
       per_token: Cost that each token of context adds.
       memory: Memory use of each device.
       collectives: Number of collectives per cycle and total bytes of their results, by kind.
+      in_windows: Cost that each token of context adds to draft layers with a window, up to the
+        window, by window.
     """
 
     strategy: str
@@ -93,10 +98,28 @@ class StrategyPoint:
     per_token: CompiledCost
     memory: DeviceMemory
     collectives: Mapping[str, tuple[float, float]]
+    in_windows: Mapping[int, CompiledCost] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Returns a point from the JSON values of its fields."""
+        fields = {
+            "fixed": CompiledCost(**value["fixed"]),
+            "per_token": CompiledCost(**value["per_token"]),
+            "memory": DeviceMemory(**value["memory"]),
+            "collectives": {kind: tuple(sums) for kind, sums in value["collectives"].items()},
+            "in_windows": {
+                int(window): CompiledCost(**cost) for window, cost in value["in_windows"].items()
+            },
+        }
+        return cls(**value | fields)
 
     def cost(self, context: int) -> CompiledCost:
         """Returns the cost of a cycle with `context` tokens in each sequence."""
-        return self.fixed.plus(self.per_token, context)
+        whole = self.fixed.plus(self.per_token, context)
+        for window, per_token in self.in_windows.items():
+            whole = whole.plus(per_token, min(context, window))
+        return whole
 
 
 @dataclasses.dataclass(frozen=True)

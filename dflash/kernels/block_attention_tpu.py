@@ -89,7 +89,8 @@ def block_attention_tpu(
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary"),
         cost_estimate=flash_tpu.cost(batch, heads, kv_heads, block, capacity, width, dtype),
         interpret=interpret,
-        name=f"{OP}_t{block}",
+        # Forecasts read the window from the name.
+        name=f"{OP}_t{block}" + ("" if window is None else f"_w{window}"),
     )(length, grouped, *new, context_keys, context_values, *sink_rows)  # fmt: skip
     outputs = outputs.reshape(batch, kv_heads, group, block, width).transpose(0, 3, 1, 2, 4)
     return outputs.reshape(queries.shape)

@@ -1,6 +1,7 @@
 """Tests of the points that a forecast compiles, stores and sums up."""
 
 import dataclasses
+import json
 import types
 
 import pytest
@@ -155,6 +156,26 @@ def test_operations_are_summed_by_bottleneck():
     # Kernels count by roofline; other operations without cycles count as 0.
     assert cost.cycles_ms == pytest.approx(3 * 3 + 3 * 2 * 1 + 36 + 1)
     assert cost.bottleneck == ("context", pytest.approx(36 / 69))
+
+
+def test_draft_layers_with_a_window_read_no_more_than_the_window():
+    def kernel(name):
+        return operation("drafter/attention", name=name, opcode="custom-call", size=1)
+
+    kernels = [kernel(f"block_attention_t4{end}") for end in ("", "_w64", "_w64.1", "_w256.2")]
+    found = compile_points._by_window([*kernels, operation("drafter/mlp", name="fusion_w8")])
+    assert found == {64: kernels[1:3], 256: kernels[3:]}
+    point = StrategyPoint(
+        *("a", 1, 4),
+        *(CompiledCost({"context": ms}, ms) for ms in (1.0, 0.5)),
+        DeviceMemory(1.0, 2.0),
+        {},
+        {64: CompiledCost({"context": 0.25}, 0.25)},
+    )
+    again = StrategyPoint.from_json(json.loads(json.dumps(dataclasses.asdict(point))))
+    assert again == point
+    ms = [again.cost(context).roofline_ms for context in (0, 32, 64, 128)]
+    assert ms == [1, 1 + 16 + 8, 1 + 32 + 16, 1 + 64 + 16]
 
 
 def test_collectives_are_multiplied_by_the_layers():
