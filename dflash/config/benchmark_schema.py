@@ -18,7 +18,8 @@ class StudyConfig:
     """Measurement of costs over several values of one quantity."""
 
     name: Literal[
-        "cycle", "verify", "draft", "block", "layers", "taps", "batch", "load", "serve"
+        *("cycle", "verify", "draft", "block", "layers", "taps", "batch", "load", "serve"),
+        "survival",
     ] = "cycle"
     # Values of the quantity; an empty list uses the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.drafters.dspark_config import DSparkShape
+from dflash.drafters.dspark_config import DSparkConfig, DSparkShape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.layers import losses
@@ -104,16 +104,26 @@ class DSpark(ConditionedDFlash):
     shape_class = DSparkShape
     first_row: ClassVar[int] = 0
 
-    def __init__(self, shape: DSparkShape, *, block_size: int | None = None, **options):
+    def __init__(
+        self,
+        shape: DSparkShape,
+        *,
+        block_size: int | None = None,
+        confidence_temperatures: tuple[float, ...] = (),
+        **options,
+    ):
         """Builds an abstract drafter; see `ConditionedDFlash`.
 
         Args:
           shape: Shape of the network, whose block size does not count the anchor.
           block_size: Rows to verify in a chain, or on the longest path of a tree, anchor included;
             None for the trained number.
+          confidence_temperatures: Divisors of the log-odds of the confidence, by draft position;
+            empty for none.
           **options: Other arguments of `ConditionedDFlash`.
         Raises:
-          ConfigError: The block size is larger than the trained one, or the tree does not fit.
+          ConfigError: The block size is larger than the trained one, the tree does not fit, or
+            there are not as many temperatures as drafts.
         """
         largest = shape.block_size + 1
         if block_size is not None and block_size > largest:
@@ -123,6 +133,28 @@ class DSpark(ConditionedDFlash):
             )
         rows = None if block_size is None else block_size - 1
         super().__init__(shape, block_size=rows, **options)
+        self.confidence_temperatures = confidence_temperatures
+        self._check_temperatures()
+
+    def _check_temperatures(self) -> None:
+        """Raises ConfigError unless there are as many temperatures as drafts, or none."""
+        count, least, most = len(self.confidence_temperatures), self.depth, self.shape.block_size
+        if count and self.confidence_head is None:
+            raise errors.ConfigError(
+                "drafter.confidence_temperatures: the drafter has no confidence head; leave it out"
+            )
+        if count and not least <= count <= most:
+            numbers = f"{least}" if least == most else f"{least} to {most}"
+            raise errors.ConfigError(
+                f"drafter.confidence_temperatures: {count} numbers; expected {numbers}, one for "
+                "each draft"
+            )
+
+    @classmethod
+    def options(cls, config: DSparkConfig) -> dict[str, Any]:
+        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
+        temperatures = config.confidence_temperatures
+        return super().options(config) | {"confidence_temperatures": temperatures}
 
     def declare_head(self, **build):
         """Declares the previous-token and confidence heads; see `ConditionedDFlash`."""
@@ -164,7 +196,10 @@ class DSpark(ConditionedDFlash):
         """Returns the confidence of a chain; see `ConditionedDFlash.acceptance`."""
         if self.confidence_head is None:
             return None
-        return jax.nn.sigmoid(self.confidence(prepared, previous))
+        odds = self.confidence(prepared, previous)
+        if self.confidence_temperatures:
+            odds /= jnp.array(self.confidence_temperatures[: odds.shape[1]], odds.dtype)
+        return jax.nn.sigmoid(odds)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
         """Computes the loss of the corrected logits plus that of the confidence.

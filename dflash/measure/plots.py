@@ -179,6 +179,7 @@ def curves(
     y: str,
     log: bool | Literal["x"] = False,
     even: float | None = None,
+    shares: bool = False,
     note: str = "",
     theme: Theme = LIGHT,
 ) -> bytes:
@@ -189,6 +190,7 @@ def curves(
       title, x, y: Title of the plot, and labels of its axes.
       log: Whether both axes are logarithmic; "x" for the x-axis alone.
       even: Height of a thin horizontal line; None draws no line.
+      shares: Both axes go from 0 to 1, and a thin line shows where they are equal.
       note: Small print below the title.
       theme: Colors.
     """
@@ -215,6 +217,10 @@ def curves(
     else:
         axes.set_ylim(bottom=0)
     places = sorted({place for line in lines for place in line.places})
+    if shares:
+        places = [tenths / 10 for tenths in range(11)]
+        axes.plot((0, 1), (0, 1), color=theme.ink, linewidth=0.9, linestyle=(0, (1, 2)))
+        axes.set_ylim(0, 1.03)
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_xlabel(x)

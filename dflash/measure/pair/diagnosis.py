@@ -182,7 +182,7 @@ def read_all(
                 job.target, decoded.texts, [*layers, *job.drafter.feature_layers]
             )
             drafter = _read_as(job.drafter, alternative)
-            found = Acceptance(replay.acceptance(drafter, job.target, texts))
+            found = Acceptance(replay.cycles(drafter, job.target, texts).counts)
         readings.append(Reading(alternative, found))
         tell(readings[-1])
     return readings

@@ -1,4 +1,4 @@
-"""Counts what a drafter would have been accepted, on texts that the target has decoded.
+"""Replays the cycles of a drafter on texts that the target has decoded.
 
 Greedy decoding gives the same text whatever the drafter. So one decoding serves every reading of a
 drafter's fields: the target computes the features of the texts once, and then only the drafter
@@ -51,10 +51,33 @@ class Texts:
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cycles:
+    """At most C cycles of each of B texts, in order.
+
+    Attributes:
+      committed: Tokens committed, the bonus token included, int32 [B, C]; 0 once the text is over.
+      left: Tokens of the text after the anchor, int32 [B, C].
+      confidence: Confidence in the drafts, float32 [B, C, G]; None if the drafter states none.
+    """
+
+    committed: Any
+    left: Any
+    confidence: Any
+
+    @property
+    def counts(self) -> Counter[int]:
+        """Number of cycles by tokens committed."""
+        lengths, counts = np.unique(self.committed[self.committed > 0], return_counts=True)
+        return Counter(dict(zip(lengths.tolist(), counts.tolist(), strict=True)))
+
+
 class _Step(NamedTuple):
     state: Any
     anchor: jax.Array  # Position of the last committed token, int32 [B].
-    counts: jax.Array  # Cycles by tokens committed, int32 [block size + 1].
+    number: jax.Array  # Cycles done, int32 [].
+    cycles: Cycles  # The cycles done; zeros after them.
 
 
 def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Texts:
@@ -85,8 +108,8 @@ def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Te
     return Texts(tokens, prompt, total, features(weights, tokens, total), tapped)
 
 
-def acceptance(drafter: Drafter, target: Decoder, texts: Texts) -> Counter[int]:
-    """Returns the number of cycles by tokens committed, bonus included.
+def cycles(drafter: Drafter, target: Decoder, texts: Texts) -> Cycles:
+    """Returns the cycles that decode the texts, as NumPy arrays.
 
     Args:
       drafter: Drafter of chains, with weights.
@@ -94,13 +117,15 @@ def acceptance(drafter: Drafter, target: Decoder, texts: Texts) -> Counter[int]:
       texts: Texts with the features that the drafter needs.
     """
     (graph, weights), (heads_graph, heads) = nnx.split(drafter), nnx.split(target)
+    longest = int((texts.total - texts.prompt).max())
+    most = max(1, -(-longest // _MULTIPLE)) * _MULTIPLE
 
     @jax.jit
     def run(weights, heads, texts):
-        return _run(nnx.merge(graph, weights), nnx.merge(heads_graph, heads), texts)
+        return _run(nnx.merge(graph, weights), nnx.merge(heads_graph, heads), texts, most)
 
-    counts = np.asarray(run(weights, heads, _of_layers(texts, drafter.feature_layers, target)))
-    return Counter({tokens: int(count) for tokens, count in enumerate(counts) if count})
+    found = run(weights, heads, _of_layers(texts, drafter.feature_layers, target))
+    return jax.tree.map(np.asarray, found)
 
 
 def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
@@ -113,27 +138,35 @@ def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
     return dataclasses.replace(texts, features=features, layers=())
 
 
-def _run(drafter: Drafter, heads: Heads, texts: Texts) -> jax.Array:
-    """Runs cycles over all texts; returns the cycles by tokens committed, int32 [R + 1]."""
+def _run(drafter: Drafter, heads: Heads, texts: Texts, most: int) -> Cycles:
+    """Runs cycles over all texts, each of which has at most `most`."""
     batch, length = texts.tokens.shape
     rows = drafter.block_size
     sampler = SequenceSampler(_greedy(batch))
 
-    def cycle(step: _Step) -> _Step:
-        left = jnp.maximum(texts.total - 1 - step.anchor, 0)
-        tokens = _slice(texts.tokens, step.anchor, rows + 1)
-        proposal, state = drafter.draft(step.state, tokens[:, 0], step.anchor, sampler, heads)
+    def cycle(state: Any, anchor: jax.Array) -> tuple[Any, Cycles]:
+        left = jnp.maximum(texts.total - 1 - anchor, 0)
+        tokens = _slice(texts.tokens, anchor, rows + 1)
+        proposal, state = drafter.draft(state, tokens[:, 0], anchor, sampler, heads)
         hits = proposal.tokens == tokens[:, 1:rows]
         committed = jnp.minimum(jnp.cumprod(hits, axis=1).sum(axis=1) + 1, left)
-        features = _slice(texts.features, step.anchor, rows)
-        state = drafter.observe(state, step.anchor, tokens, committed, features, heads)
-        counts = step.counts.at[committed].add((left > 0).astype(jnp.int32))
-        return _Step(state, step.anchor + committed, counts)
+        features = _slice(texts.features, anchor, rows)
+        state = drafter.observe(state, anchor, tokens, committed, features, heads)
+        return state, Cycles(committed, left, proposal.confidence)
+
+    def advance(step: _Step) -> _Step:
+        state, found = cycle(step.state, step.anchor)
+        recorded = jax.tree.map(
+            lambda all, one: all.at[:, step.number].set(one), step.cycles, found
+        )
+        return _Step(state, step.anchor + found.committed, step.number + 1, recorded)
 
     state = _observe_prompts(drafter, heads, texts, length + rows)
-    first = _Step(state, texts.prompt, jnp.zeros(rows + 1, jnp.int32))
-    last = jax.lax.while_loop(lambda step: (step.anchor < texts.total - 1).any(), cycle, first)
-    return last.counts
+    _, form = jax.eval_shape(cycle, state, texts.prompt)
+    empty = jax.tree.map(lambda x: jnp.zeros((batch, most, *x.shape[1:]), x.dtype), form)
+    first = _Step(state, texts.prompt, jnp.int32(0), empty)
+    last = jax.lax.while_loop(lambda step: (step.anchor < texts.total - 1).any(), advance, first)
+    return last.cycles
 
 
 def _observe_prompts(drafter: Drafter, heads: Heads, texts: Texts, room: int) -> Any:

@@ -148,6 +148,17 @@ def test_chains_come_with_confidence():
     assert "confidence" not in drafted("dflash2")
 
 
+def test_temperatures_calibrate_the_confidence_and_no_token():
+    odds = vectors("gated")["confidence_logits"]
+    temperatures = tuple(0.5 + 0.25 * k for k in range(len(odds)))
+    found = drafted("gated", confidence_temperatures=temperatures)
+    wanted = 1 / (1 + np.exp(-odds / np.array(temperatures)))
+    np.testing.assert_allclose(found["confidence"], wanted, **TOLERANCE)
+    np.testing.assert_array_equal(found["tokens"], drafted("gated")["tokens"])
+    with pytest.raises(errors.ConfigError, match=f"2 numbers; expected {len(odds)}, one for each"):
+        model("gated", confidence_temperatures=(1.0, 1.0))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_corrections_and_confidence(kind):
     drafter, wanted = model(kind), vectors(kind)

@@ -1,0 +1,154 @@
+"""Study of survival estimates: predicted beside observed acceptance of drafts."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dflash import errors
+from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.loading import weights
+from dflash.loading.job import Job
+from dflash.measure import bench as benches
+from dflash.measure import survival as estimates
+from dflash.measure.pair import replay
+from dflash.measure.pair.replay import Cycles, Text
+from dflash.measure.plots import Line
+from dflash.measure.studies.result import Step, StudyResult, with_warnings
+from dflash.measure.survival import Bin
+
+ONLINE, HEAD, CALIBRATED = "online", "head", "head, calibrated"
+MEAN_ROWS = (4,)
+_FITTING, _HELD_OUT = slice(0, None, 2), slice(1, None, 2)  # Texts.
+
+
+def survival(config: BenchmarkRun) -> Iterator[Step]:
+    """Compares estimates of the chance that drafts are accepted with what is accepted.
+
+    The baseline decodes the prompts, and each drafter's cycles are replayed on these texts.
+    Temperatures are fitted to every other text, and all figures are those of the texts between.
+    """
+    _check(config)
+    yield Step("loading weights", 0)
+    plain = benches.prepare(dataclasses.replace(config, strategies={}))
+    drafting = _drafting(config, plain)
+    plain.load()
+    plain.decode_later_turns()
+    yield Step("compiling", 0)
+    plain.compile()
+    texts: list[Text] = []
+    for task in plain.workload.tasks:
+        for queue in plain.queues(task):
+            yield Step(f"decoding {task}", len(texts) / len(plain.workload.items) / 2)
+            prompts = {item.prompt.index: item.prompt.ids for item in queue}
+            done = plain.decode(plain.baseline, queue)
+            texts += [Text(prompts[one.id], one.output_ids) for one in done]
+    rows, notes = [], []
+    for number, (name, job) in enumerate(drafting.items()):
+        yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
+        weights.load(job.drafter, job.drafter_source, job.target.sharding)
+        features = replay.compute(job.target, texts, job.drafter.feature_layers)
+        cycles = replay.cycles(job.drafter, job.target, features)
+        fresh, said = _rows(name, job, cycles, config.study.values or MEAN_ROWS)
+        rows, notes = [*rows, *fresh], [*notes, *said]
+        done = (1 + (number + 1) / len(drafting)) / 2
+        yield Step(f"{name}, done", done, _result(rows, notes))
+
+
+def _check(config: BenchmarkRun) -> None:
+    """Raises ConfigError if the run does not decode greedily, or drafts nothing of its own."""
+    if config.forced:
+        raise errors.ConfigError(
+            "study.name: survival measures what is accepted; leave trace and acceptance out"
+        )
+    if config.decode.temperature:
+        raise errors.ConfigError(
+            "decode.temperature: survival replays greedy decoding; leave it out"
+        )
+    if not config.strategies:
+        raise errors.ConfigError("strategies: survival needs at least one strategy that drafts")
+
+
+def _drafting(config: BenchmarkRun, plain: benches.Bench) -> dict[str, Job]:
+    """Returns the jobs of the strategies that draft; raises ConfigError if one drafts trees."""
+    jobs = benches.prepare_models(config, plain.target)
+    for name, job in jobs.items():
+        if job.drafter.drafts_trees:
+            raise errors.ConfigError(
+                f"strategies.{name}: survival replays chains, and this strategy drafts trees; "
+                "leave its tree out"
+            )
+    return {name: job for name, job in jobs.items() if job.drafter.num_draft_tokens}
+
+
+def _rows(
+    name: str, job: Job, cycles: Cycles, means: Sequence[int]
+) -> tuple[list[dict], list[str]]:
+    """Returns a row for each bin of each estimate, and the notes on a strategy."""
+    count = job.drafter.num_draft_tokens
+    fitting, held_out = (estimates.of_texts(cycles, which) for which in (_FITTING, _HELD_OUT))
+    if held_out.committed.size == 0:
+        raise errors.ConfigError("prompts_per_task: survival needs at least two prompts in all")
+    found = {ONLINE: estimates.online_rates(cycles, count)[_HELD_OUT]}
+    rows, notes = [], []
+    if cycles.confidence is not None:
+        temperatures = estimates.fit_temperatures(
+            fitting.confidence.reshape(-1, count), estimates.drafts_of(fitting, count)
+        )
+        found[HEAD] = held_out.confidence
+        found[CALIBRATED] = estimates.calibrated(held_out.confidence, temperatures)
+        notes.append(_temperatures_note(name, job, temperatures))
+    for estimate, rates in found.items():
+        bins, figures = _figures(rates, held_out, means)
+        words = ", ".join(f"{key.replace('_', ' ')} {value:.3f}" for key, value in figures.items())
+        notes.append(f"{name}, {estimate}: {words}")
+        for one in bins:
+            row = {"strategy": name, "estimate": estimate, **one._asdict(), **figures}
+            rows.append(with_warnings(row, ()))
+    return rows, notes
+
+
+def _figures(
+    rates: np.ndarray, cycles: Cycles, means: Sequence[int]
+) -> tuple[list[Bin], dict[str, float]]:
+    """Returns the bins of an estimate's rates [B, C, G], and its figures by name."""
+    count = rates.shape[-1]
+    flat, drafts = rates.reshape(-1, count), estimates.drafts_of(cycles, count)
+    bins = estimates.reliability(flat, drafts)
+    return bins, {
+        "calibration_error": estimates.calibration_error(bins),
+        "squared_error": estimates.squared_error(flat, drafts),
+        **{f"tokens_{mean}": estimates.divided_tokens(rates, cycles, mean) for mean in means},
+    }
+
+
+def _temperatures_note(name: str, job: Job, temperatures: Sequence[float]) -> str:
+    """Returns the config key that calibrates the drafter, which may be calibrated already."""
+    present = getattr(job.drafter, "confidence_temperatures", ())
+    if present:
+        temperatures = map(math.prod, zip(present, temperatures, strict=False))
+    values = ",".join(f"{value:.3g}" for value in temperatures)
+    return f"{name}: drafter.confidence_temperatures=[{values}]"
+
+
+def _result(rows: Sequence[dict], notes: Sequence[str]) -> StudyResult:
+    lines = []
+    for name, estimate in dict.fromkeys((row["strategy"], row["estimate"]) for row in rows):
+        own = [row for row in rows if (row["strategy"], row["estimate"]) == (name, estimate)]
+        places, observed = ([row[key] for row in own] for key in ("predicted", "observed"))
+        lines.append(Line(f"{name}, {estimate}", places, observed))
+    return StudyResult(
+        "Survival of drafts, predicted and observed",
+        list(rows),
+        lines,
+        "predicted survival",
+        "share of drafts that survived",
+        shares=True,
+        notes=[
+            "survival: the draft and all before it are accepted; bins by predicted survival",
+            "tokens_n: tokens per cycle if 16 sequences divide n rows each by the estimate",
+            *notes,
+        ],
+        narrow=("strategy", "estimate", "low", "predicted", "observed", "drafts"),
+    )
