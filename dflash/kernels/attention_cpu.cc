@@ -32,16 +32,8 @@ using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 // Lanes with bit `half` clear of a, then those of b (low), or those with the bit set (high).
 template <int half, bool high, int... lanes>
 inline Floats Exchange(const Floats& a, const Floats& b, std::integer_sequence<int, lanes...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(
-      a, b,
-      (high ? ((lanes & half) ? kLanes + lanes : lanes + half)
-            : ((lanes & half) ? kLanes + lanes - half : lanes))...);
-#else
-  constexpr Ints mask = {(high ? ((lanes & half) ? kLanes + lanes : lanes + half)
-                               : ((lanes & half) ? kLanes + lanes - half : lanes))...};
-  return __builtin_shuffle(a, b, mask);
-#endif
+  return Shuffle<(high ? ((lanes & half) ? kLanes + lanes : lanes + half)
+                       : ((lanes & half) ? kLanes + lanes - half : lanes))...>(a, b);
 }
 
 template <int half>

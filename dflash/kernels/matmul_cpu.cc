@@ -73,11 +73,10 @@ inline void Columns(const Product<Weight>& p, int64_t row, int64_t column) {
 // Computes C columns, from `column` on, of R rows; w is [columns, depth].
 template <int R, int C, bool kPrefetch, typename Weight>
 inline void Transposed(const Product<Weight>& p, int64_t row, int64_t column) {
-  Floats sums[R][C];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) sums[r][c] = Floats{};
+  constexpr int kSums = (R * C + kLanes - 1) / kLanes * kLanes;
+  Floats sums[kSums];
+#pragma GCC unroll 32
+  for (int i = 0; i < kSums; ++i) sums[i] = Floats{};
   const float* x = p.x + row * p.depth;
   const Weight* w = p.w + column * p.depth;
   int64_t k = 0;
@@ -92,14 +91,14 @@ inline void Transposed(const Product<Weight>& p, int64_t row, int64_t column) {
     for (int r = 0; r < R; ++r) {
       const Floats factors = Load(x + r * p.depth + k);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sums[r][c] += factors * weights[c];
+      for (int c = 0; c < C; ++c) sums[r * C + c] += factors * weights[c];
     }
   }
-#pragma GCC unroll 8
+  float totals[kSums];
+  Sums<kSums>(sums, totals);
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      float total = Sum(sums[r][c]);
+      float total = totals[r * C + c];
       for (int64_t rest = k; rest < p.depth; ++rest)
         total = __builtin_fmaf(x[r * p.depth + rest], LoadOne(w[c * p.depth + rest]), total);
       p.y[(row + r) * p.columns + column + c] = total;

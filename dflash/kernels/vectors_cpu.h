@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 namespace dflash {
 
@@ -56,6 +57,18 @@ inline float LoadOne(Weight weight) {
   }
 }
 
+// Returns lanes of two vectors: number l of the result is lane index[l] of a, or of b from kLanes on.
+template <int... index>
+inline Floats Shuffle(const Floats& a, const Floats& b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, index...);
+#else
+  using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+  constexpr Ints mask = {index...};
+  return __builtin_shuffle(a, b, mask);
+#endif
+}
+
 using Four = float __attribute__((vector_size(16)));
 using Eight = float __attribute__((vector_size(32)));
 
@@ -78,6 +91,32 @@ inline float Sum(const Floats& vector) {
     std::memcpy(&four, &vector, sizeof four);
   }
   return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// Adds the first and the second half of each piece of 2 · `half` lanes, of a and then of b.
+template <int half, int... lanes>
+inline Floats FoldBoth(const Floats& a, const Floats& b, std::integer_sequence<int, lanes...>) {
+  // The place of a piece's first half, in a or in b.
+  constexpr auto place = [](int lane) {
+    const int rest = lane % (kLanes / 2);
+    return lane / (kLanes / 2) * kLanes + rest / half * 2 * half + rest % half;
+  };
+  return Shuffle<place(lanes)...>(a, b) + Shuffle<(place(lanes) + half)...>(a, b);
+}
+
+// Writes the sums of `count` vectors, each the same as by Sum; `count` is a multiple of kLanes.
+template <int count, int half = kLanes / 2>
+inline void Sums(const Floats* vectors, float* sums) {
+  if constexpr (half == 0) {
+    std::memcpy(sums, vectors, count * kLanes * sizeof(float));
+  } else {
+    Floats folded[count / 2];
+#pragma GCC unroll 16
+    for (int i = 0; i < count / 2; ++i)
+      folded[i] = FoldBoth<half>(vectors[2 * i], vectors[2 * i + 1],
+                                 std::make_integer_sequence<int, kLanes>());
+    Sums<count / 2, half / 2>(folded, sums);
+  }
 }
 
 }  // namespace dflash
