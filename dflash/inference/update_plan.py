@@ -18,6 +18,7 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import files, foreign_trees
 from dflash.checkpoints.namings.origin import Naming, Origin
+from dflash.kernels.matmul_cpu import to_panels
 from dflash.layers.joining import JOINED, side_by_side
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
@@ -37,6 +38,7 @@ class Entry:
       places: Shardings of the parameter and of its scales.
       num_shards: Shards of a joined projection's columns.
       conversion: Quantization, if any.
+      in_panels: The parameter is stored in panels; see `matmul_cpu.to_panels`.
     """
 
     paths: tuple[str, ...]
@@ -45,6 +47,7 @@ class Entry:
     places: tuple[jax.sharding.Sharding, ...]
     num_shards: int
     conversion: Conversion | None
+    in_panels: bool
 
     def compute(self, flat: Mapping[str, Any]) -> tuple[jax.Array, ...]:
         """Computes the parameter, and its scales if it is quantized."""
@@ -52,11 +55,12 @@ class Entry:
         return self.finish([part.astype(self.dtype) for part in parts])
 
     def finish(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Joins and quantizes the parts."""
+        """Joins and quantizes the parts, and divides them into panels."""
         whole = parts[0]
         if len(parts) > 1:
             whole = side_by_side(self.num_shards, self.places[0])(parts)
-        return (whole,) if self.conversion is None else tuple(self.conversion.program(whole))
+        values = (whole,) if self.conversion is None else self.conversion.program(whole)
+        return (to_panels(values[0]), *values[1:]) if self.in_panels else tuple(values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,15 +139,17 @@ def _entries(
       CheckpointError: The naming has no name for a parameter.
     """
     packed = getattr(target, "packed", ())
-    entries, unjoined = [], None
+    entries, unarranged = [], None
     for path, leaf in parameters.readable_of(variables).items():
         metadata = variables[path].get_metadata()
         names = [path]
-        joined = re.search(r"\.(\w+_proj)\.", path)
+        joined, in_panels = re.search(r"\.(\w+_proj)\.", path), metadata.get("in_panels", False)
         if joined and joined[1] in JOINED:
             names = [path.replace(joined[1], part) for part in JOINED[joined[1]]]
-            unjoined = _unjoined_shapes(target) if unjoined is None else unjoined
-        shapes = [leaf.shape] if len(names) == 1 else [unjoined[name] for name in names]
+        shapes = [leaf.shape]
+        if in_panels or len(names) > 1:
+            unarranged = _unarranged_shapes(target) if unarranged is None else unarranged
+            shapes = [unarranged[name] for name in names]
         conversion = metadata.get("conversion")
         paths = (path,) if conversion is None else (path, path + conversion.suffix)
         try:
@@ -156,21 +162,26 @@ def _entries(
                 f"weights: {path if parts else unnamed}: this tree has no name for it; give a tree "
                 "with the names of Hugging Face, and a target that is not stored in eight bits"
             )
+        places = tuple(variables[each].get_value().sharding for each in paths)
+        if in_panels:  # on one device; this place suits the matrix and its panels
+            whole = jax.sharding.NamedSharding(target.sharding.mesh, jax.sharding.PartitionSpec())
+            places = (whole, *places[1:])
         entries.append(
             Entry(
                 paths,
                 parts,
                 leaf.dtype,
-                tuple(variables[each].get_value().sharding for each in paths),
+                places,
                 target.sharding.size(metadata["axes"][-1]) if len(names) > 1 else 1,
                 conversion,
+                in_panels,
             )
         )
     return tuple(entries)
 
 
-def _unjoined_shapes(target: Decoder) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a target's parameters before projections are joined, by path."""
+def _unarranged_shapes(target: Decoder) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a target's parameters before `weights.arrange`, by path."""
     plain = type(target)(target.arch, dtype=target.dtype, sharding=target.sharding)
     return {path: leaf.get_value().shape for path, leaf in parameters.named_parameters(plain)}
 

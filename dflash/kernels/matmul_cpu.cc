@@ -23,16 +23,21 @@ constexpr int kBlock = kLanes * kVectors;
 constexpr int kRows = 6;  // rows that share a read of the matrix
 constexpr int64_t kAhead = 16;  // rows of the matrix between a read and its prefetch
 
-// A product y [rows, columns] = x [rows, depth] @ w, w [depth, columns] or [columns, depth].
+// A product y [rows, columns] = x [rows, depth] @ w, w [depth, columns], [columns, depth], or panels
+// [columns / width, depth, width] of `width` columns each.
 template <typename Weight>
 struct Product {
   const float* x;
   const Weight* w;
   float* y;
   int64_t rows, depth, columns;
+  int64_t width;  // columns of a panel; without panels, all
+
+  // Index of the first element of a column, whose elements are `width` apart.
+  int64_t Place(int64_t column) const { return column / width * width * depth + column % width; }
 };
 
-// Computes V vectors of columns, from `column` on, of R rows; w is [depth, columns].
+// Computes V vectors of columns, from `column` on, of R rows; w is [depth, columns] or panels.
 template <int R, int V, bool kPrefetch, typename Weight>
 inline void Columns(const Product<Weight>& p, int64_t row, int64_t column) {
   Floats sums[R][V];
@@ -41,12 +46,12 @@ inline void Columns(const Product<Weight>& p, int64_t row, int64_t column) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) sums[r][v] = Floats{};
   const float* x = p.x + row * p.depth;
-  const Weight* w = p.w + column;
-  for (int64_t k = 0; k < p.depth; ++k, w += p.columns) {
+  const Weight* w = p.w + p.Place(column);
+  // Behind the last row, the next columns are read.
+  const int64_t next = p.Place(column + V * kLanes) - p.Place(column) - p.depth * p.width;
+  for (int64_t k = 0; k < p.depth; ++k, w += p.width) {
     if constexpr (kPrefetch) {
-      // Behind the last row, the next columns are read.
-      const int64_t ahead = k + kAhead < p.depth ? kAhead * p.columns
-                                                 : (kAhead - p.depth) * p.columns + V * kLanes;
+      const int64_t ahead = kAhead * p.width + (k + kAhead < p.depth ? 0 : next);
       const char* next = reinterpret_cast<const char*>(w + ahead);
 #pragma GCC unroll 8
       for (int byte = 0; byte < V * kLanes * int{sizeof(Weight)}; byte += 64)
@@ -121,7 +126,7 @@ void Rows(const Product<Weight>& p, bool transposed, int64_t row, int64_t begin,
     for (int r = row; r < row + R; ++r) {
       float total = 0;
       for (int64_t k = 0; k < p.depth; ++k)
-        total = __builtin_fmaf(p.x[r * p.depth + k], LoadOne(p.w[k * p.columns + column]), total);
+        total = __builtin_fmaf(p.x[r * p.depth + k], LoadOne(p.w[p.Place(column) + k * p.width]), total);
       p.y[r * p.columns + column] = total;
     }
 }
@@ -175,11 +180,13 @@ void Multiply(ffi::ThreadPool& pool, const Product<Weight>& product, bool transp
 ffi::Error Handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
                   ffi::ResultBuffer<ffi::F32> y, bool transposed) {
   const auto shape = w.dimensions();
-  const int64_t rows = x.dimensions()[0], depth = shape[transposed ? 1 : 0];
-  const int64_t columns = shape[transposed ? 0 : 1];
+  const bool panels = shape.size() == 3;
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
+  const int64_t width = panels ? shape[2] : shape[transposed ? 0 : 1];
+  const int64_t columns = panels ? shape[0] * width : width;
   const auto multiply = [&](auto* weights) {
     using Weight = std::remove_pointer_t<decltype(weights)>;
-    const Product<Weight> product{x.typed_data(), weights, y->typed_data(), rows, depth, columns};
+    const Product<Weight> product{x.typed_data(), weights, y->typed_data(), rows, depth, columns, width};
     Multiply(pool, product, transposed);
     return ffi::Error::Success();
   };

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.kernels import quantized
+from dflash.kernels import matmul_cpu, quantized
 from dflash.kernels.split_heads import rms_norm
 from dflash.layers.products import project, widen_late
 from dflash.layers.weight_format import WeightFormat
 from dflash.parallel import parameters
 from dflash.parallel.compiler_options import NARROW_IN_LOOPS
 from dflash.parallel.sharding import Sharding
+
+_to_panels = jax.jit(matmul_cpu.to_panels)
 
 # Suffix of the parameter path that holds the scales of an 8-bit kernel.
 SCALE_SUFFIX = "_scale"
@@ -196,6 +198,23 @@ class Linear(Kernel):
     def columns(self, tokens: np.ndarray) -> jax.Array:
         """Returns the columns [D, Q] of an output head for token ids int [Q]."""
         return jnp.take(self.kernel[...], tokens, axis=1)
+
+    def use_panels(self) -> None:
+        """Stores the kernel in panels, if it fits; see `matmul_cpu.to_panels`.
+
+        Calls return the same, and nothing else may read the kernel.
+        """
+        whole = self.format is None or not (self.format.block or self.format.int8_products)
+        kernel = self.kernel.get_value()
+        if not whole or not matmul_cpu.fits_panels(kernel, self.sharding):
+            return
+        metadata = self.kernel.get_metadata() | {"axes": (None, *self.axes), "in_panels": True}
+        if isinstance(kernel, jax.ShapeDtypeStruct):
+            shape = jax.eval_shape(matmul_cpu.to_panels, kernel).shape
+            panels = self.sharding.abstract(shape, metadata["axes"], kernel.dtype)
+        else:
+            panels = jax.block_until_ready(_to_panels(kernel))
+        self.kernel = nnx.Param(panels, **metadata)
 
 
 class Embedding(nnx.Module):

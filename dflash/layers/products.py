@@ -23,13 +23,13 @@ def project(
 
     Args:
       x: Rows [..., D].
-      weights: [D, F], or [F, D] if `transposed`.
+      weights: [D, F], or [F, D] if `transposed`, or panels; see `matmul_cpu.to_panels`.
       sharding: Mesh and platform of the arrays.
       transposed: Contract with the last dimension of `weights`.
       dtype: Dtype of the result; None for the promoted dtype of x and weights.
     """
     dtype = dtype or jnp.result_type(x, weights)
-    if matmul_cpu.is_supported(x, weights, sharding):
+    if weights.ndim == 3 or matmul_cpu.is_supported(x, weights, sharding):
         return _product(x, weights, transposed, dtype, "kernel")
     weights = widen_late(x, weights, sharding)
     if weights.dtype.itemsize == 1:

@@ -12,10 +12,13 @@ from dflash.config.schema import TargetArchitecture
 from dflash.layers import low_rank
 from dflash.layers.attention import Attend, Attention
 from dflash.layers.cache import batch_axes
-from dflash.layers.linear import RMSNorm
+from dflash.layers.linear import Linear, RMSNorm
 from dflash.layers.mlp import Mlp
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
+
+# Linear maps whose kernels are also read otherwise than by calls.
+_READ_AS_MATRICES = ("lm_head", "k_b_proj", "v_b_proj")
 
 
 class TargetAttention(Protocol):
@@ -189,3 +192,17 @@ def join_projections(model: nnx.Module) -> None:
     for _, module in list(nnx.iter_modules(model)):
         if hasattr(module, "join_projections"):
             module.join_projections()
+
+
+def use_panels(model: nnx.Module) -> None:
+    """Stores the kernels of linear maps in panels where a C++ kernel multiplies them, in place.
+
+    The model's outputs stay the same. Afterwards it can be neither trained nor saved, as after
+    `join_projections`.
+
+    Args:
+      model: Model with weights, or abstract.
+    """
+    for path, module in list(nnx.iter_modules(model)):
+        if isinstance(module, Linear) and path[-1] not in _READ_AS_MATRICES:
+            module.use_panels()

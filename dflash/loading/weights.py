@@ -3,7 +3,7 @@
 from flax import nnx
 
 from dflash.kernels import library_cpu
-from dflash.layers.transformer import join_projections
+from dflash.layers.transformer import join_projections, use_panels
 from dflash.loading import models
 from dflash.loading.models import Source
 from dflash.parallel.sharding import Sharding
@@ -27,7 +27,9 @@ def arrange(model: nnx.Module, sharding: Sharding) -> None:
     """Arranges weights, abstract or not, in the layout that the platform reads fastest, in place.
 
     On a TPU, and where a CPU has kernels in C++, projections of the same rows are joined; see
-    docs/results/tpu_compile.md and docs/results/decode_cpu.md.
+    docs/results/tpu_compile.md. These kernels read matrices in panels; see
+    docs/results/decode_cpu.md.
     """
     if sharding.platform == "tpu" or library_cpu.serves(sharding):
         join_projections(model)
+    use_panels(model)
