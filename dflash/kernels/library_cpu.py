@@ -18,8 +18,13 @@ from dflash.runs import cpu_kernels
 
 MATMUL = "dflash_matmul"
 ATTENTION = "dflash_attention"
+SPLIT_HEADS = "dflash_split_heads"
 
-_SYMBOLS = {MATMUL: "DflashMatmul", ATTENTION: "DflashAttention"}
+_SYMBOLS = {
+    MATMUL: "DflashMatmul",
+    ATTENTION: "DflashAttention",
+    SPLIT_HEADS: "DflashSplitHeads",
+}
 _COMPILING = threading.Lock()  # Programs are traced by several threads.
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.kernels import implementation as implementations
+from dflash.kernels import split_heads_cpu as cpu
 from dflash.kernels import split_heads_tpu as tpu
 
 
@@ -72,8 +73,12 @@ def split_heads(
     reference = functools.partial(_reference, width=width, **options)
     unsupported = tpu.unsupported(*arrays, parts=parts, width=width)
     run = functools.partial(implementations.run, implementation, unsupported=unsupported)
+    on_cpu = functools.partial(cpu.split_heads, width=width, **options)
     plain = functools.partial(
-        run, reference=reference, pallas=functools.partial(tpu.split_heads_tpu, **options)
+        run,
+        reference=reference,
+        pallas=functools.partial(tpu.split_heads_tpu, **options),
+        cpu=on_cpu if cpu.is_supported(rows) else None,
     )
     if implementation == "reference":
         return plain(*arrays)

@@ -242,7 +242,7 @@ class Attention(nnx.Module):
             "k": Part(rotated=self.rotated),
             "v": Part(rotated=False, normed=self.v_norm is not None),
         }
-        chosen = implementation.for_platform(self.sharding.platform)
+        chosen = implementation.on(self.sharding)
         split = functools.partial(
             split_heads,
             parts=[forms[part] for part in parts],

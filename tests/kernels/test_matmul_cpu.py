@@ -93,3 +93,25 @@ def test_it_serves_one_cpu_and_large_matrices():
     assert not matmul_cpu.is_supported(x, weights.astype(jnp.float16), sharding_of(1))
     program = jax.jit(lambda x, w: project(x, w, sharding_of(1))).lower(x, weights)
     assert "dflash_matmul" in program.as_text()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("rows", [1, 6, 40, 300])
+def test_panels_change_nothing(rows, dtype):
+    x, weights = make_case(rows, 300, 320, dtype, transposed=False)
+    x = jnp.asarray(x, jnp.float32)
+    panels = matmul_cpu.to_panels(weights)
+    assert panels.shape == (5, 300, 64)
+    multiply = jax.jit(matmul_cpu.matmul)
+    np.testing.assert_array_equal(multiply(x, panels), multiply(x, weights))
+
+
+@needs_compiler
+def test_what_fits_panels():
+    weights = jnp.ones((256, 320))
+    assert matmul_cpu.fits_panels(weights, sharding_of(1))
+    assert not matmul_cpu.fits_panels(weights, sharding_of(2))
+    assert not matmul_cpu.fits_panels(weights[:, :300], sharding_of(1))
+    assert not matmul_cpu.fits_panels(weights[:64], sharding_of(1))
+    assert not matmul_cpu.fits_panels(weights[None], sharding_of(1))
