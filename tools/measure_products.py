@@ -105,6 +105,8 @@ def cases(rows: int, model: Model, repeats: int) -> dict[str, Callable[[], objec
         kernel = jax.jit(functools.partial(repeated, repeats=repeats, times=matmul_cpu.matmul))
         programs["kernel"] = (kernel.lower(x, layers, head).compile(), layers)
         programs["kernel, joined"] = (kernel.lower(x, joined, head).compile(), joined)
+        panels = jax.tree.map(lambda w: np.asarray(matmul_cpu.to_panels(w)), joined)
+        programs["kernel, panels"] = (kernel.lower(x, panels, head).compile(), panels)
     turned = jax.jit(functools.partial(repeated, repeats=repeats, transposed=True))
     programs["transposed"] = (turned.lower(x, transposed, head).compile(), transposed)
 
