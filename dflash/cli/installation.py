@@ -115,7 +115,7 @@ def devices() -> tuple[str, bool]:
 
 
 def cpu_kernels() -> str:
-    """Returns what multiplies matrices on a CPU, without compiling anything."""
+    """Returns what compiles the kernels for CPUs, without compiling anything."""
     from dflash.runs import cpu_kernels
 
     if cpu_kernels.is_off():
