@@ -13,15 +13,11 @@ import dataclasses
 import json
 import pathlib
 
-import jax
-from flax import nnx
-
 from dflash.config import loader, schema
 from dflash.config.schema import PromptsConfig
-from dflash.drafters.base import Drafter
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
-from dflash.measure.pair import diagnosis, replay
+from dflash.measure.pair import alternatives, diagnosis
 from dflash.measure.pair.diagnosis import Acceptance
 
 QUESTION = (
@@ -71,23 +67,11 @@ def by_window(
     )
     examined.load_drafter()
     engine = diagnosis.compiled_engine(examined, [], lambda ready, total: None)
-    drafter = examined.drafter
-    texts = replay.compute(
-        job.target, diagnosis.measure(engine, examined).texts, drafter.feature_layers
-    )
-    drafters = {"all": drafter} | {str(window): through(drafter, window) for window in windows}
-    return {
-        name: Acceptance(replay.cycles(one, job.target, texts).counts)
-        for name, one in drafters.items()
-    }
-
-
-def through(drafter: Drafter, window: int) -> Drafter:
-    """Returns a drafter with the same weights that sees a window of its context."""
-    graph, weights = nnx.split(drafter)
-    other = nnx.merge(graph, jax.tree.map(lambda array: array, weights))
-    other.shape = drafter.shape.seen_through(window)
-    return other
+    decoded = diagnosis.measure(engine, examined)
+    others = list(alternatives.of_windows(examined.drafter.shape, windows))
+    readings = diagnosis.read_all(engine, examined, decoded, others)
+    narrowed = {one.alternative.change: one.acceptance for one in readings}
+    return {"all": decoded.acceptance, **narrowed}
 
 
 if __name__ == "__main__":

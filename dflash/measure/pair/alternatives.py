@@ -5,7 +5,7 @@ shows when the same weights accept more under another reading.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dflash.config.schema import TargetArchitecture
@@ -13,6 +13,7 @@ from dflash.text.tokenizer import Tokenizer
 
 _MASK_WORDS = ("mask", "pad")
 _MAX_MASKS = 3
+WINDOWS = (64, 256, 1024, 4096)  # Tried if a prompt is at least twice as long.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,11 @@ class Alternative:
 
 
 def of_drafter(
-    shape: Any, target: TargetArchitecture, tokenizer: Tokenizer, window: Any = None
+    shape: Any,
+    target: TargetArchitecture,
+    tokenizer: Tokenizer,
+    window: Any = None,
+    longest_prompt: int = 0,
 ) -> Iterator[Alternative]:
     """Yields the alternative readings of a drafter's shape that its weights fit.
 
@@ -44,15 +49,25 @@ def of_drafter(
       target: Architecture of the target.
       tokenizer: Tokenizer of the target, whose special tokens may be the mask.
       window: Window that the drafter's config.json states, for layers that may not use it.
+      longest_prompt: Tokens of the longest prompt.
     """
     if hasattr(shape, "views"):
         yield from _views(shape, window)
+        yield from of_windows(shape, [one for one in WINDOWS if 2 * one <= longest_prompt])
     if getattr(shape, "target_layer_ids", None):
         yield from _taps(shape, target.num_hidden_layers)
     if hasattr(shape, "decoder"):
         yield from _rotary(shape, target)
     if hasattr(shape, "mask_token_id"):
         yield from _masks(shape, tokenizer)
+
+
+def of_windows(shape: Any, windows: Iterable[int]) -> Iterator[Alternative]:
+    """Yields values of `drafter.window` that narrow what a block drafter of this shape sees."""
+    for window in windows:
+        narrowed = shape.seen_through(window)
+        if narrowed != shape:
+            yield Alternative("drafter.window", f"{window}", narrowed)
 
 
 def of_prompts(prompts: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:

@@ -117,7 +117,11 @@ def alternatives_of(job: Job) -> list[Alternative]:
     if shape is None:
         return []  # A strategy without weights fits any target and any prompt.
     readings = alternatives.of_drafter(
-        shape, job.target.arch, job.tokenizer, window=source.get("sliding_window")
+        shape,
+        job.target.arch,
+        job.tokenizer,
+        window=source.get("sliding_window"),
+        longest_prompt=max((len(prompt.ids) for prompt in job.prompts), default=0),
     )
     if not rotary_style.can_pair_neighbors(job.drafter):
         readings = (reading for reading in readings if not reading.pairs_neighbors)

@@ -1,6 +1,7 @@
 """Tests of the other readings of a drafter's fields."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from support.dflash_cases import CAUSAL, FULL, make_shape
@@ -8,7 +9,9 @@ from support.models import make_architecture
 
 from dflash.config.schema import PromptsConfig
 from dflash.drafters.dflash_config import LayerView
-from dflash.measure.pair import alternatives
+from dflash.measure.pair import alternatives, report
+from dflash.measure.pair.alternatives import Alternative
+from dflash.measure.pair.diagnosis import Acceptance, Reading
 from dflash.text.tokenizer import ByteTokenizer
 
 
@@ -103,3 +106,28 @@ def test_readings_of_prompts(prompts, thinks, expected):
 def test_without_a_chat_template_prompts_have_one_reading():
     config = PromptsConfig(text=("a",))
     assert list(alternatives.of_prompts(config, ByteTokenizer())) == []
+
+
+def test_windows_are_tried_that_hide_half_of_a_prompt():
+    def tried(*views, longest):
+        found = alternatives.of_drafter(
+            make_shape(*views), make_architecture(), ByteTokenizer(), longest_prompt=longest
+        )
+        return {one.change: one.shape.views for one in found if one.field == "drafter.window"}
+
+    assert not tried(FULL, longest=127)
+    assert tried(FULL, FULL, longest=600) == {
+        "64": (LayerView(64), LayerView(64)),
+        "256": (LayerView(256), LayerView(256)),
+    }
+    assert list(tried(LayerView(64), longest=10_000)) == [], "the drafter sees no more"
+
+
+def test_a_window_that_accepts_more_belongs_to_the_config_of_the_run():
+    found = Reading(
+        Alternative("drafter.window", "64", make_shape(FULL)), Acceptance(Counter({2: 10}))
+    )
+    (line,) = report.verdict(None, Acceptance(Counter({1: 10})), found)
+    assert line == (
+        "suspicious: drafter.window. With 64, τ is 2.00 instead of 1.00; set it in the run's config"
+    )
