@@ -218,6 +218,18 @@ PLOTS = {
         },
         even=1.0,
     ),
+    "long_context.png": TablePlot(
+        page="long_context.md",
+        header="| context | 64 |",
+        place=0,
+        values={1: "sees 64", 2: "128", 3: "256", 4: "512", 6: "all"},
+        groups=(),
+        labels={
+            "title": "SmolLM2's drafter by what it sees of its context",
+            "x": "context",
+            "y": "mean acceptance length (τ)",
+        },
+    ),
     "verification_cost.png": TablePlot(
         page="tpu_compile.md",
         header="| rows | ideal |",

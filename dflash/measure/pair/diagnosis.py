@@ -185,7 +185,7 @@ def read_all(
             texts = texts or replay.compute(
                 job.target, decoded.texts, [*layers, *job.drafter.feature_layers]
             )
-            drafter = _read_as(job.drafter, alternative)
+            drafter = read_as(job.drafter, alternative)
             found = Acceptance(replay.cycles(drafter, job.target, texts).counts)
         readings.append(Reading(alternative, found))
         tell(readings[-1])
@@ -209,7 +209,7 @@ def compiled_engine(
     return engine
 
 
-def _read_as(drafter: Drafter, alternative: Alternative) -> Drafter:
+def read_as(drafter: Drafter, alternative: Alternative) -> Drafter:
     """Returns the drafter with another shape or rotary style, and the same weights."""
     graph, weights = nnx.split(drafter)
     # Variables of its own, which hold the same arrays.
