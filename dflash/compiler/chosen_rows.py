@@ -189,7 +189,10 @@ def _run(state: BlockChoice, cumulative, key, *, sizes, division) -> tuple[jax.A
         chance = block_choice.survival(block_choice.rates(state), active, left)
         replicas = division.num_replicas
         divided = [
-            block_choice.divide(chance, active, mean, replicas) for mean in division.mean_rows
+            block_choice.divide(
+                chance[:, : block_choice.largest_share(sizes, mean) - 1], active, mean, replicas
+            )
+            for mean in division.mean_rows
         ]
         same = [jnp.full(batch, size, jnp.int32) for size in sizes]
         return jnp.stack([*same, *divided])[state.index]

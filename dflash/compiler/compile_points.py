@@ -85,6 +85,7 @@ class PointSpec:
       drafter: Config of the strategy.
       batch: Number of sequences.
       choice: Choice of rows, one of `Rules.choices`; empty if the strategy always has the same.
+      drafted: Rows per sequence that a cycle of the choice drafts; 0 without a choice.
     """
 
     config: CompileDecode
@@ -92,6 +93,7 @@ class PointSpec:
     drafter: DrafterConfig
     batch: int
     choice: str = ""
+    drafted: int = 0
 
     @property
     def name(self) -> str:
@@ -119,6 +121,7 @@ class PointSpec:
         versions = [*map(importlib.metadata.version, ("jax", "libtpu")), __version__]
         facts |= {"machine": (tpu.topology, tpu.slices), "batch": self.batch, "versions": versions}
         facts |= {"choice": self.choice} if self.choice else {}
+        facts |= {"drafted": self.drafted} if self.divides else {}
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -130,7 +133,8 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
     """Returns the points of a forecast: plain decoding and every strategy, at every batch size.
 
     Raises:
-      ConfigError: A list is empty, or a strategy has the reserved name of plain decoding.
+      ConfigError: A list is empty, a strategy has the reserved name of plain decoding, or chooses
+        among sizes of trees.
     """
     for key in ("batches", "contexts"):
         if not getattr(config.forecast, key):
@@ -142,6 +146,13 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
         raise errors.ConfigError(
             f"strategies.{PLAIN}: this name is reserved for decoding without drafts; choose another"
         )
+    for name, drafter in strategies.items():
+        if drafter.adaptive and getattr(drafter, "tree", None) is not None:
+            group = f"strategies.{name}" if config.strategies else "drafter"
+            raise errors.ConfigError(
+                f"{group}.tree: the acceptance of trees of each size is unknown, so "
+                "block_size=auto has no forecast; leave one of them out"
+            )
     drafters = {PLAIN: DrafterConfig(), **strategies}
     batches = sorted(set(config.forecast.batches))
     return [
@@ -157,8 +168,9 @@ def by_choice(specs: Sequence[PointSpec], machine: TpuMachine) -> list[PointSpec
     for spec in specs:
         if spec.drafter.adaptive:
             models_of = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
-            choices = _engine(*models_of, spec).rules.choices
-            found += [dataclasses.replace(spec, choice=choice) for choice in choices]
+            rules = _engine(*models_of, spec).rules
+            for i, choice in enumerate(rules.choices):
+                found.append(dataclasses.replace(spec, choice=choice, drafted=rules.rows_of(i)[0]))
         else:
             found.append(spec)
     return found

@@ -92,11 +92,6 @@ def _drafter_architecture(config: Any) -> Iterator[Problem]:
     drafter, target = config.drafter, config.target.architecture
     shape = _shape(drafter)
     block, trained = getattr(drafter, "block_size", None), getattr(shape, "block_size", None)
-    if block == schema.AUTO and getattr(drafter, "tree", None) is not None:
-        yield (
-            ("drafter.block_size", "drafter.tree"),
-            "auto chooses between chains only; leave drafter.tree out",
-        )
     if isinstance(block, int) and trained is not None and block > trained:
         keys = "drafter.block_size", "drafter.architecture.block_size"
         yield keys, f"{block} exceeds drafter.architecture.block_size={trained}"

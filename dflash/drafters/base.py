@@ -41,7 +41,7 @@ class Proposal:
         Q = G and draft g was drawn from row g. The number of children of a row must not depend on
         the drawn tokens.
       confidence: float32 [B, G] or None; the drafter's own estimate of the probability that each
-        draft of a chain is accepted, given that all drafts before it are.
+        draft is accepted, in a chain given that all drafts before it are.
     """
 
     tokens: jax.Array
@@ -51,14 +51,12 @@ class Proposal:
     confidence: jax.Array | None = None
 
     def first(self, count: int) -> "Proposal":
-        """Returns the first `count` tokens of a chain.
-
-        Raises:
-          ValueError: The proposal is a tree.
-        """
-        if self.parents is not None:
-            raise ValueError("Proposal.first: expected a chain, got a tree; override draft_fewer")
-        return jax.tree.map(lambda x: x[:, :count], self)
+        """Returns the first `count` drafts, which form a tree if all of them do."""
+        probs = self.probs
+        if probs is not None and self.drawn_from is None:
+            probs = probs[:, :count]
+        cut = jax.tree.map(lambda x: x[:, :count], dataclasses.replace(self, probs=None))
+        return dataclasses.replace(cut, probs=probs)
 
 
 class Candidates(NamedTuple):
@@ -239,8 +237,9 @@ class Drafter(nnx.Module):
     ) -> tuple[Proposal, Any]:
         """Proposes `count` tokens, 0 < count < num_draft_tokens; otherwise the same as `draft`.
 
-        The default computes the whole draft, which must be a chain, and keeps its first tokens.
-        Override it if a shorter draft costs less.
+        The default computes the whole draft, and keeps its first tokens. Override it if a shorter
+        draft costs less. Drafts of a tree should be ordered by their chance of acceptance: cycles
+        whose rows are chosen verify the first ones.
         """
         proposal, state = self.draft(state, anchor, position, sampler, heads)
         return proposal.first(count), state

@@ -162,19 +162,20 @@ class DFlash(OnePassDrafter):
 
     def draft(self, state, anchor, position, sampler, heads):
         """Drafts a chain or a tree in one pass; see `Drafter.draft`."""
-        return self.draft_fewer(self.num_positions, state, anchor, position, sampler, heads)
+        return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Drafts the first tokens of the block; see `Drafter.draft_fewer`.
+        """Drafts the first tokens of the block, or a smaller tree; see `Drafter.draft_fewer`.
 
         A causal block runs only the rows up to the last draft; any other block runs whole, since
         its first rows attend to the later ones.
         """
-        last = count if self.shape.causal else self.pass_positions
+        depth = min(count, self.num_positions)  # A tree is no deeper than its number of drafts.
+        last = depth if self.shape.causal else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
-        first = slice(1, count + 1)
+        first = slice(1, depth + 1)
         logits = self._unembed(hidden[:, first], heads)
-        return self.propose(logits, positions[:, first], self.among(sampler)), state
+        return self.propose(logits, positions[:, first], self.among(sampler), count), state
 
     def _embed(self, tokens: jax.Array, heads) -> jax.Array:
         """Returns the embeddings [B, T, D] of a block's tokens."""

@@ -105,7 +105,7 @@ class Medusa(OnePassDrafter):
         """Drafts a chain, or a tree of the heads' most likely tokens; see `Drafter.draft`."""
         logits = heads.unembed(self.look_ahead(state)[:, 1:])
         positions = position[:, None] + 1 + jnp.arange(self.num_positions)
-        return self.propose(logits, positions, sampler), state
+        return self.propose(logits, positions, sampler, self.num_draft_tokens), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Keeps the last committed row's hidden state; see `Drafter.observe`."""

@@ -146,6 +146,7 @@ class Shapes:
                 self.sharding,
                 len(layout.bucket_sizes),
                 self.rules.division,
+                trees=drafter.drafts_trees,
             ),
             lookup=lookup.abstract(batch, drafter.num_draft_tokens, self.sharding)
             if self.rules.lookup

@@ -59,6 +59,15 @@ def test_a_mix_gains_from_dividing_rows():
     assert 1.15 * whole < divided <= best
 
 
+def test_no_share_exceeds_what_a_division_drafts():
+    """One sequence of eight accepts all of 15 drafts: of the eight spare rows it can use seven."""
+    sizes = (1, 2, 4, 8, 16)
+    histograms = {"easy": (0,) * 15 + (1,)} | {f"hard {i}": NEVER for i in range(7)}
+    times = [np.inf] * 5 + [1.0]
+    found = chosen_rows.simulate(times, sizes, Division((2,), 1), histograms, 8)
+    assert 8 + 5 < found <= 8 + 7
+
+
 def point(name, rows, ms, gigabytes=1.0):
     cost = CompiledCost(dict.fromkeys(LIMITS, 0.0) | {"weights": ms}, ms)
     nothing = CompiledCost(dict.fromkeys(LIMITS, 0.0), 0.0)

@@ -61,8 +61,6 @@ def load(tmp_path, monkeypatch):
          "drafter.block_size: 17 exceeds drafter.architecture.block_size=16"),
         ("drafter.architecture.block_size=4 drafter.block_size=5",
          "drafter.block_size: 5 exceeds drafter.architecture.block_size=4"),
-        ("drafter.block_size=auto drafter.tree.budget=8",
-         "drafter.block_size: auto chooses between chains only; leave drafter.tree out"),
         ("mesh.drafter=1",
          "mesh.drafter: needs drafter.overlap=ssd or pingpong; leave it out"),
         ("drafter.overlap=ssd drafter.block_size=auto", "drafter.block_size: auto is not "

@@ -82,11 +82,13 @@ HYBRIDS = ("qwen3_5", "qwen3_next")
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "gemma4", "gemma4 with experts", "gpt_oss"])
 @pytest.mark.parametrize("choice", ["all sizes", "divided rows"])
-@pytest.mark.parametrize("name", ["dflash", "ngram"])
-def test_chosen_block_sizes_change_nothing(family, choice, name):
+@pytest.mark.parametrize(
+    ("name", "tree"), [("dflash", False), ("dflash", True), ("ngram", False)], ids=str
+)
+def test_chosen_block_sizes_change_nothing(family, choice, name, tree):
     """One size for all sequences of a cycle, or a number of rows that is divided among them."""
     form = {"block_size": 4} if takes(name, "block_size") else {}
-    model = drafter(name, arch=SHAPES[family], **form)
+    model = drafter(name, arch=SHAPES[family], tree=tree, **form)
     run = engine(model, on=target(family), adaptive_blocks=True, **OPTIONS)
     sizes, choices = len(run.block_sizes), run.rules.num_choices
     table = adaptive.only(sizes, choices)

@@ -63,6 +63,27 @@ def test_two_processes_decode_as_one():
         assert found == dict.fromkeys(decoded, wanted)
 
 
+def test_two_processes_divide_rows_alike():
+    """Each process divides the rows of its replica, and both with grammars for some sequences."""
+    prompts, limits = random_prompts([1, 35, 9, 4, 12, 20]), [12, 9, 15, 1, 13, 12]
+    options = {"temperature": 0.8, "seed": 2}
+    names = ["dspark", "dflash2-tree"]
+    task = {
+        "drafters": [],
+        "divided": names,
+        "mesh": (2, 1, 2),
+        "prompts": prompts,
+        "limits": limits,
+        "options": options,
+    }
+    plain = engine(batch_size=4, max_length=48)
+    wanted = [list(ids) for ids in grammars.decode_some(plain, prompts, limits, **options)]
+    for status, out, err in run_workers(2, task):
+        assert status == 0, err
+        found = json.loads(out.splitlines()[-1])
+        assert found == {f"{name}, divided": wanted for name in names}
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma4 with experts", "gpt_oss"])
 def test_targets_of_other_makes(family):
     """Recurrent state, rings of pages and experts, over a replica and half of the heads each."""

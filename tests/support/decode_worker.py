@@ -2,8 +2,8 @@
 
 Usage: decode_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID TASK
 TASK is JSON: names of drafters, of those whose block size is chosen, of those that also decode with
-grammars, mesh, prompts, limits, and sampling options; and the family of the target, if it is one of
-`other_targets`.
+grammars, of those whose rows are divided ("-tree" ends the names of trees), mesh, prompts, limits,
+and sampling options; and the family of the target, if it is one of `other_targets`.
 """
 
 import json
@@ -54,6 +54,8 @@ def main() -> None:
             outputs[f"{name}, constrained"] = decode_constrained(run, task)
     for name in task.get("cached", ()):
         outputs[f"{name}, cached"] = decode_cached(name, mesh, task)
+    for name in task.get("divided", ()):
+        outputs[f"{name}, divided"] = decode_divided(name, mesh, task)
     print(json.dumps(outputs))
 
 
@@ -62,6 +64,21 @@ def decode_constrained(run, task: dict) -> list:
     from support import grammars
 
     return grammars.decode_some(run, task["prompts"], task["limits"], **task["options"])
+
+
+def decode_divided(name: str, mesh: tuple[int, ...], task: dict) -> list:
+    """The outputs, with grammars for some, of cycles that divide their rows in each replica."""
+    from dflash.inference.cycle import adaptive
+    from support.engines import engine
+    from support.models import drafter
+
+    model = drafter(
+        name.removesuffix("-tree"), mesh=mesh, tree=name.endswith("-tree"), block_size=4
+    )
+    run = engine(model, mesh=mesh, batch_size=4, sync_every=4, max_length=48, adaptive_blocks=True)
+    first = len(run.block_sizes)
+    run.cycle_seconds = tuple(adaptive.only(first, run.rules.num_choices).tolist())
+    return decode_constrained(run, task)
 
 
 def decode_cached(name: str, mesh: tuple[int, ...], task: dict) -> list:

@@ -6,6 +6,7 @@ drafted. Nodes are ranked by the sum of the scores along their paths.
 Source: EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ def grow(first: Candidates, carried: Any, extend: Extend, options: BeamTree) -> 
     """Grows a tree of `options.budget` drafts.
 
     Nodes are numbered in the order of creation: by level, then by their parent's index in the beam,
-    then by rank. Drafts keep that order.
+    then by rank. Drafts are ordered by the sums of their scores, best first.
 
     Args:
       first: Candidates after the anchor, [B, 1, k].
@@ -75,11 +76,11 @@ def grow(first: Candidates, carried: Any, extend: Extend, options: BeamTree) -> 
     if first.probs is None:
         return proposal
     certain = jax.nn.one_hot(proposal.tokens, first.probs.shape[-1], dtype=first.probs.dtype)
-    return Proposal(proposal.tokens, proposal.parents, certain)
+    return dataclasses.replace(proposal, probs=certain)
 
 
 def choose(tokens: jax.Array, sums: jax.Array, parents: jax.Array, budget: int) -> Proposal:
-    """Returns a proposal of the `budget` nodes with the largest sums.
+    """Returns a proposal of the `budget` nodes with the largest sums, in descending order.
 
     Args:
       tokens: Tokens of all nodes in the order of creation, int32 [B, M].
@@ -88,12 +89,12 @@ def choose(tokens: jax.Array, sums: jax.Array, parents: jax.Array, budget: int) 
       budget: Number of drafts, G.
     """
     batch = jnp.arange(tokens.shape[0])[:, None]
-    # `top_k` prefers the first of equal sums, so the parent of a chosen node is always chosen.
-    chosen = jnp.sort(jax.lax.top_k(sums, budget)[1], axis=1)
+    # `top_k` prefers the first of equal sums, so the parent of a chosen node is chosen before it.
+    sums, chosen = jax.lax.top_k(sums, budget)
     rows = jnp.zeros(tokens.shape, jnp.int32).at[batch, chosen].set(1 + jnp.arange(budget))
     parents = parents[batch, chosen]
     parents = jnp.where(parents < 0, 0, rows[batch, jnp.maximum(parents, 0)])
-    return Proposal(tokens[batch, chosen], parents)
+    return Proposal(tokens[batch, chosen], parents, confidence=jnp.exp(sums))
 
 
 def check(options: BeamTree, vocab_size: int, *, depth_key: str = "depth") -> None:

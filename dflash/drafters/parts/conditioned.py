@@ -111,6 +111,11 @@ class ConditionedDFlash(DFlash):
         return self.num_positions + 1 - self.first_row
 
     @property
+    def drafts_trees(self) -> bool:
+        """Returns whether proposals are trees, which may be chains by chance."""
+        return self.tree is not None
+
+    @property
     def longest_path(self) -> int:
         """Rows on the longest path, anchor included; a tree is no deeper than the block."""
         return min(self.depth, self.num_draft_tokens) + 1
@@ -190,12 +195,15 @@ class ConditionedDFlash(DFlash):
 
     def draft(self, state, anchor, position, sampler, heads):
         """Runs one pass over the block, then draws token by token; see `Drafter.draft`."""
-        if self.tree is not None:
-            return self._draft_tree(state, anchor, position, sampler, heads), state
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Runs the whole block, but draws only its first tokens; see `Drafter.draft_fewer`."""
+        """Runs the whole block, but draws only its first tokens; see `Drafter.draft_fewer`.
+
+        A tree has its best nodes only.
+        """
+        if self.tree is not None:
+            return self._draft_tree(count, state, anchor, position, sampler, heads), state
         prepared, choices = self.run_positions(count, state, anchor, position, heads)
         positions = position[:, None] + 1 + jnp.arange(count)
 
@@ -233,9 +241,14 @@ class ConditionedDFlash(DFlash):
         hidden = block[:, self.first_row : self.first_row + count]
         return self.prepare(hidden), self.choices(self._unembed(hidden, heads))
 
-    def _draft_tree(self, state, anchor, position, sampler, heads) -> Proposal:
-        """Grows a tree from the scores of each node's children given its own prefix."""
-        options = self.tree
+    def _draft_tree(self, count, state, anchor, position, sampler, heads) -> Proposal:
+        """Grows a tree of `count` drafts, by the scores of each node's children given its prefix.
+
+        A smaller tree has the first drafts of a larger one: `count` drafts neither take more than
+        as many nodes of a level, nor reach further.
+        """
+        depth, top_k = min(self.tree.depth, count), min(self.tree.top_k, count)
+        options = BeamTree(budget=count, top_k=top_k, depth=depth)
         rows = self.run_positions(options.depth, state, anchor, position, heads)
 
         def children(previous, memory, level) -> tuple[Candidates, Any]:

@@ -62,9 +62,18 @@ class OnePassDrafter(WeightedDrafter):
         """Rows on the longest path; a tree is no deeper than the block."""
         return min(self.num_positions, self.num_draft_tokens) + 1
 
-    def propose(self, logits: jax.Array, positions: jax.Array, sampler: Sampler) -> Proposal:
-        """Proposes a chain or a tree from logits float32 [B, G, V] at positions int32 [B, G]."""
+    def propose(
+        self, logits: jax.Array, positions: jax.Array, sampler: Sampler, count: int
+    ) -> Proposal:
+        """Proposes a chain or a tree of `count` drafts.
+
+        Args:
+          logits: float32 [B, D, V]; logits of the draft positions.
+          positions: int32 [B, D]; absolute positions.
+          sampler: Draws the tokens.
+          count: Number of drafts; D for a chain.
+        """
         if self.tree_budget is not None:
-            return token_tree.propose(logits, positions, sampler, self.tree_budget)
+            return token_tree.propose(logits, positions, sampler, count)
         tokens, probs = sampler.propose(logits, positions)
         return Proposal(tokens, probs=probs)

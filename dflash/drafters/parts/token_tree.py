@@ -14,15 +14,17 @@ from dflash.drafters.base import Proposal, Sampler
 
 
 class Nodes(NamedTuple):
-    """G nodes of a tree, with parents before children and better siblings before worse ones.
+    """G nodes of a tree, best first: parents before children, better siblings before worse ones.
 
     Attributes:
+      sums: Sum of the scores along the path to each node, float32 [B, G], descending.
       depth: Draft position of the token, int32 [B, G]; 0 for the position after the anchor.
       rank: Rank of the token among the candidates of its draft position, int32 [B, G]; 0 for the
         best.
       parents: Row of the parent, int32 [B, G]; see `Proposal`.
     """
 
+    sums: jax.Array
     depth: jax.Array
     rank: jax.Array
     parents: jax.Array
@@ -42,7 +44,7 @@ def propose(logits: jax.Array, positions: jax.Array, sampler: Sampler, budget: i
     batch = jnp.arange(logits.shape[0])[:, None]
     tokens = candidates.tokens[batch, nodes.depth, nodes.rank]
     drawn_from = None if candidates.probs is None else nodes.depth
-    return Proposal(tokens, nodes.parents, candidates.probs, drawn_from)
+    return Proposal(tokens, nodes.parents, candidates.probs, drawn_from, jnp.exp(nodes.sums))
 
 
 def best_first(scores: jax.Array, budget: int) -> Nodes:
@@ -77,11 +79,11 @@ def best_first(scores: jax.Array, budget: int) -> Nodes:
     )
     # `top_k` prefers the first of equal sums, and parents come before children and better siblings
     # before worse ones. So the parent and the better siblings of a chosen node are always chosen.
-    _, chosen = jax.lax.top_k(everything, budget)
+    sums, chosen = jax.lax.top_k(everything, budget)
     place = jnp.zeros(everything.shape, jnp.int32).at[each, chosen].set(jnp.arange(budget))
     parent = parent[each, chosen]
     parents = jnp.where(parent < 0, 0, place[each, parent] + 1)
-    return Nodes(depth[each, chosen], rank[each, chosen], parents)
+    return Nodes(sums, depth[each, chosen], rank[each, chosen], parents)
 
 
 def check_budget(budget: int, depths: int, vocab_size: int) -> None:

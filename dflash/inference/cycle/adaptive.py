@@ -86,6 +86,8 @@ def abstract(
     sharding: Sharding,
     num_buckets: int = 1,
     division: Division = WHOLE,
+    *,
+    trees: bool = False,
 ) -> Adaptive | None:
     """Returns the abstract state, zero-initialized; None if there is only one block size.
 
@@ -97,10 +99,11 @@ def abstract(
       sharding: Sharding of the arrays.
       num_buckets: Number W of batch buckets.
       division: Cycles that divide their rows.
+      trees: Whether drafts form trees.
     """
     if len(sizes) == 1:
         return None
-    choice = block_choice.abstract(batch, sizes, sharding, division)
+    choice = block_choice.abstract(batch, sizes, sharding, division, trees=trees)
     return Adaptive(
         choice,
         backlog.abstract(batch, width, dtype, sharding),

@@ -2,18 +2,20 @@
 
 The time of a cycle of each size is measured once. The tokens that it commits are estimated from
 conditional acceptance rates: how often draft g was accepted when all drafts before it had been. The
-chance that draft g is accepted is the product of these rates up to g. A draft that was not
-verified, or that followed a rejected one, carries no information, so short blocks give no estimate
-for longer ones. Occasional trials of the next larger size do. A trial takes longer but commits no
-fewer tokens, so it loses at most the difference of the two times; it is made once the fraction
-`TRIALS` of the time spent covers that loss. Tokens committed beyond the smaller block are credited
-at the expected speed, so successful trials follow each other and a better size soon wins.
+chance that draft g is accepted is the product of these rates up to g. The drafts of a tree are
+ordered by their chance of acceptance, so its first ones are a tree too, and the rate of draft g is
+its chance. A draft that was not verified, or that followed a rejected one in a chain, carries no
+information, so short blocks give no estimate for longer ones. Occasional trials of the next larger
+size do. A trial takes longer but commits no fewer tokens, so it loses at most the difference of the
+two times; it is made once the fraction `TRIALS` of the time spent covers that loss. Tokens
+committed beyond the smaller block are credited at the expected speed, so successful trials follow
+each other and a better size soon wins.
 
 A cycle may also divide a fixed number of rows among the sequences of a replica, so that each one
 verifies the drafts that are worth it: those with the largest chances of acceptance, over all
-sequences. Such a cycle drafts the largest block for every sequence, and packs the rows. Sequences
-whose drafts are not worth a row decode plainly in it; their statistics fade, so that they are tried
-again.
+sequences. Such a cycle drafts blocks of `SHARE` times the rows per sequence, or the largest ones,
+and packs the rows. Sequences whose drafts are not worth a row decode plainly in it; their
+statistics fade, so that they are tried again.
 """
 
 import dataclasses
@@ -25,6 +27,7 @@ from dflash.parallel.sharding import Sharding
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 MEAN_ROWS = (2, 4, 8, 16, 32)  # Mean numbers of rows per slot of cycles that divide their rows.
+SHARE = 4  # Ratio of the most rows that a sequence may get in such a cycle to their mean number.
 TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 
 # The prior of a sequence's rate is the pooled rate of all sequences; the prior of a pooled rate is
@@ -59,8 +62,8 @@ class BlockChoice:
     """Acceptance statistics, and the size of the next cycle; S sizes, G drafts in the largest.
 
     Attributes:
-      tried: float32 [B, G]; how often draft g was verified after all before it were accepted, with
-        exponential decay.
+      tried: float32 [B, G]; how often draft g was verified, in a chain after all before it were
+        accepted, with exponential decay.
       accepted: float32 [B, G]; how often it was then accepted.
       pool_tried: float32 [G]; sum of `tried` over all sequences, past ones included.
       pool_accepted: float32 [G]; sum of `accepted` over all sequences, past ones included.
@@ -69,6 +72,7 @@ class BlockChoice:
       best: int32 []; index of the size with the highest expected speed.
       promise: float32 []; expected tokens per second of that size, summed over all sequences.
       index: int32 []; index of the next cycle's size: the best, or the next larger for a trial.
+      trees: Whether drafts form trees.
     """
 
     tried: jax.Array
@@ -80,6 +84,7 @@ class BlockChoice:
     best: jax.Array
     promise: jax.Array
     index: jax.Array
+    trees: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 # How often each draft was verified, and accepted, of all sequences; float32 [G] each.
@@ -102,8 +107,21 @@ def division(largest: int, slots_per_replica: int, num_replicas: int) -> Divisio
     return Division(tuple(mean for mean in means if mean < largest), num_replicas)
 
 
+def largest_share(sizes: tuple[int, ...], mean_rows: int) -> int:
+    """Returns the block size to draft in a cycle that divides `mean_rows` per slot.
+
+    That is the most rows that a sequence may get, and one of the `sizes`.
+    """
+    return next((size for size in sizes if size >= SHARE * mean_rows), sizes[-1])
+
+
 def abstract(
-    batch: int, sizes: tuple[int, ...], sharding: Sharding, division: Division = WHOLE
+    batch: int,
+    sizes: tuple[int, ...],
+    sharding: Sharding,
+    division: Division = WHOLE,
+    *,
+    trees: bool = False,
 ) -> BlockChoice:
     """Returns an abstract choice; zeros mean no statistics, and `seconds` must be set.
 
@@ -112,6 +130,7 @@ def abstract(
       sizes: S block sizes, ascending.
       sharding: Sharding of the arrays.
       division: Cycles that divide their rows.
+      trees: Whether drafts form trees.
     """
     num_choices = len(sizes) + len(division.mean_rows)
     per_sequence = sharding.abstract((batch, sizes[-1] - 1), ("batch", None), jnp.float32)
@@ -128,6 +147,7 @@ def abstract(
         best=index,
         promise=number,
         index=index,
+        trees=trees,
     )
 
 
@@ -141,7 +161,7 @@ def forget(choice: BlockChoice, slot: jax.Array) -> BlockChoice:
 
 
 def rates(choice: BlockChoice) -> jax.Array:
-    """Returns each draft's acceptance rate given that all earlier ones are accepted, [B, G]."""
+    """Returns each draft's acceptance rate, [B, G]; in a chain once all before it are accepted."""
     tried, accepted = choice.pool_tried, choice.pool_accepted
     tried_before, accepted_before = jnp.cumsum(tried) - tried, jnp.cumsum(accepted) - accepted
     prior = (accepted_before + PRIOR_WEIGHT * PRIOR) / (tried_before + PRIOR_WEIGHT)
@@ -149,30 +169,20 @@ def rates(choice: BlockChoice) -> jax.Array:
     return (choice.accepted + POOL_WEIGHT * pool) / (choice.tried + POOL_WEIGHT)
 
 
-def expected_tokens(rates: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Returns the expected number of tokens that a cycle of each size commits, float32 [B, S].
-
-    Args:
-      rates: float32 [B, G]; see `rates`.
-      left: int32 [B]; tokens until the sequence's limit.
-      sizes: S block sizes of at most G + 1.
-    """
-    survival = jnp.cumprod(rates, axis=1)
-    survival = jnp.concatenate([jnp.ones_like(survival[:, :1]), survival], axis=1)
-    counts = jnp.arange(survival.shape[1]) < left[:, None]
-    return jnp.cumsum(jnp.where(counts, survival, 0), axis=1)[:, jnp.array(sizes) - 1]
-
-
-def survival(rates: jax.Array, active: jax.Array, left: jax.Array) -> jax.Array:
+def survival(
+    rates: jax.Array, active: jax.Array, left: jax.Array, *, trees: bool = False
+) -> jax.Array:
     """Returns the chance that each draft is committed, [B, G], descending in each sequence.
 
     Args:
       rates: float32 [B, G]; see `rates`.
       active: bool [B]; the drafts of other sequences have chance 0.
-      left: int32 [B]; tokens until the sequence's limit.
+      left: int32 [B]; tokens until the sequence's limit. One draft fewer counts, of a tree too.
+      trees: Whether drafts form trees.
     """
+    chances = jax.lax.cummin(rates, axis=1) if trees else jnp.cumprod(rates, axis=1)
     within = jnp.arange(1, rates.shape[1] + 1) < left[:, None]
-    return jnp.where(active[:, None] & within, jnp.cumprod(rates, axis=1), 0)
+    return jnp.where(active[:, None] & within, chances, 0)
 
 
 def divide(survival: jax.Array, active: jax.Array, mean_rows: int, num_replicas: int) -> jax.Array:
@@ -194,11 +204,14 @@ def divide(survival: jax.Array, active: jax.Array, mean_rows: int, num_replicas:
     return active + chosen.sum(axis=1, dtype=jnp.int32)
 
 
-def _divided_tokens(survival: jax.Array, active: jax.Array, division: Division) -> jax.Array:
+def _divided_tokens(
+    survival: jax.Array, active: jax.Array, sizes: tuple[int, ...], division: Division
+) -> jax.Array:
     """Returns the expected number of tokens that a cycle of each division commits, float32 [P]."""
 
     def tokens(mean_rows):
-        chances, drafts = _by_replica(survival, active, mean_rows, division.num_replicas)
+        drafted = survival[:, : largest_share(sizes, mean_rows) - 1]
+        chances, drafts = _by_replica(drafted, active, mean_rows, division.num_replicas)
         best = -jnp.sort(-chances, axis=1)
         counted = jnp.arange(best.shape[1]) < drafts[:, None]
         return jnp.where(counted, best, 0).sum() + active.sum()
@@ -229,11 +242,11 @@ def choose(
       sizes: S block sizes.
       division: Cycles that divide their rows.
     """
-    known = rates(choice)
-    tokens = expected_tokens(known, left, sizes)
-    tokens = jnp.where(active[:, None], tokens, 0).sum(axis=0)
+    chances = survival(rates(choice), active, left, trees=choice.trees)
+    drafts = jnp.cumsum(jnp.pad(chances.sum(axis=0), (1, 0)))
+    tokens = active.sum() + drafts[jnp.array(sizes) - 1]
     if division.mean_rows:
-        divided = _divided_tokens(survival(known, active, left), active, division)
+        divided = _divided_tokens(chances, active, sizes, division)
         tokens = jnp.concatenate([tokens, divided])
     speeds = tokens / choice.seconds
     best = jnp.argmax(speeds).astype(jnp.int32)
@@ -250,6 +263,7 @@ def learn(
     sizes: tuple[int, ...],
     division: Division = WHOLE,
     rows: jax.Array | None = None,
+    on_path: jax.Array | None = None,
 ) -> BlockChoice:
     """Updates the statistics with the outcome of the cycle that `choice` chose.
 
@@ -260,6 +274,8 @@ def learn(
       sizes: S block sizes.
       division: Cycles that divide their rows.
       rows: int32 [B]; rows that each sequence verified. None: those of the chosen size.
+      on_path: bool [B, n]; which of the first drafts were committed. None for chains, whose number
+        of committed tokens tells.
     """
     larger = _larger(sizes, division)[choice.best]
     means = jnp.array((*sizes, *division.mean_rows))
@@ -275,9 +291,15 @@ def learn(
     # length limit does not, since it is known in advance.
     num_useful = num_committed[:, None] - 1
     goes_on = (num_committed < left)[:, None]
-    tried = (draft < drafts) & (draft < num_useful + goes_on)
+    if on_path is None:
+        tried = (draft < drafts) & (draft < num_useful + goes_on)
+        on_path = draft < num_useful
+    else:
+        # Rejected drafts of a tree may be as deep as the limit, so a limit tells nothing at all.
+        tried = (draft < drafts) & goes_on
+        on_path = jnp.pad(on_path, ((0, 0), (0, draft.size - on_path.shape[1])))
     tried = (tried & (num_useful >= 0)).astype(jnp.float32)
-    accepted = tried * (draft < num_useful)
+    accepted = tried * on_path
     fade = 1 - tried / MEMORY - idle[:, None] / IDLE_MEMORY
     pool_fade = (1 - 1 / POOL_MEMORY) ** tried[:, :1].sum()
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]

@@ -117,8 +117,9 @@ def conclude(
     outcome = _outcome(state, proposal, result, committed, num_committed, logits, shape, rows)
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
+    adaptive = _learn(state, result, num_committed, num_drafts, rules, rows)
     drafter_state, adaptive = _observe(
-        target, drafter, state, following, num_committed, features, rules, rows
+        target, drafter, state, adaptive, following, num_committed, features
     )
     last = jnp.maximum(num_committed - 1, 0)[:, None]
     anchor = jnp.take_along_axis(committed, last, axis=1)[:, 0]
@@ -159,7 +160,8 @@ def _tree(proposal: Proposal, drafter: Drafter) -> trees.Tree | None:
     """Returns the tree of a proposal; None for a chain."""
     if proposal.parents is None:
         return None
-    return trees.from_parents(proposal.parents, drafter.longest_path - 1)
+    deepest = min(drafter.longest_path - 1, proposal.tokens.shape[1])
+    return trees.from_parents(proposal.parents, deepest)
 
 
 def _review(
@@ -189,17 +191,27 @@ def _keep_path(target, output, position, num_committed, path, packing):
     return cache, features if path is None else _along(path[..., None], features)
 
 
-def _observe(target, drafter, state, following, num_committed, features, rules, rows):
+def _learn(state, result, num_committed, num_drafts, rules, rows):
+    """Returns the state that chooses block sizes, with what was accepted; None without one."""
+    if state.adaptive is None:
+        return None
+    left = state.limit - state.length
+    counts = None if rows is None else rows.counts
+    on_path = None
+    if result.path is not None:
+        # The bonus token is committed last, unless the output ended before it.
+        on_path = _on_path(result, jnp.maximum(num_committed - 1, 0), num_drafts)
+    sizes = rules.block_sizes, rules.division
+    return state.adaptive.learn(num_committed, left, *sizes, counts, on_path)
+
+
+def _observe(target, drafter, state, adaptive, following, num_committed, features):
     """Lets the drafter observe the committed rows, or defers them to the backlog.
 
     Returns:
       The drafter's state and the state that chooses block sizes, both after the cycle.
     """
-    drafter_state, adaptive = state.drafter, state.adaptive
-    if adaptive is not None:
-        left = state.limit - state.length
-        counts = None if rows is None else rows.counts
-        adaptive = adaptive.learn(num_committed, left, rules.block_sizes, rules.division, counts)
+    drafter_state = state.drafter
     if adaptive is not None and features.shape[1] == 1:
         return drafter_state, adaptive.put_aside(following, num_committed, features)
     with jax.named_scope("drafter"):
@@ -252,15 +264,21 @@ def _following_tokens(rows: jax.Array, result: verify.VerifyResult) -> jax.Array
 
 def _rejected(drafts: jax.Array, result: verify.VerifyResult) -> jax.Array:
     """Returns the rejected drafts [B, G], with -1 in place of accepted ones."""
-    batch, count = drafts.shape
+    accepted = _on_path(result, result.num_accepted, drafts.shape[1])
+    return jnp.where(accepted, -1, drafts)
+
+
+def _on_path(result: verify.VerifyResult, num_accepted: jax.Array, count: int) -> jax.Array:
+    """Returns which of `count` drafts are the first ones of the accepted path, bool [B, count]."""
+    batch = num_accepted.shape[0]
     rows = jnp.arange(count + 1)[None] if result.path is None else result.path
     rows = jnp.broadcast_to(rows, (batch, rows.shape[1]))
-    accepted = jnp.arange(rows.shape[1]) <= result.num_accepted[:, None]
+    accepted = jnp.arange(rows.shape[1]) <= num_accepted[:, None]
     slots = jnp.arange(batch)[:, None]
     # Row 0 is the anchor. Entries past the accepted path get an index that the scatter drops.
     taken = jnp.zeros((batch, count + 1), bool)
     taken = taken.at[slots, jnp.where(accepted, rows, count + 1)].set(True, mode="drop")
-    return jnp.where(taken[:, 1:], -1, drafts)
+    return taken[:, 1:]
 
 
 def _commit(

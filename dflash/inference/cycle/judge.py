@@ -18,7 +18,7 @@ from dflash.layers.packing import Packing
 
 
 class Rows(NamedTuple):
-    """Rows of a chain that each sequence verifies in a cycle that divides its rows.
+    """Rows that each sequence verifies in a cycle that divides its rows: the first of its block.
 
     Attributes:
       counts: int32 [B]; rows of each sequence, anchor included; 0 for inactive ones.
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     packing: Packing
 
     def verified(self, drafts: jax.Array) -> jax.Array:
-        """Returns the drafts [B, G] with -1, which no token equals, for those without a row."""
+        """Returns the drafts [B, G] with -1 for those without a row; see `verify`."""
         return jnp.where(jnp.arange(1, drafts.shape[1] + 1) < self.counts[:, None], drafts, -1)
 
 
@@ -38,14 +38,15 @@ def divide(state: DecodeState, proposal: Proposal, mean_rows: int, rules: Rules)
 
     Args:
       state: State before verification, with statistics of acceptance.
-      proposal: Chains, with the drafter's confidence or without, as the statistics then tell.
+      proposal: Drafts, with the drafter's confidence or without, as the statistics then tell. A
+        rejection rule goes by the statistics alone, since confidence depends on the drawn tokens.
       mean_rows: Mean number of rows per slot.
       rules: Static settings of the loop.
     """
-    rates = proposal.confidence
-    if rates is None:
-        rates = block_choice.rates(state.adaptive.choice)
-    survival = block_choice.survival(rates, state.active, rules.left(state))
+    rates, trees = proposal.confidence, proposal.parents is not None
+    if rates is None or rules.verify != "coupled":
+        rates = block_choice.rates(state.adaptive.choice)[:, : proposal.tokens.shape[1]]
+    survival = block_choice.survival(rates, state.active, rules.left(state), trees=trees)
     replicas = rules.division.num_replicas
     counts = block_choice.divide(survival, state.active, mean_rows, replicas)
     total = state.active.shape[0] // replicas * mean_rows
@@ -94,7 +95,9 @@ def judge(
     def judge_plain():
         if rows is None:
             return judge_rows(logits)
-        return _judge_packed(verified.tokens, logits, positions, sampler, rows.packing)
+        if proposal.probs is not None:
+            return judge_rows(rows.packing.unpack(logits))
+        return _judge_packed(verified.tokens, tree, logits, positions, sampler, rows.packing)
 
     if allowed is not None:
         return judge_shaped()
@@ -117,8 +120,8 @@ def shape(
     return controls.shape_logits(logits, *settings, proposal.tokens, ancestry, allowed)
 
 
-def _judge_packed(drafts, logits, positions, sampler, packing):
-    """Verifies chains by packed logits [D, N, V], each row of which is sampled by itself."""
+def _judge_packed(drafts, tree, logits, positions, sampler, packing):
+    """Verifies by packed logits [D, N, V], each row of which is sampled by itself."""
     flat = logits.reshape(-1, 1, logits.shape[-1])
     params = jax.tree.map(lambda x: packing.spread(x).reshape(-1, *x.shape[1:]), sampler.params)
     at = packing.pack(jnp.broadcast_to(positions, packing.place.shape)).reshape(-1, 1)
@@ -126,7 +129,7 @@ def _judge_packed(drafts, logits, positions, sampler, packing):
     finite = nonfinite.finite_rows(flat, sampled)
     shape = packing.source.shape
     sampled, finite = (packing.unpack(x.reshape(shape)) for x in (sampled, finite))
-    return verify.coupled_chain(drafts, sampled), finite
+    return _couple(drafts, sampled, tree), finite
 
 
 def apply_rule(
@@ -143,10 +146,14 @@ def apply_rule(
         return _reject(proposal, tree, logits, positions, sampler.params, rules)
     if sampler.with_probs and proposal.tokens.shape[1]:
         raise ValueError("rejection verification of a proposal without probabilities")
-    sampled = sampler.sample(logits, positions)
+    return _couple(proposal.tokens, sampler.sample(logits, positions), tree)
+
+
+def _couple(drafts, sampled, tree) -> verify.VerifyResult:
+    """Compares a chain or a tree with the target's own tokens."""
     if tree is None:
-        return verify.coupled_chain(proposal.tokens, sampled)
-    return verify.coupled_tree(proposal.tokens, sampled, tree)
+        return verify.coupled_chain(drafts, sampled)
+    return verify.coupled_tree(drafts, sampled, tree)
 
 
 def _reject(proposal, tree, logits, positions, params, rules) -> verify.VerifyResult:

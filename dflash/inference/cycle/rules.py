@@ -66,10 +66,8 @@ class Rules:
         largest, sizes, division = drafter.block_size, (drafter.block_size,), WHOLE
         if adaptive_blocks:
             sizes = block_choice.block_sizes(largest)
-            # A rejection rule would take a draft without a row for a rejected one.
-            if config.verify == "coupled":
-                slots, replicas = layout.slots_per_replica, layout.num_replicas
-                division = block_choice.division(largest, slots, replicas)
+            slots, replicas = layout.slots_per_replica, layout.num_replicas
+            division = block_choice.division(largest, slots, replicas)
         lookup = config.lookup and drafter.num_draft_tokens > 0
         return cls(sizes, division, lookup, drafter.longest_context, config.verify, revise)
 
@@ -88,7 +86,8 @@ class Rules:
         """Returns the rows to draft in a cycle of a choice, and the mean rows to divide, if any."""
         if choice < len(self.block_sizes):
             return self.block_sizes[choice], None
-        return self.block_sizes[-1], self.division.mean_rows[choice - len(self.block_sizes)]
+        mean_rows = self.division.mean_rows[choice - len(self.block_sizes)]
+        return block_choice.largest_share(self.block_sizes, mean_rows), mean_rows
 
     def left(self, state: DecodeState) -> jax.Array:
         """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].

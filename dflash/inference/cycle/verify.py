@@ -3,6 +3,10 @@
 Coupled verification accepts a draft iff it equals the token that the target itself draws with the
 noise of that position; the output is then the same, token for token, as without drafting. Rejection
 and block verification follow the target's distribution without fixing the tokens.
+
+A draft of -1 stands for one that the target has not verified, as do all drafts after it. Every rule
+ends the draft before it, and the bonus token follows. A rejection rule then needs that the number
+of verified drafts does not depend on the drawn tokens, nor on the noise that it uses.
 """
 
 from typing import NamedTuple
@@ -85,12 +89,11 @@ def rejection_chain(
       ValueError: G differs between the arguments.
     Source: Leviathan et al. 2023, algorithm 1.
     """
-    target_probs, p, q = _chain_probabilities(draft, draft_probs, logits, params)
+    target_probs, rest, p, q = _chain_probabilities(draft, draft_probs, logits, params)
     threshold = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
     accepted = threshold * q < p
     num_accepted = jnp.cumprod(accepted, axis=1, dtype=jnp.int32).sum(axis=1)
-    residual = _residual(target_probs, _append_zeros(draft_probs))
-    return _redraw_after(num_accepted, residual, positions, params)
+    return _redraw_after(num_accepted, _residual(target_probs, rest), positions, params)
 
 
 def block_chain(
@@ -115,7 +118,7 @@ def block_chain(
 
     Source: block verification, Sun et al. 2024, arXiv 2403.10444, algorithm 2.
     """
-    target_probs, p, q = _chain_probabilities(draft, draft_probs, logits, params)
+    target_probs, rest, p, q = _chain_probabilities(draft, draft_probs, logits, params)
     ratio = p / jnp.maximum(q, jnp.finfo(q.dtype).tiny)
 
     def extend(weight, ratio):
@@ -124,7 +127,7 @@ def block_chain(
 
     _, weights = jax.lax.scan(extend, jnp.ones_like(ratio[:, 0]), ratio.T)
     weights = jnp.concatenate([jnp.ones_like(ratio[:, :1]), weights.T], axis=1)
-    scaled, rest = weights[..., None] * target_probs, _append_zeros(draft_probs)
+    scaled = weights[..., None] * target_probs
     excess = jnp.maximum(scaled - rest, 0.0).sum(axis=-1)
     # A prefix of weight 1 is as likely under the target as under the drafter, or likelier.
     certain = weights >= 1.0
@@ -136,21 +139,28 @@ def block_chain(
 
 
 def _chain_probabilities(draft, draft_probs, logits, params):
-    """Returns the target's distributions [B, G + 1, V], and p and q of each draft, [B, G]."""
+    """Returns the probabilities that a rule for chains compares.
+
+    Returns:
+      The target's distributions [B, G + 1, V]; the drafter's after the same rows, which are zero
+      where no draft was verified; and p and q of each draft, [B, G], also zero there.
+    """
     batch, drafts = draft.shape
     if draft_probs.shape[:2] != (batch, drafts) or logits.shape[1] != drafts + 1:
         raise ValueError(
             f"draft {draft.shape}, draft_probs {draft_probs.shape}, logits {logits.shape} differ"
         )
+    verified = draft >= 0
     target_probs = sampling.probabilities(logits, params)
-    p = jnp.take_along_axis(target_probs[:, :-1], draft[..., None], axis=-1)[..., 0]
-    q = jnp.take_along_axis(draft_probs, draft[..., None], axis=-1)[..., 0]
-    return target_probs, p, q
+    rest = jnp.where(verified[..., None], draft_probs, 0.0)
 
+    def of_drafts(probs):
+        return jnp.take_along_axis(probs, draft[..., None], axis=-1)[..., 0]
 
-def _append_zeros(draft_probs: jax.Array) -> jax.Array:
-    """Appends a row of zeros to [B, G, V], for the bonus token after the whole draft."""
-    return jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
+    p = jnp.where(verified, of_drafts(target_probs[:, :-1]), 0.0)
+    q = of_drafts(rest)
+    # The bonus token after the whole draft was not drafted.
+    return target_probs, jnp.pad(rest, ((0, 0), (0, 1), (0, 0))), p, q
 
 
 def _redraw_after(num_accepted, residual, positions, params) -> VerifyResult:
@@ -202,7 +212,7 @@ def rejection_tree(
 
     def try_next_child(walk):
         row, tried, p, _ = walk
-        found, child, earlier = _next_child(tree, row, tried)
+        found, child, earlier = _next_child(tree, draft >= 0, row, tried)
         token, origin = _pick(draft, child), _pick(drawn_from, child)
         whole = jnp.take_along_axis(draft_probs, origin[:, None, None], axis=1)[:, 0]
         q = _left_over(whole, draft, earlier, token)
@@ -222,14 +232,14 @@ def rejection_tree(
     return VerifyResult(num_accepted, path, _redraw(p, _pick(positions, leaf), params))
 
 
-def _next_child(tree: Tree, row: jax.Array, tried: jax.Array):
-    """Returns the first child of row[b] past draft tried[b].
+def _next_child(tree: Tree, verified: jax.Array, row: jax.Array, tried: jax.Array):
+    """Returns the first verified child, by the mask [B, G], of row[b] past draft tried[b].
 
     Returns:
       found bool [B]; child int32 [B]; mask of the child's earlier siblings, bool [B, G].
     """
     index = jnp.arange(tree.parents.shape[1])
-    siblings = tree.parents == row[:, None]
+    siblings = (tree.parents == row[:, None]) & verified
     untried = siblings & (index > tried[:, None])
     child = jnp.argmax(untried, axis=1).astype(jnp.int32)
     return untried.any(axis=1), child, siblings & (index < child[:, None])

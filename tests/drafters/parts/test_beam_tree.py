@@ -25,7 +25,7 @@ def make_scores(depth: int, seed: int, *, ties: bool) -> np.ndarray:
 
 
 def plain_tree(scores: np.ndarray, options: BeamTree) -> list[tuple[int, ...]]:
-    """Returns the paths of the drafts, in the order of creation."""
+    """Returns the paths of the drafts, best first, and of equal ones the first that was created."""
 
     def children(path, total):
         of = scores[len(path), path[-1] if path else 0]
@@ -38,7 +38,7 @@ def plain_tree(scores: np.ndarray, options: BeamTree) -> list[tuple[int, ...]]:
         level = [child for node in best for child in children(*node)]
         created = created + level
     order = sorted(range(len(created)), key=lambda i: -created[i][1])[: options.budget]
-    return [created[i][0] for i in sorted(order)]
+    return [created[i][0] for i in order]
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -183,10 +183,11 @@ def test_a_smaller_block_is_run_whole_or_by_itself():
         assert short["tokens"].shape == (3,)
 
 
+@pytest.mark.parametrize("tree", [None, ConditionalTree(budget=12, top_k=4)], ids=["chain", "tree"])
 @pytest.mark.parametrize("case", ["dflash2", "rnn"])
-def test_fewer_drafts_are_the_first_ones_of_all(case):
+def test_fewer_drafts_are_the_first_ones_of_all(case, tree):
     """The whole block is run, as in training."""
-    drafter, (features, anchor) = model(case), inputs(case)
+    drafter, (features, anchor) = model(case, tree=tree), inputs(case)
     lent, position = heads(case), jnp.asarray([CONTEXT])
 
     @jax.jit
@@ -195,13 +196,17 @@ def test_fewer_drafts_are_the_first_ones_of_all(case):
         tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
         start = jnp.zeros(1, jnp.int32)
         state = drafter.observe(state, start, tokens, position, features, None)
-        return drafter.draft_fewer(3, state, anchor, position, GREEDY, lent)[0].tokens
+        return drafter.draft_fewer(3, state, anchor, position, GREEDY, lent)[0]
 
-    np.testing.assert_array_equal(fewer()[0], drafted(case)["tokens"][:3])
+    found, whole = fewer(), drafted(case, tree=tree)
+    np.testing.assert_array_equal(found.tokens[0], whole["tokens"][:3])
+    if tree is not None:
+        np.testing.assert_array_equal(found.parents[0], whole["parents"][:3])
+        np.testing.assert_allclose(found.confidence[0], whole["confidence"][:3], rtol=1e-5)
 
 
 def plain_tree(case: str, tree: ConditionalTree) -> list[tuple[int, ...]]:
-    """Returns the paths of a tree's drafts in the order of creation, by one prefix at a time."""
+    """Returns the paths of a tree's drafts, best first, by one prefix at a time."""
     drafter, found = model(case), drafted(case)
     hidden, base = (jnp.asarray(found[name][drafter.first_row :]) for name in ("hidden", "base"))
 
@@ -225,7 +230,7 @@ def plain_tree(case: str, tree: ConditionalTree) -> list[tuple[int, ...]]:
         created += level
         beam = sorted(level, key=lambda node: -node[1])[: tree.top_k]
     order = sorted(range(len(created)), key=lambda i: -created[i][1])[: tree.budget]
-    return [created[i][0] for i in sorted(order)]
+    return [created[i][0] for i in order]
 
 
 @pytest.mark.parametrize("case", ["dflash2", "gated", "rnn"])

@@ -200,6 +200,38 @@ def check_divided(run, limits, temperature):
     run.cycle_seconds = measured
 
 
+def test_greedy_rejection_of_divided_rows_is_plain_greedy_decoding():
+    run = engine(
+        drafter("dflash", block_size=3), batch_size=3, max_length=64, adaptive_blocks=True,
+        verify="rejection",
+    )  # fmt: skip
+    run.cycle_seconds = tuple(adaptive.only(len(run.block_sizes), run.rules.num_choices).tolist())
+    limits = [20, 9, 1, 18, 2, 23]
+    done = decode(run, PROMPTS, limits, temperature=0.0)
+    wanted = expected(PROMPTS, limits, temperature=0.0)
+    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    assert set(sizes_of(done)) == {1, 2, 3}, "all sequences verify as many rows"
+
+
+def test_subtrees_of_different_sizes_are_verified_together():
+    """Each sequence verifies the first drafts of its tree, which are a tree of whatever shape."""
+    how, limits = {"temperature": 0.8, "first_index": 3}, [32, 20, 9, 1, 32, 30]
+    wanted = expected(PROMPTS, [32] * 6, **how)
+    texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, wanted, strict=True)]
+    script = Script.random_tree(LENGTH, 3, np.random.default_rng(0), depth=2)
+    model = ScriptedDrafter(script, texts, tree=True, depth=2)
+    run = engine(model, batch_size=3, sync_every=5, max_length=64, adaptive_blocks=True)
+    run.cycle_seconds = tuple(adaptive.only(len(run.block_sizes), run.rules.num_choices).tolist())
+    done = decode(run, PROMPTS, limits, **how)
+    assert [(one.output_ids, one.finish_reason) for one in done] == expected(PROMPTS, limits, **how)
+    pairs = [
+        pair for one in done for pair in zip(one.acceptance_lengths, one.block_sizes, strict=True)
+    ]
+    assert all(length <= size for length, size in pairs)
+    assert max(length for length, _ in pairs) == 3, "no path was accepted"
+    assert len({size for _, size in pairs}) > 2, "all sequences verify as many rows"
+
+
 def test_from_the_longest_context_on_sequences_decode_plainly():
     model = drafter("dflash", block_size=5)
     model.longest_context = 24

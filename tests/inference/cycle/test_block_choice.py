@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import make_sharding, zeros
 
-from dflash.inference.cycle import block_choice
+from dflash.drafters.base import Proposal
+from dflash.inference.cycle import block_choice, judge
 from dflash.inference.cycle.block_choice import BlockChoice
+from dflash.inference.cycle.rules import Rules
 
 SIZES = (1, 2, 4, 8)
 DRAFTS = SIZES[-1] - 1
@@ -184,9 +187,10 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
     rates = rng.choice([0.0, 0.5, 0.9, 1.0], (batch, DRAFTS))
     active, left = rng.random(batch) < 0.7, rng.integers(1, 12, batch)
     chances = block_choice.survival(jnp.array(rates), jnp.array(active), jnp.array(left))
-    rows = block_choice.divide(chances, jnp.array(active), mean_rows, replicas)
     division = block_choice.Division((mean_rows,), replicas)
-    tokens = block_choice._divided_tokens(chances, jnp.array(active), division)[0]
+    tokens = block_choice._divided_tokens(chances, jnp.array(active), SIZES, division)[0]
+    chances = chances[:, : block_choice.largest_share(SIZES, mean_rows) - 1]
+    rows = block_choice.divide(chances, jnp.array(active), mean_rows, replicas)
     chances = np.asarray(chances)
     wanted = 0.0
     for mine in np.split(np.arange(batch), replicas):
@@ -213,6 +217,56 @@ def test_a_division_is_chosen_where_sequences_differ():
     assert rows.tolist() == [4, 1, 1]
     alike = knowing(np.full((BATCH, DRAFTS), 0.95), [1.0, 1.5, 1.9, 2.7, 1.5, 3.0])
     assert int(block_choice.choose(alike, EVERYONE, FAR, SIZES, division).index) == 3
+
+
+def test_confidence_divides_rows_unless_a_rule_forbids_it():
+    """Confidence depends on the drawn tokens, and a rejection rule would then be biased."""
+    rates = np.zeros((BATCH, DRAFTS))
+    rates[0] = 0.95
+    state = types.SimpleNamespace(
+        active=EVERYONE, length=jnp.ones(BATCH, jnp.int32), limit=FAR,
+        adaptive=types.SimpleNamespace(choice=knowing(rates, np.ones(5))),
+    )  # fmt: skip
+    proposal = Proposal(jnp.zeros((BATCH, DRAFTS), jnp.int32), confidence=jnp.array(rates[::-1]))
+
+    def counts(verify):
+        rules = Rules(SIZES, block_choice.Division((2,)), verify=verify)
+        return judge.divide(state, proposal, 2, rules).counts.tolist()
+
+    assert counts("coupled") == [1, 1, 4]
+    assert counts("rejection") == counts("block") == [4, 1, 1]
+
+
+def test_a_division_drafts_four_times_its_rows_or_the_largest_block():
+    sizes = block_choice.block_sizes(16)
+    assert [block_choice.largest_share(sizes, mean) for mean in (1, 2, 4, 8)] == [4, 8, 16, 16]
+    assert block_choice.largest_share((1, 2, 3), 2) == 3
+
+
+def test_rates_of_trees_are_chances():
+    """The likeliest draft comes first, and a sequence that accepts others than it keeps its own."""
+    choice = dataclasses.replace(
+        blank(2, (1, 2, 4), [1.0, 1.4, 1.6]), trees=True, index=jnp.int32(2)
+    )
+    # Of three drafts the second and the third follow the anchor and the first one.
+    first, second = [False, True, False], [True, False, True]
+    for paths in [(first, second)] * 300 + [(second, second)] * 30:
+        on_path = jnp.array(paths)
+        committed = 1 + on_path.sum(axis=1)
+        choice = block_choice.learn(
+            choice, committed, FAR[:2], (1, 2, 4), rows=jnp.array([4, 3]), on_path=on_path
+        )
+    known = block_choice.survival(block_choice.rates(choice), EVERYONE[:2], FAR[:2], trees=True)
+    assert (np.diff(known, axis=1) <= 0).all()
+    assert known[0, 0] == pytest.approx(0.4, abs=0.1), "the last 30 cycles count most"
+    assert known[1, 0] > 0.95
+    assert known[1, 1] < 0.1
+    np.testing.assert_array_equal(choice.tried[1, 2:], 0)
+    # At the limit the rejected drafts may have been too deep.
+    ended = block_choice.learn(
+        choice, jnp.array([2, 2]), jnp.array([2, 2]), (1, 2, 4), on_path=jnp.array([first, first])
+    )
+    np.testing.assert_array_equal(ended.tried, choice.tried)
 
 
 def test_trials_go_from_division_to_division_and_to_the_largest_block():

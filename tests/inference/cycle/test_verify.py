@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +153,7 @@ def test_rejection_and_blocks_follow_the_target_and_blocks_accept_more():
 def weight_alone(draft, draft_probs, logits, positions, params):
     """Wrong: a prefix is accepted by its weight, whatever the tokens after it could still add."""
     result = verify.block_chain(draft, draft_probs, logits, positions, params)
-    _, p, q = verify._chain_probabilities(draft, draft_probs, logits, params)
+    *_, p, q = verify._chain_probabilities(draft, draft_probs, logits, params)
     weights = [jnp.minimum(p[:, 0] / q[:, 0], 1.0)]
     weights.append(jnp.minimum(weights[0] * p[:, 1] / q[:, 1], 1.0))
     noise = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
@@ -164,6 +165,53 @@ def test_wrong_rules_of_blocks_are_found():
     assert joint_pvalue(weight_alone, noise_of_blocks=True)[0] < 1e-6
     # Blocks that share noise: what a block rejected would be drawn again.
     assert joint_pvalue(verify.block_chain, noise_of_blocks=False)[0] < 1e-6
+
+
+# --- chains of which each sequence verifies a part -----------------------------------------------
+
+
+def of_parts(rule, draft, draft_probs, logits, positions, params):
+    """The rule, of chains of which a third each verifies no draft, one draft, and both."""
+    lengths = jnp.arange(draft.shape[0]) % 3
+    verified = jnp.where(jnp.arange(draft.shape[1]) < lengths[:, None], draft, -1)
+    return rule(verified, draft_probs, logits, positions, params)
+
+
+def cut_afterwards(rule, draft, *rest):
+    """Wrong: what is cut off counts as refused, so its token is drawn from what p has over q."""
+    result, lengths = rule(draft, *rest), jnp.arange(draft.shape[0]) % 3
+    at = jnp.minimum(result.num_accepted, lengths)
+    draft_probs, logits, positions, params = rest
+    probs = sampling.probabilities(logits, params)
+    residual = verify._residual(probs, jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0))))
+    chosen = jnp.take_along_axis(residual, at[:, None, None], axis=1)[:, 0]
+    place = jnp.take_along_axis(positions, at[:, None], axis=1)[:, 0]
+    return result._replace(num_accepted=at, next_token=verify._redraw(chosen, place, params))
+
+
+def by_the_draw(rule, draft, *rest):
+    """Wrong: how much of a chain is verified depends on what was drawn for that part."""
+    return rule(jnp.where(draft[:, :1] % 2 == 0, draft, -1), *rest)
+
+
+PARTS = {
+    name: {rule: functools.partial(how, rule) for rule in (rejection_chain, verify.block_chain)}
+    for name, how in (("right", of_parts), ("cut", cut_afterwards), ("drawn", by_the_draw))
+}
+
+
+@pytest.mark.parametrize("rule", PARTS["right"], ids=lambda rule: rule.__name__)
+def test_drafts_that_are_not_verified_end_a_chain(rule):
+    of_blocks = rule is verify.block_chain
+    pvalue, accepted = joint_pvalue(PARTS["right"][rule], of_blocks)
+    assert pvalue > 1e-3
+    assert 0.1 < accepted < joint_pvalue(rule, of_blocks)[1] - 0.1
+
+
+@pytest.mark.parametrize("how", ["cut", "drawn"])
+@pytest.mark.parametrize("rule", PARTS["right"], ids=lambda rule: rule.__name__)
+def test_wrong_ways_to_end_a_chain_are_found(rule, how):
+    assert joint_pvalue(PARTS[how][rule], rule is verify.block_chain)[0] < 1e-6
 
 
 @pytest.mark.parametrize("rule", WRONG_RULES, ids=lambda rule: rule.__name__)
@@ -201,12 +249,13 @@ class TreeRule:
     name: str
     patches: tuple[tuple[object, str, object], ...] = ()
     sampler: type[SequenceSampler] = SequenceSampler
+    rule: Callable = verify.rejection_tree
 
     def __call__(self, *args) -> verify.VerifyResult:
         with pytest.MonkeyPatch.context() as patch:
             for patched in self.patches:
                 patch.setattr(*patched)
-            return verify.rejection_tree(*args)
+            return self.rule(*args)
 
 
 class ScoresOfTheDraw(SequenceSampler):
@@ -291,6 +340,19 @@ def test_rejection_of_trees_follows_the_target():
     pvalue, accepted = tree_pvalue(RIGHT)
     assert pvalue > 1e-3
     assert min(accepted) > SAMPLES / 50, "every depth must happen"
+
+
+def test_trees_of_which_each_sequence_verifies_a_part():
+    """The first nodes, from none to all: of siblings too, one may be verified and another not."""
+
+    def first(draft, *rest):
+        lengths = jnp.arange(draft.shape[0]) % (draft.shape[1] + 1)
+        verified = jnp.where(jnp.arange(draft.shape[1]) < lengths[:, None], draft, -1)
+        return verify.rejection_tree(verified, *rest)
+
+    pvalue, accepted = tree_pvalue(TreeRule("first nodes", rule=first))
+    assert pvalue > 1e-3
+    assert min(accepted) > SAMPLES / 100, "every depth must happen"
 
 
 def test_siblings_that_nobody_drew():

@@ -1,0 +1,136 @@
+"""The contract of rows divided among sequences: whatever each verifies, plain decoding's output.
+
+Chains and trees of every strategy whose block size can be chosen, in batches with mixed needs, with
+too few pages for all slots, over buckets of slots and over replicas.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from support import grammars
+from support.engines import decode, engine, expected, make_requests, random_prompts
+from support.models import drafter, takes
+
+from dflash.config import registry
+from dflash.inference.cycle import adaptive
+from dflash.inference.engine import Engine
+from dflash.inference.request import RequestOutput
+from dflash.offline import decoding
+
+CHOSEN = [name for name in sorted(registry.DRAFTERS) if takes(name, "block_size")]
+FORMS = [(name, False) for name in CHOSEN] + [
+    (name, True) for name in CHOSEN if takes(name, "tree")
+]
+each_form = pytest.mark.parametrize(
+    ("name", "tree"), FORMS, ids=[f"{name}-tree" if tree else name for name, tree in FORMS]
+)
+PROMPTS, LIMITS = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
+ALONE = (1, 1, 1)
+
+
+def make_engine(name: str, tree: bool, *, mesh=ALONE, verify: str = "coupled", **more) -> Engine:
+    """Returns an engine whose sequences get in each other's way; see `test_drafter_contract`."""
+    model = drafter(name, block_size=4, tree=tree, mesh=mesh)
+    few = {"num_pages": 16 if mesh == ALONE else None, "partial_dispatches": mesh == ALONE}
+    options = {"batch_size": 5 if mesh == ALONE else 4, "sync_every": 2, "max_length": 64} | few
+    return engine(model, mesh=mesh, adaptive_blocks=True, verify=verify, **options | more)
+
+
+def divide_always(run: Engine) -> None:
+    """Lets every cycle divide two rows per slot."""
+    first = len(run.block_sizes)
+    run.cycle_seconds = tuple(adaptive.only(first, run.rules.num_choices).tolist())
+
+
+def change_often(run: Engine) -> None:
+    """Lets plain cycles, whole blocks and divided rows win in turns."""
+    sizes, means = len(run.block_sizes), len(run.rules.division.mean_rows)
+    whole, divided = 1.0 + 0.25 * np.arange(sizes), 1.2 + 0.25 * np.arange(means)
+    run.cycle_seconds = (*whole.tolist(), *divided.tolist())
+
+
+@functools.cache
+def plain_engine() -> Engine:
+    return engine(batch_size=6, sync_every=8, max_length=64)
+
+
+def mixed(run: Engine, temperature: float) -> tuple[list[RequestOutput], list]:
+    """Outputs of requests of which every third has a grammar, log-probabilities, or nothing.
+
+    Also returns the log-probabilities of each.
+    """
+    how = {"temperature": temperature, "seed": 3, "stop_ids": (grammars.END,)}
+    asked = [
+        {"grammar": grammars.regex("(a|1|tru){12,31}"), "presence_penalty": 1.0},
+        {"logprobs": 3, "frequency_penalty": 0.6, "logit_bias": ((3, 1.0),)},
+        {},
+    ]
+    requests = []
+    for i, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
+        (one,) = make_requests([prompt], limit, first_index=i, **how, **asked[i % 3])
+        requests.append(dataclasses.replace(one, id=i))
+    outputs, logprobs = [], [[] for _ in requests]
+    for event in decoding.decode(run, requests):
+        if isinstance(event, RequestOutput):
+            outputs.append(event)
+        else:
+            logprobs[event.id] += event.logprobs
+    return sorted(outputs, key=lambda one: one.id), logprobs
+
+
+@functools.cache
+def plain_mixed(temperature: float) -> tuple[list[RequestOutput], list]:
+    return mixed(plain_engine(), temperature)
+
+
+def check_mixed(run: Engine, temperature: float) -> list[RequestOutput]:
+    """Asserts that outputs and log-probabilities are those of plain decoding; returns the first."""
+    (done, mine), (wanted, plain) = mixed(run, temperature), plain_mixed(temperature)
+    for one, other in zip(done, wanted, strict=True):
+        assert (one.output_ids, one.finish_reason) == (other.output_ids, other.finish_reason)
+    assert [len(each) for each in mine] == [len(each) for each in plain]
+    assert any(mine)
+    for one, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
+        np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=1e-4)
+        np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
+        np.testing.assert_allclose(one.sampled_logprob, other.sampled_logprob, atol=1e-4)
+    return done
+
+
+@each_form
+def test_output_is_that_of_plain_decoding(name, tree):
+    run, sizes = make_engine(name, tree), []
+    for way in (divide_always, change_often):
+        way(run)
+        for temperature in (0.0, 0.8):
+            done = check_mixed(run, temperature)
+            sizes.append({size for one in done for size in one.block_sizes})
+            assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
+    assert all(len(found) > 2 for found in sizes[:2]), "all sequences verify as many rows"
+    assert any(1 in found for found in sizes[2:]), "nothing decoded plainly"
+
+
+@each_form
+def test_greedy_rejection_is_plain_greedy_decoding(name, tree):
+    run = make_engine(name, tree, verify="rejection")
+    if not run.drafter.has_probs:
+        pytest.skip("drafts without probabilities")
+    divide_always(run)
+    done = check_mixed(run, 0.0)
+    assert len({size for one in done for size in one.block_sizes}) > 2
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize(("name", "tree"), [("dflash", False), ("dflash2", True)], ids=str)
+def test_replicas_divide_rows_of_their_own(name, tree, mesh):
+    run = make_engine(name, tree, mesh=mesh)
+    divide_always(run)
+    for temperature in (0.0, 0.8):
+        how = {"temperature": temperature, "logprobs": 2, "presence_penalty": 1.5}
+        done = decode(run, PROMPTS, LIMITS, **how)
+        wanted = expected(PROMPTS, LIMITS, temperature=temperature, presence_penalty=1.5)
+        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+        assert len({size for one in done for size in one.block_sizes}) > 2
