@@ -29,6 +29,7 @@ from dflash.checkpoints.namings.origin import Naming
 from dflash.checkpoints.namings.tunix import TunixNames
 from dflash.config import schema
 from dflash.inference import weight_update
+from dflash.loading import weights
 from dflash.models.decoder import Decoder
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters, sharding
@@ -52,12 +53,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     target = make_target(args.layers, args.width, args.mlp, args.kv_heads, args.vocabulary)
+    plain = type(target)(target.arch, dtype=target.dtype, sharding=target.sharding)
     for name in args.names:
-        print(json.dumps({"names": name, **measure(target, NAMINGS[name](target), args.rounds)}))
+        tree = make_tree(plain, NAMINGS[name](plain))
+        print(json.dumps({"names": name, **measure(target, tree, args.rounds)}), flush=True)
 
 
 def make_target(layers: int, width: int, mlp: int, kv_heads: int, vocabulary: int) -> Decoder:
-    """Returns a Qwen3 of this size with random weights in float32."""
+    """Returns a Qwen3 of this size with random weights in float32, arranged for decoding."""
     arch = schema.TargetArchitecture(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -73,12 +76,12 @@ def make_target(layers: int, width: int, mlp: int, kv_heads: int, vocabulary: in
     placed = sharding.make_sharding(axes, schema.SHARDING_RULES)
     target = Qwen3(arch, dtype=jnp.float32, sharding=placed)
     parameters.initialize(target, jax.random.key(0))
+    weights.arrange(target, placed)
     return target
 
 
-def measure(target: Decoder, naming: Naming, rounds: int) -> dict[str, float]:
+def measure(target: Decoder, tree: dict[str, jax.Array], rounds: int) -> dict[str, float]:
     """Returns megabytes of the weights and of the peak beyond them, milliseconds, and the ratio."""
-    tree = make_tree(target, naming)
     sources = [np.asarray(array) for array in tree.values()]
     copies = [np.empty_like(array) for array in sources]
     variables = [leaf for _, leaf in parameters.named_parameters(target)]

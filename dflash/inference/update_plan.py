@@ -18,6 +18,7 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import files, foreign_trees
 from dflash.checkpoints.namings.origin import Naming, Origin
+from dflash.kernels import weights_cpu
 from dflash.kernels.matmul_cpu import to_panels
 from dflash.layers.joining import JOINED, side_by_side
 from dflash.models.decoder import Decoder
@@ -33,6 +34,7 @@ class Entry:
 
     Attributes:
       paths: Path of the parameter, then that of its scales if it is quantized.
+      shape: Shape of the parameter.
       parts: Origins of the parameter's parts; several if projections are joined.
       dtype: Dtype of the parameter before quantization.
       places: Shardings of the parameter and of its scales.
@@ -42,6 +44,7 @@ class Entry:
     """
 
     paths: tuple[str, ...]
+    shape: tuple[int, ...]
     parts: tuple[Origin, ...]
     dtype: jnp.dtype
     places: tuple[jax.sharding.Sharding, ...]
@@ -51,8 +54,30 @@ class Entry:
 
     def compute(self, flat: Mapping[str, Any]) -> tuple[jax.Array, ...]:
         """Computes the parameter, and its scales if it is quantized."""
+        arrays = [flat[name] for part in self.parts for name in part.names]
+        if self._is_assembled(arrays):
+            first = self.parts[0]
+            options = {"transposed": first.transposed, "layer": first.layer}
+            return (weights_cpu.assemble(arrays, self.shape, **options),)
         parts = (part.compute([flat[name] for name in part.names]) for part in self.parts)
         return self.finish([part.astype(self.dtype) for part in parts])
+
+    def _is_assembled(self, arrays: Sequence[jax.Array]) -> bool:
+        """Returns whether the kernel for a CPU copies the arrays to the parameter."""
+        first = self.parts[0]
+        is_matrix = len(self.shape) == (3 if self.in_panels else 2)
+        is_copy = first.layer is None and not first.transposed and not self.in_panels
+        alike = all(
+            (part.transposed, part.layer) == (first.transposed, first.layer)
+            and part.form.keeps_order
+            for part in self.parts
+        )
+        return (
+            (self.dtype == jnp.float32 and self.conversion is None and is_matrix and alike)
+            and not (is_copy and len(arrays) == 1)  # XLA copies a whole array as fast.
+            and is_one_cpu(self.places[0])
+            and all(map(weights_cpu.is_supported, arrays))
+        )
 
     def finish(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Joins and quantizes the parts, and divides them into panels."""
@@ -169,6 +194,7 @@ def _entries(
         entries.append(
             Entry(
                 paths,
+                tuple(leaf.shape),
                 parts,
                 leaf.dtype,
                 places,
@@ -209,6 +235,11 @@ def _writer(entries: tuple[Entry, ...], names: tuple[str, ...]) -> Callable:
 
     places = [place for entry in entries for place in entry.places]
     return jax.jit(write, donate_argnums=0, keep_unused=True, out_shardings=places)
+
+
+def is_one_cpu(place: jax.sharding.Sharding) -> bool:
+    """Returns whether arrays with this sharding are on one CPU device."""
+    return [device.platform for device in place.device_set] == ["cpu"]
 
 
 def _devices(place: jax.sharding.Sharding | None) -> tuple | None:

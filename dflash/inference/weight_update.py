@@ -21,6 +21,7 @@ from dflash.checkpoints import files, foreign_trees
 from dflash.checkpoints.namings.origin import Origin
 from dflash.inference import update_plan
 from dflash.inference.update_plan import Plan
+from dflash.kernels import weights_cpu
 from dflash.models.decoder import Decoder
 
 # Plan of each target's last update.
@@ -49,7 +50,7 @@ def update(target: Decoder, tree: Any, *, lora_alpha: float | None = None) -> No
     # A trainer may forbid transfers around its own work, as Tunix does.
     with jax.transfer_guard("allow"):
         if plan.write is not None:
-            _check_finite_together(plan.names, arrays)
+            _check_finite_together(plan, arrays)
             _write_together(plan, arrays)
         else:
             _check_finite_apart(plan.names, arrays)
@@ -74,9 +75,10 @@ def _check_alive(names: Sequence[str], arrays: Sequence[Any]) -> None:
             )
 
 
-def _check_finite_together(names: Sequence[str], arrays: Sequence[jax.Array]) -> None:
-    if not _are_finite(arrays):
-        _check_finite_apart(names, arrays)
+def _check_finite_together(plan: Plan, arrays: Sequence[jax.Array]) -> None:
+    on_one_cpu = update_plan.is_one_cpu(plan.entries[0].places[0])
+    if not _are_finite(arrays, on_one_cpu=on_one_cpu):
+        _check_finite_apart(plan.names, arrays)
 
 
 def _check_finite_apart(names: Sequence[str], arrays: Sequence[Any]) -> None:
@@ -89,21 +91,30 @@ def _check_finite_apart(names: Sequence[str], arrays: Sequence[Any]) -> None:
         )
 
 
-@jax.jit
-def _are_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="on_one_cpu")
+def _are_finite(arrays: Sequence[jax.Array], *, on_one_cpu: bool = False) -> jax.Array:
     """Returns whether all numbers are finite, faster than by a test of each.
 
-    A NaN or an infinity becomes NaN in a product with zeros. The first arrays are read last: they
-    are then still in a CPU's cache when they are written.
+    The first arrays are read last: they are then still in a CPU's cache when they are written.
     """
-    small = [array for array in arrays if array.ndim < 2]
-    large = [_row_products(array) for array in reversed(arrays) if array.ndim > 1]
-    rows = [array.reshape(-1).astype(jnp.float32) for array in (*small, *large)]
-    return jnp.isfinite(jnp.concatenate(rows)).all()
+    flags, rows = [], []
+    for array in reversed(arrays):
+        if on_one_cpu and weights_cpu.is_supported(array):
+            flags.append(weights_cpu.is_finite(array))
+        else:
+            rows.append(_row_products(array).reshape(-1).astype(jnp.float32))
+    if rows:
+        flags.append(jnp.isfinite(jnp.concatenate(rows)).all())
+    return jnp.stack(flags).all()
 
 
 def _row_products(array: jax.Array) -> jax.Array:
-    """Returns numbers of which one is not finite if one of the array is not."""
+    """Returns numbers of which one is not finite if one of the array is not.
+
+    A NaN or an infinity becomes NaN in a product with zeros.
+    """
+    if array.ndim < 2:
+        return array
     if array.dtype != jnp.float32:  # A CPU would widen a copy for the product.
         return jnp.abs(array).max()
     return jnp.tensordot(array, jnp.zeros(array.shape[-1]), axes=1)

@@ -19,11 +19,15 @@ from dflash.runs import cpu_kernels
 MATMUL = "dflash_matmul"
 ATTENTION = "dflash_attention"
 SPLIT_HEADS = "dflash_split_heads"
+ASSEMBLE = "dflash_assemble"
+FINITE = "dflash_finite"
 
 _SYMBOLS = {
     MATMUL: "DflashMatmul",
     ATTENTION: "DflashAttention",
     SPLIT_HEADS: "DflashSplitHeads",
+    ASSEMBLE: "DflashAssemble",
+    FINITE: "DflashFinite",
 }
 _COMPILING = threading.Lock()  # Programs are traced by several threads.
 

@@ -22,9 +22,11 @@ class HfNames:
         pieces = tensor_map.pieces(tensor_map.source_of(self.module, path), path, shape)
         rows = tuple((piece.lead, piece.first, piece.count) for piece in pieces)
         whole = len(pieces) == 1 and pieces[0].is_whole
-        form = _Pieces(None if whole else rows, pieces[0].transposed)
         return Origin(
-            tuple(piece.name for piece in pieces), tuple(piece.shape for piece in pieces), form
+            tuple(piece.name for piece in pieces),
+            tuple(piece.shape for piece in pieces),
+            _Pieces(None if whole else rows),
+            transposed=pieces[0].transposed,
         )
 
     def ignores(self, name: str) -> bool:
@@ -36,22 +38,24 @@ class HfNames:
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """Joins rows of tensors to a parameter.
+    """Joins rows of tensors.
 
     Attributes:
       rows: Leading index, first row and number of rows of each piece; None for one whole tensor.
-      transposed: Swap the last two dimensions.
     """
 
     rows: tuple[tuple[tuple[int, ...], int, int], ...] | None
-    transposed: bool
+
+    @property
+    def keeps_order(self) -> bool:
+        """Returns whether the result has the numbers of one array, in order."""
+        return self.rows is None
 
     def __call__(self, *tensors: jax.Array) -> jax.Array:
-        array = tensors[0]
-        if self.rows is not None:
-            groups: dict[tuple[int, ...], list[jax.Array]] = {}
-            for (lead, first, count), tensor in zip(self.rows, tensors, strict=True):
-                groups.setdefault(lead, []).append(tensor[first : first + count])
-            joined = [jnp.concatenate(group) for group in groups.values()]
-            array = jnp.stack(joined) if any(groups) else joined[0]
-        return array.swapaxes(-1, -2) if self.transposed else array
+        if self.rows is None:
+            return tensors[0]
+        groups: dict[tuple[int, ...], list[jax.Array]] = {}
+        for (lead, first, count), tensor in zip(self.rows, tensors, strict=True):
+            groups.setdefault(lead, []).append(tensor[first : first + count])
+        joined = [jnp.concatenate(group) for group in groups.values()]
+        return jnp.stack(joined) if any(groups) else joined[0]

@@ -105,6 +105,11 @@ class MaxTextForm:
     interleaved: bool = False
     scale: float = 1.0
 
+    @property
+    def keeps_order(self) -> bool:
+        """Returns whether the result has the numbers of one array, in order."""
+        return not self.interleaved and self.scale == 1.0
+
     def __call__(self, array: jax.Array) -> jax.Array:
         if self.interleaved:
             array = jnp.concatenate([array[..., ::2], array[..., 1::2]], axis=-1)

@@ -2,13 +2,27 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
 
 # Dimension of a stacked parameter that counts layers: MaxText's default of `param_scan_axis`.
 LAYER_AXIS = 1
+
+
+class Form(Protocol):
+    """Function from the arrays of an origin to a parameter, or to its transpose.
+
+    Equal for parameters that are formed alike.
+    """
+
+    @property
+    def keeps_order(self) -> bool:
+        """Returns whether the result has the numbers of one array, in their order."""
+
+    def __call__(self, *arrays: jax.Array) -> jax.Array:
+        """Computes the result from arrays without their dimension of layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,15 +32,16 @@ class Origin:
     Attributes:
       names: Names of the arrays in the tree.
       shapes: Shape of each array; None accepts any.
-      form: Function from the arrays, without their dimension of layers, to the parameter. Equal for
-        parameters that are formed alike.
+      form: Function from the arrays to the parameter, or to its transpose.
       layer: Layer to take from stacked arrays; None if they hold one layer.
+      transposed: Swap the last two dimensions of what `form` returns.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
-    form: Callable[..., jax.Array]
+    form: Form
     layer: int | None = None
+    transposed: bool = False
 
     def compute(self, arrays: Sequence[jax.Array], layer: Any = None) -> jax.Array:
         """Computes the parameter; `layer` may be an array in place of the attribute."""
@@ -36,7 +51,8 @@ class Origin:
                 jax.lax.dynamic_index_in_dim(array, layer, LAYER_AXIS, keepdims=False)
                 for array in arrays
             ]
-        return self.form(*arrays)
+        array = self.form(*arrays)
+        return array.swapaxes(-1, -2) if self.transposed else array
 
 
 class Naming(Protocol):

@@ -125,6 +125,11 @@ class TunixForm:
     swapped: tuple[int, int] | None = None
     lora_scale: float = 0.0
 
+    @property
+    def keeps_order(self) -> bool:
+        """Returns whether the result has the numbers of one array, in order."""
+        return self.part is None and self.swapped is None and not self.lora_scale
+
     def __call__(self, array: jax.Array, *lora: jax.Array) -> jax.Array:
         if lora:
             array = array + self.lora_scale * self._product(*lora).reshape(array.shape)
