@@ -218,6 +218,19 @@ PLOTS = {
         },
         even=1.0,
     ),
+    "load.png": TablePlot(
+        page="load.md",
+        header="| chip | task | batch |",
+        place=2,
+        values={5: ""},
+        groups=(0, 1),
+        labels={
+            "title": "Qwen3-4B on one chip, best fixed choice, by roofline",
+            "x": "sequences",
+            "y": "expected speed-up (not measured)",
+        },
+        even=1.0,
+    ),
     "long_context.png": TablePlot(
         page="long_context.md",
         header="| context | 64 |",

@@ -86,3 +86,13 @@ def test_an_output_that_was_cut_off_must_mark_its_answer():
     assert grade(f"That is {answer}", "length") == {"checked": 1, "correct": 0}
     assert grade(f"\\boxed{{{answer}}}. But", "length") == {"checked": 1, "correct": 1}
     assert prepared.grade({}) == {}
+
+
+def test_a_run_says_once_from_which_length_on_it_decodes_plainly():
+    adaptive = "drafter.block_size=auto", "decode.max_length=64", "decode.max_new_tokens=8"
+    (note,) = prepared(*adaptive, "drafter.longest_context=48").notes()
+    assert note == (
+        "drafter.longest_context: of at most 64 tokens of a sequence, those after the first 48 are "
+        "decoded plainly"
+    )
+    assert not prepared(*adaptive, "drafter.longest_context=64").notes()
