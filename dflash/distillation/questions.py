@@ -21,6 +21,7 @@ def describe(config: DistillRun, job: Job, *, dry: bool) -> Iterator[str]:
       job: Decode job of the answers, without prompts.
       dry: Download nothing.
     Raises:
+      ConfigError: Texts are to go through a chat template that the checkpoint lacks.
       InputError: A file cannot be read.
     """
     answers = config.answers
@@ -54,6 +55,11 @@ def _file(file: str) -> Iterator[str]:
 
 def _format(config: DistillRun, job: Job) -> str:
     if prompts.in_chat(config.answers.chat, job.tokenizer):
+        if not job.tokenizer.has_chat_template:
+            raise errors.ConfigError(
+                f"answers.chat: true, but {config.target.checkpoint} has no chat template; "
+                "answers.chat=false decodes texts as they are"
+            )
         return "texts go through the chat template (answers.chat=false turns it off)"
     if config.answers.chat is None:
         return "texts are decoded as they are, since the checkpoint has no chat template"
