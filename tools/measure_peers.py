@@ -197,9 +197,7 @@ def _reference(options: argparse.Namespace) -> Decode:
     spec.loader.exec_module(module)
     module._cuda_time = time.perf_counter
     target = transformers.AutoModelForCausalLM.from_pretrained(options.target, dtype="float32")
-    directory = pathlib.Path(options.drafter)
-    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
-    drafter = getattr(module, name).from_pretrained(directory, dtype="float32").eval()
+    drafter = _reference_drafter(module, pathlib.Path(options.drafter))
     ends = target.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
 
@@ -213,6 +211,36 @@ def _reference(options: argparse.Namespace) -> Decode:
         return {"ids": done.output_ids[0, len(ids) :].tolist(), "lengths": done.acceptance_lengths}
 
     return decode
+
+
+def _reference_drafter(module: Any, directory: pathlib.Path) -> Any:
+    """Returns a drafter in the public PyTorch code, which does not read draft vocabularies.
+
+    Tokens outside a draft vocabulary get logits of -inf, so that they are never candidates.
+    """
+    import safetensors.torch
+    import torch
+
+    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
+    tensors = safetensors.torch.load_file(directory / "model.safetensors")
+    is_cut = "t2d" in tensors
+    drafter = getattr(module, name).from_pretrained(
+        directory, dtype="float32", ignore_mismatched_sizes=is_cut
+    )
+    if is_cut:
+        tokens = tensors["t2d"].nonzero()[:, 0]
+        head = tensors["lm_head.weight"].float()
+        codes = drafter.candidate_selector.successor_codebook.weight.data
+        codes[tokens] = tensors["candidate_selector.successor_codebook"].float()
+        compute_logits = drafter.compute_logits
+
+        def own_head(hidden: torch.Tensor) -> torch.Tensor:
+            logits = hidden.new_full((*hidden.shape[:-1], len(codes)), -torch.inf)
+            logits[..., tokens] = hidden @ head.T
+            return logits
+
+        drafter.compute_logits = lambda hidden, _: compute_logits(hidden, own_head)
+    return drafter.eval()
 
 
 _PEERS: dict[str, Callable[[argparse.Namespace], Decode]] = {
