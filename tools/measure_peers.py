@@ -68,7 +68,8 @@ def main() -> None:
         pathlib.Path(options.out).write_text(json.dumps({"options": vars(options), "rows": rows}))
     print(_table(rows, names))
     for name in names:
-        if name.endswith(", drafted") and name != _OURS and _OURS in names:
+        logged = options.log_cycles or not name.startswith("llama.cpp")
+        if name.endswith(", drafted") and name != _OURS and _OURS in names and logged:
             print(_compare_cycles(rows, name))
 
 

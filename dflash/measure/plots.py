@@ -77,7 +77,8 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
                              label=ideal_label, zorder=3)  # fmt: skip
                 ideal_label = None
     _even(axes, theme, 1.0, f"1×: {baseline}")
-    axes.set_xticks(range(len(tasks)), tasks, rotation=0 if len(tasks) < 6 else 30)
+    narrow = len(tasks) > 5 and len(strategies) == 1
+    axes.set_xticks(range(len(tasks)), tasks, rotation=30 if narrow else 0)
     axes.tick_params(axis="x", length=0, pad=18)
     axes.set_xlim(-0.6, len(tasks) - 0.4)
     axes.set_ylim(bottom=0)
