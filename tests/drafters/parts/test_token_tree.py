@@ -56,7 +56,8 @@ def heap_sums(scores: np.ndarray, budget: int) -> list[float]:
 def prefixes(nodes: token_tree.Nodes, b: int) -> list[tuple[int, ...]]:
     """Returns the ranks along the path to each node."""
     found: list[tuple[int, ...]] = []
-    for depth, rank, parent in zip(*(np.asarray(part[b]) for part in nodes), strict=True):
+    parts = (np.asarray(part[b]) for part in (nodes.depth, nodes.rank, nodes.parents))
+    for depth, rank, parent in zip(*parts, strict=True):
         before = found[parent - 1] if parent else ()
         assert depth == len(before), "a child continues the draft position of its parent"
         found.append((*before, int(rank)))
