@@ -29,32 +29,6 @@ constexpr int64_t kSpreadProducts = 1 << 19;  // multiplications that more than 
 
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 
-// Lanes with bit `half` clear of a, then those of b (low), or those with the bit set (high).
-template <int half, bool high, int... lanes>
-inline Floats Exchange(const Floats& a, const Floats& b, std::integer_sequence<int, lanes...>) {
-  return Shuffle<(high ? ((lanes & half) ? kLanes + lanes : lanes + half)
-                       : ((lanes & half) ? kLanes + lanes - half : lanes))...>(a, b);
-}
-
-template <int half>
-inline void TransposeStep(Floats (&rows)[kLanes]) {
-  using Lanes = std::make_integer_sequence<int, kLanes>;
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & half) continue;
-    const Floats a = rows[i], b = rows[i + half];
-    rows[i] = Exchange<half, false>(a, b, Lanes());
-    rows[i + half] = Exchange<half, true>(a, b, Lanes());
-  }
-}
-
-inline void Transpose(Floats (&rows)[kLanes]) {
-  if constexpr (kLanes > 8) TransposeStep<kLanes == 16 ? 8 : 1>(rows);
-  if constexpr (kLanes > 4) TransposeStep<4>(rows);
-  TransposeStep<2>(rows);
-  TransposeStep<1>(rows);
-}
-
 // exp of numbers of at most 0, within 2 ulp; 0 below -87.
 inline Floats Exp(const Floats& x) {
   const Floats zero{};

@@ -72,7 +72,9 @@ def block_attention(
         reference=functools.partial(_with_mask, _attend, **view),
         pallas=functools.partial(tpu.block_attention_tpu, **view, sizes=sizes),
         unsupported=tpu.unsupported(queries, context_keys),
-        cpu=functools.partial(_with_mask, _attend_on_cpu, **view),
+        cpu=None
+        if attention_cpu.unsupported(queries, context_keys)
+        else functools.partial(_with_mask, _attend_on_cpu, **view),
     )
 
 
@@ -131,7 +133,8 @@ def branch_attention(
         raise ValueError(
             f"branch_attention: visible is {visible.shape}, expected {(batch, rows, drafted)}"
         )
-    attend = _attend_on_cpu if implementation == "cpu" else _attend
+    on_cpu = implementation == "cpu" and not attention_cpu.unsupported(queries, context_keys)
+    attend = _attend_on_cpu if on_cpu else _attend
     return attend(queries, keys, values, visible, context_keys, context_values, length, scale, None)
 
 
@@ -184,10 +187,8 @@ def _attend_on_cpu(
     queries, keys, values, visible_rows, context_keys, context_values, length, scale, window,
     sinks=None,
 ):  # fmt: skip
-    """Computes `_attend` in C++, if it can."""
+    """Computes `_attend` in C++."""
     arrays = (queries, keys, values, visible_rows, context_keys, context_values, length)
-    if attention_cpu.unsupported(queries, context_keys):
-        return _attend(*arrays, scale, window, sinks)
     first = _first_visible(length, queries.shape[1], window)
     return attention_cpu.attend(*arrays, scale=scale, first_visible=first, sinks=sinks)
 

@@ -86,7 +86,9 @@ def paged_attention(
         reference=functools.partial(_reference, **view),
         pallas=functools.partial(tpu.paged_attention_tpu, **view, sizes=sizes),
         unsupported=tpu.unsupported(queries, key_pages),
-        cpu=functools.partial(_reference, **view, attend=_attend_on_cpu),
+        cpu=None
+        if attention_cpu.unsupported(queries, key_pages)
+        else functools.partial(_reference, **view, attend=_attend_on_cpu),
     )
 
 
@@ -180,11 +182,8 @@ def _attend_on_cpu(
     sinks,
     scale,
 ):
-    """Computes `_attend` in C++, if it can."""
+    """Computes `_attend` in C++."""
     pages = key_pages, value_pages
-    if attention_cpu.unsupported(queries, key_pages):
-        arrays = queries, keys, values, *pages, page_table, start, visible_rows
-        return _attend(*arrays, first_visible, sinks, scale)
     keys, values = (rows.transpose(1, 2, 0, 3) for rows in (keys, values))
     return attention_cpu.attend(
         *(queries, keys, values, visible_rows, *pages, start),

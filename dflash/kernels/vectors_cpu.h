@@ -69,6 +69,28 @@ inline Floats Shuffle(const Floats& a, const Floats& b) {
 #endif
 }
 
+// Interleaves the first halves of two vectors, or the second halves: a[0] b[0] a[1] b[1] …
+template <int half, int... lanes>
+inline Floats Interleave(const Floats& a, const Floats& b, std::integer_sequence<int, lanes...>) {
+  return Shuffle<(half * kLanes / 2 + lanes / 2 + lanes % 2 * kLanes)...>(a, b);
+}
+
+// Transposes kLanes × kLanes floats in place.
+inline void Transpose(Floats (&rows)[kLanes]) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+#pragma GCC unroll 4
+  for (int round = 1; round < kLanes; round *= 2) {
+    Floats mixed[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / 2; ++i) {
+      mixed[2 * i] = Interleave<0>(rows[i], rows[i + kLanes / 2], lanes);
+      mixed[2 * i + 1] = Interleave<1>(rows[i], rows[i + kLanes / 2], lanes);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = mixed[i];
+  }
+}
+
 using Four = float __attribute__((vector_size(16)));
 using Eight = float __attribute__((vector_size(32)));
 

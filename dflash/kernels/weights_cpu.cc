@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -50,30 +49,13 @@ inline void Fence() {
 #endif
 }
 
-// Interleaves the first halves of two vectors, or the second halves: a[0] b[0] a[1] b[1] …
-template <int half, int... lanes>
-inline Floats Interleave(const Floats& a, const Floats& b, std::integer_sequence<int, lanes...>) {
-  return Shuffle<(half * kLanes / 2 + lanes / 2 + lanes % 2 * kLanes)...>(a, b);
-}
-
-// Transposes kLanes × kLanes floats.
+// Copies kLanes × kLanes floats, transposed.
 template <bool kStream>
-inline void Transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+inline void CopyTransposed(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   Floats rows[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) rows[i] = Load(from + i * from_stride);
-#pragma GCC unroll 4
-  for (int round = 1; round < kLanes; round *= 2) {
-    Floats mixed[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes / 2; ++i) {
-      mixed[2 * i] = Interleave<0>(rows[i], rows[i + kLanes / 2], lanes);
-      mixed[2 * i + 1] = Interleave<1>(rows[i], rows[i + kLanes / 2], lanes);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) rows[i] = mixed[i];
-  }
+  Transpose(rows);
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) Store<kStream>(to + i * to_stride, rows[i]);
 }
@@ -105,7 +87,7 @@ void CopyColumns(const Matrix& m) {
           __builtin_prefetch(from + j * m.from_column + row);
       for (int64_t row = band; row < end; row += kLanes)
         for (int j = 0; j < kLine; j += kLanes)
-          Transpose<kStream>(from + j * m.from_column + row, m.from_column,
+          CopyTransposed<kStream>(from + j * m.from_column + row, m.from_column,
                              m.to + row * m.to_row + column + j, m.to_row);
     }
   }
