@@ -22,7 +22,6 @@ namespace ffi = xla::ffi;
 namespace dflash {
 namespace {
 
-constexpr int kRows = 6;  // rows whose scores, or outputs, are computed at once
 constexpr int kVectors = 4;  // vectors of an output row that are summed at once
 constexpr int64_t kBand = 24;  // rows that share a transposed block of keys
 constexpr int64_t kSpreadProducts = 1 << 19;  // multiplications that more than one thread is worth
@@ -148,19 +147,6 @@ inline void AddRows(const float* weights, int64_t stride, const Key* values, con
     AddValues<R, kVectors>(weights, stride, values, places, count, width, column, sums);
   for (; column < width; column += kLanes)
     AddValues<R, 1>(weights, stride, values, places, count, width, column, sums);
-}
-
-// Calls run with an integral constant, the number of rows from 1 to kRows.
-template <typename Run>
-inline void WithRows(int64_t rows, const Run& run) {
-  switch (rows) {
-    case 1: return run(std::integral_constant<int, 1>());
-    case 2: return run(std::integral_constant<int, 2>());
-    case 3: return run(std::integral_constant<int, 3>());
-    case 4: return run(std::integral_constant<int, 4>());
-    case 5: return run(std::integral_constant<int, 5>());
-    default: return run(std::integral_constant<int, kRows>());
-  }
 }
 
 // Attention of rows [begin, begin + count) of the queries of a sequence and KV head.

@@ -20,7 +20,6 @@ namespace {
 
 constexpr int kVectors = kLanes == 8 ? 2 : 4;  // vectors of columns that are summed at once
 constexpr int kBlock = kLanes * kVectors;
-constexpr int kRows = 6;  // rows that share a read of the matrix
 constexpr int64_t kAhead = 16;  // rows of the matrix between a read and its prefetch
 
 // A product y [rows, columns] = x [rows, depth] @ w, w [depth, columns], [columns, depth], or panels
@@ -145,14 +144,7 @@ void Group(const Product<Weight>& p, bool transposed, int64_t begin, int64_t end
         Rows<rows(), false>(p, transposed, row, begin, end);
       }
     };
-    switch (size) {
-      case 1: run(std::integral_constant<int, 1>()); break;
-      case 2: run(std::integral_constant<int, 2>()); break;
-      case 3: run(std::integral_constant<int, 3>()); break;
-      case 4: run(std::integral_constant<int, 4>()); break;
-      case 5: run(std::integral_constant<int, 5>()); break;
-      default: run(std::integral_constant<int, 6>());
-    }
+    WithRows(size, run);
   }
 }
 

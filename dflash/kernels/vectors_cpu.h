@@ -141,6 +141,21 @@ inline void Sums(const Floats* vectors, float* sums) {
   }
 }
 
+constexpr int kRows = 6;  // rows that are computed at once, at most
+
+// Calls run with an integral constant, the number of rows from 1 to kRows.
+template <typename Run>
+inline void WithRows(int64_t rows, const Run& run) {
+  switch (rows) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    default: return run(std::integral_constant<int, kRows>());
+  }
+}
+
 }  // namespace dflash
 
 #endif  // DFLASH_KERNELS_VECTORS_CPU_H_
