@@ -89,6 +89,23 @@ class Sampler(Protocol):
           None in their place unless verification needs probabilities.
         """
 
+    def draw(
+        self,
+        hidden: jax.Array,
+        positions: jax.Array,
+        unembed: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns `propose` of the logits of hidden states, or only those that are verified.
+
+        If it is known before drafting which drafts will be verified, logits are computed for these
+        alone, and the results are arbitrary at other positions.
+
+        Args:
+          hidden: Hidden states [B, T, D].
+          positions: Absolute positions of the tokens, int32 [B, T].
+          unembed: Function hidden [..., T, D] -> logits float32 [..., T, V], by rows.
+        """
+
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
         """Returns the best tokens at each position, for a tree.
 
@@ -203,6 +220,11 @@ class Drafter(nnx.Module):
     def drafts_trees(self) -> bool:
         """Returns whether proposals name parents."""
         return self.longest_path < self.block_size
+
+    @property
+    def has_confidence(self) -> bool:
+        """Returns whether proposals state confidence, as those of trees do unless overridden."""
+        return self.drafts_trees
 
     def init_state(self, batch: int, max_length: int) -> Any:
         """Returns an abstract state for `batch` sequences of at most `max_length` tokens.

@@ -7,6 +7,7 @@ subset of the head's columns.
 """
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -174,8 +175,9 @@ class DFlash(OnePassDrafter):
         last = depth if self.shape.causal else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
         first = slice(1, depth + 1)
-        logits = self._unembed(hidden[:, first], heads)
-        return self.propose(logits, positions[:, first], self.among(sampler), count), state
+        unembed = functools.partial(self._unembed, heads=heads)
+        rows = hidden[:, first], positions[:, first]
+        return self.propose(*rows, unembed, self.among(sampler), count), state
 
     def _embed(self, tokens: jax.Array, heads) -> jax.Array:
         """Returns the embeddings [B, T, D] of a block's tokens."""

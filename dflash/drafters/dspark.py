@@ -156,6 +156,11 @@ class DSpark(ConditionedDFlash):
         temperatures = config.confidence_temperatures
         return super().options(config) | {"confidence_temperatures": temperatures}
 
+    @property
+    def has_confidence(self):
+        """Returns whether there is a confidence head, or a tree; see `Drafter.has_confidence`."""
+        return self.drafts_trees or self.confidence_head is not None
+
     def declare_head(self, **build):
         """Declares the previous-token and confidence heads; see `ConditionedDFlash`."""
         shape, width, rank = self.shape, self.shape.decoder.hidden_size, self.shape.markov_rank

@@ -106,6 +106,11 @@ class Lookahead(Drafter):
         """Number of rows on the longest path, which is the trunk and then the last column."""
         return self.window + self.levels
 
+    @property
+    def has_confidence(self) -> bool:
+        """Returns that drafts have no confidence; see `Drafter.has_confidence`."""
+        return False
+
     def init_state(self, batch, max_length):
         """Returns an abstract state, whose size does not depend on `max_length`."""
         name, _ = batch_axes(batch, self.sharding)

@@ -103,9 +103,10 @@ class Medusa(OnePassDrafter):
 
     def draft(self, state, anchor, position, sampler, heads):
         """Drafts a chain, or a tree of the heads' most likely tokens; see `Drafter.draft`."""
-        logits = heads.unembed(self.look_ahead(state)[:, 1:])
+        hidden = self.look_ahead(state)[:, 1:]
         positions = position[:, None] + 1 + jnp.arange(self.num_positions)
-        return self.propose(logits, positions, sampler, self.num_draft_tokens), state
+        count = self.num_draft_tokens
+        return self.propose(hidden, positions, heads.unembed, sampler, count), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Keeps the last committed row's hidden state; see `Drafter.observe`."""

@@ -32,6 +32,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
+from dflash.layers.packing import Packing
 from dflash.offline import decoding
 
 
@@ -378,12 +379,16 @@ def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:
 
 
 @functools.cache
-def propose(form: Form, with_probs: bool = False):
-    """The proposal of a drafter for a state, jitted."""
+def propose(form: Form, with_probs: bool = False, counts: tuple[int, ...] | None = None):
+    """The proposal of a drafter for a state, jitted; or `counts` drafts of each sequence."""
     model, heads = ragged_engine(form).drafter, target()
 
     def draft(state, anchor, position):
         sampler = make_sampler(anchor.shape[0], with_probs=with_probs)
+        if counts:
+            sizes = model.num_draft_tokens, sum(counts)
+            packing = Packing.of(jnp.array(counts), *sizes, 1)
+            sampler = dataclasses.replace(sampler, packing=packing)
         return model.draft(state, anchor, position, sampler, heads)
 
     return jax.jit(draft)
@@ -454,6 +459,7 @@ def test_proposals_are_well_formed(form, with_probs):
             depth[:, g + 1] = 1 + depth[np.arange(5), parents[:, g]]
         assert depth.max() < model.longest_path
     assert (proposal.probs is not None) == (with_probs and model.has_probs)
+    assert (proposal.confidence is not None) == model.has_confidence
     if proposal.probs is not None:
         probs = np.asarray(proposal.probs)
         np.testing.assert_allclose(probs.sum(axis=-1), 1.0, atol=1e-5)
@@ -464,6 +470,27 @@ def test_proposals_are_well_formed(form, with_probs):
         # A greedy sequence has one token to draw: further siblings are sure, not drawn.
         assert drawn[np.asarray(make_sampler(5).params.temperature) > 0].all()
         assert drawn[:, 0].all()
+
+
+@pytest.mark.parametrize("with_probs", [False, True])
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.tree], ids=str)
+def test_drafts_that_are_verified_do_not_depend_on_the_others(form, with_probs):
+    """A sampler that computes some drafts only draws the same ones, with the same probabilities."""
+    run = ragged_engine(form)
+    model, prompts = run.drafter, random_prompts([10, 16, 9, 31, 12])
+    if model.num_draft_tokens < 1:
+        return
+    live, _ = run.generate(occupied(run, make_requests(prompts, [20] * 5)))
+    where = live.drafter, live.anchor, live.length - 1
+    counts = tuple(min(count, model.num_draft_tokens) for count in (1, 0, 9, 2, 3))
+    wanted, _ = propose(form, with_probs)(*where)
+    found, _ = propose(form, with_probs, counts)(*where)
+    verified = np.arange(model.num_draft_tokens) < np.array(counts)[:, None]
+    np.testing.assert_array_equal(found.tokens[verified], wanted.tokens[verified])
+    if wanted.probs is not None:
+        np.testing.assert_allclose(found.probs[verified], wanted.probs[verified], rtol=1e-5)
+    vocabulary = ARCHITECTURE.vocab_size
+    assert ((found.tokens >= 0) & (found.tokens < vocabulary)).all(), "not even drawn ones"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

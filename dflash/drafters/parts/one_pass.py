@@ -1,5 +1,7 @@
 """Base of drafters that compute the distributions of all draft positions in a single pass."""
 
+from collections.abc import Callable
+
 import jax
 
 from dflash import errors
@@ -63,17 +65,23 @@ class OnePassDrafter(WeightedDrafter):
         return min(self.num_positions, self.num_draft_tokens) + 1
 
     def propose(
-        self, logits: jax.Array, positions: jax.Array, sampler: Sampler, count: int
+        self,
+        hidden: jax.Array,
+        positions: jax.Array,
+        unembed: Callable[[jax.Array], jax.Array],
+        sampler: Sampler,
+        count: int,
     ) -> Proposal:
         """Proposes a chain or a tree of `count` drafts.
 
         Args:
-          logits: float32 [B, D, V]; logits of the draft positions.
+          hidden: Hidden states of the draft positions, [B, D, width].
           positions: int32 [B, D]; absolute positions.
+          unembed: Function from hidden states to logits; see `Sampler.draw`.
           sampler: Draws the tokens.
           count: Number of drafts; D for a chain.
         """
         if self.tree_budget is not None:
-            return token_tree.propose(logits, positions, sampler, count)
-        tokens, probs = sampler.propose(logits, positions)
+            return token_tree.propose(unembed(hidden), positions, sampler, count)
+        tokens, probs = sampler.draw(hidden, positions, unembed)
         return Proposal(tokens, probs=probs)

@@ -196,11 +196,11 @@ def divide(survival: jax.Array, active: jax.Array, mean_rows: int, num_replicas:
     Returns:
       Rows of each sequence, int32 [B], anchor included; 0 for inactive ones.
     """
-    chances, drafts = _by_replica(survival, active, mean_rows, num_replicas)
+    chances, drafts = _by_replica(survival, mean_rows, num_replicas)
     order = jnp.argsort(-chances, axis=1, stable=True)
     # Of equal chances the first come first, so that every sequence gets a prefix of its drafts.
     rank = jnp.argsort(order, axis=1)
-    chosen = ((rank < drafts[:, None]) & (chances > 0)).reshape(survival.shape)
+    chosen = ((rank < drafts) & (chances > 0)).reshape(survival.shape)
     return active + chosen.sum(axis=1, dtype=jnp.int32)
 
 
@@ -211,19 +211,16 @@ def _divided_tokens(
 
     def tokens(mean_rows):
         drafted = survival[:, : largest_share(sizes, mean_rows) - 1]
-        chances, drafts = _by_replica(drafted, active, mean_rows, division.num_replicas)
-        best = -jnp.sort(-chances, axis=1)
-        counted = jnp.arange(best.shape[1]) < drafts[:, None]
-        return jnp.where(counted, best, 0).sum() + active.sum()
+        chances, drafts = _by_replica(drafted, mean_rows, division.num_replicas)
+        return -jnp.sort(-chances, axis=1)[:, :drafts].sum() + active.sum()
 
     return jnp.stack([tokens(mean_rows) for mean_rows in division.mean_rows])
 
 
-def _by_replica(survival, active, mean_rows, num_replicas) -> tuple[jax.Array, jax.Array]:
-    """Returns chances [D, b · G] by replica, and its number of drafts to verify, int32 [D]."""
-    slots = active.reshape(num_replicas, -1)
-    drafts = slots.shape[1] * mean_rows - slots.sum(axis=1, dtype=jnp.int32)
-    return survival.reshape(num_replicas, -1), drafts
+def _by_replica(survival, mean_rows: int, num_replicas: int) -> tuple[jax.Array, int]:
+    """Returns chances [D, b · G] by replica, and the number of drafts that it verifies."""
+    slots = survival.shape[0] // num_replicas
+    return survival.reshape(num_replicas, -1), slots * (mean_rows - 1)
 
 
 def choose(

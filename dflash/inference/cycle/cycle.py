@@ -58,15 +58,38 @@ def cycle(
       mean_rows: Mean number of rows per slot to verify, divided among the sequences; None to verify
         `block_size` rows of each.
     """
-    state, proposal = propose(target, drafter, state, rules=rules, block_size=block_size)
-    return conclude(target, drafter, state, proposal, rules=rules, mean_rows=mean_rows)
+    divides, by_confidence = mean_rows is not None, rules.by_confidence(drafter)
+    sizes = block_size - 1, mean_rows
+    rows = judge.divide(state, *sizes, rules) if divides and not by_confidence else None
+    state, proposal = propose(target, drafter, state, rules=rules, block_size=block_size, rows=rows)
+    if divides and by_confidence:
+        rows = judge.divide(state, *sizes, rules, proposal.confidence)
+    return conclude(target, drafter, state, proposal, rules=rules, rows=rows)
 
 
 def propose(
-    target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules, block_size: int
+    target: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    *,
+    rules: Rules,
+    block_size: int,
+    rows: judge.Rows | None = None,
 ) -> tuple[DecodeState, Proposal]:
-    """Drafts a block for every slot: the first half of `cycle`."""
+    """Drafts a block for every slot: the first half of `cycle`.
+
+    Args:
+      target: Model that verifies.
+      drafter: Strategy that proposes.
+      state: Decode state that satisfies the invariant of `DecodeState`.
+      rules: Static settings of the loop.
+      block_size: Rows to draft, anchor included.
+      rows: Rows that will be verified, if they are divided and known. Drafts without a row may then
+        be arbitrary.
+    """
     sampler = rules.sampler(state)
+    if rows is not None and not rules.lookup:  # A lookup compares all drafts with the output.
+        sampler = dataclasses.replace(sampler, packing=rows.drafts)
     with jax.named_scope("drafter"):
         proposal, drafter_state = _draft(drafter, block_size - 1, state, sampler, target)
         lookup = state.lookup
@@ -84,7 +107,7 @@ def conclude(
     *,
     rules: Rules,
     allowed: jax.Array | None = None,
-    mean_rows: int | None = None,
+    rows: judge.Rows | None = None,
 ) -> tuple[DecodeState, Outcome]:
     """Verifies a proposal, commits, and lets the drafter observe: the second half of `cycle`.
 
@@ -96,11 +119,10 @@ def conclude(
       rules: Static settings of the loop.
       allowed: int32 [B, R, ceil(V / 32)] or None; bit mask of the tokens that may follow each row,
         see `controls.shape_logits`.
-      mean_rows: Mean number of rows per slot to divide among the sequences, or None.
+      rows: Rows that are verified, if they are divided among the sequences; None for all.
     """
     tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
     tree, num_drafts = _tree(proposal, drafter), proposal.tokens.shape[1]
-    rows = None if mean_rows is None else judge.divide(state, proposal, mean_rows, rules)
     packing = None if rows is None else rows.packing
     output, positions = _forward(target, drafter, state, tokens, tree, packing)
     logits = target.unembed(output.hidden)

@@ -23,34 +23,45 @@ class Rows(NamedTuple):
     Attributes:
       counts: int32 [B]; rows of each sequence, anchor included; 0 for inactive ones.
       packing: Packing of these rows.
+      drafts: Packing of the drafts among them, which come after the anchors.
     """
 
     counts: jax.Array
     packing: Packing
+    drafts: Packing
 
     def verified(self, drafts: jax.Array) -> jax.Array:
         """Returns the drafts [B, G] with -1 for those without a row; see `verify`."""
         return jnp.where(jnp.arange(1, drafts.shape[1] + 1) < self.counts[:, None], drafts, -1)
 
 
-def divide(state: DecodeState, proposal: Proposal, mean_rows: int, rules: Rules) -> Rows:
+def divide(
+    state: DecodeState,
+    num_drafts: int,
+    mean_rows: int,
+    rules: Rules,
+    confidence: jax.Array | None = None,
+) -> Rows:
     """Divides the rows of a cycle among its sequences; see `block_choice.divide`.
 
     Args:
       state: State before verification, with statistics of acceptance.
-      proposal: Drafts, with the drafter's confidence or without, as the statistics then tell. A
-        rejection rule goes by the statistics alone, since confidence depends on the drawn tokens.
+      num_drafts: Number of drafts per sequence.
       mean_rows: Mean number of rows per slot.
       rules: Static settings of the loop.
+      confidence: The drafter's confidence in its drafts; None to go by the statistics.
     """
-    rates, trees = proposal.confidence, proposal.parents is not None
-    if rates is None or rules.verify != "coupled":
-        rates = block_choice.rates(state.adaptive.choice)[:, : proposal.tokens.shape[1]]
-    survival = block_choice.survival(rates, state.active, rules.left(state), trees=trees)
-    replicas = rules.division.num_replicas
+    choice, rates, replicas = state.adaptive.choice, confidence, rules.division.num_replicas
+    if rates is None:
+        rates = block_choice.rates(choice)[:, :num_drafts]
+    survival = block_choice.survival(rates, state.active, rules.left(state), trees=choice.trees)
     counts = block_choice.divide(survival, state.active, mean_rows, replicas)
-    total = state.active.shape[0] // replicas * mean_rows
-    return Rows(counts, Packing.of(counts, rates.shape[1] + 1, total, replicas))
+    slots = state.active.shape[0] // replicas
+    return Rows(
+        counts,
+        Packing.of(counts, num_drafts + 1, slots * mean_rows, replicas),
+        Packing.of(jnp.maximum(counts - 1, 0), num_drafts, slots * (mean_rows - 1), replicas),
+    )
 
 
 def judge(
@@ -123,9 +134,8 @@ def shape(
 def _judge_packed(drafts, tree, logits, positions, sampler, packing):
     """Verifies by packed logits [D, N, V], each row of which is sampled by itself."""
     flat = logits.reshape(-1, 1, logits.shape[-1])
-    params = jax.tree.map(lambda x: packing.spread(x).reshape(-1, *x.shape[1:]), sampler.params)
-    at = packing.pack(jnp.broadcast_to(positions, packing.place.shape)).reshape(-1, 1)
-    sampled = dataclasses.replace(sampler, params=params).sample(flat, at)
+    by_row, at = sampler.of_rows(packing, positions)
+    sampled = by_row.sample(flat, at)
     finite = nonfinite.finite_rows(flat, sampled)
     shape = packing.source.shape
     sampled, finite = (packing.unpack(x.reshape(shape)) for x in (sampled, finite))

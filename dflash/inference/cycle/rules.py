@@ -89,6 +89,14 @@ class Rules:
         mean_rows = self.division.mean_rows[choice - len(self.block_sizes)]
         return block_choice.largest_share(self.block_sizes, mean_rows), mean_rows
 
+    def by_confidence(self, drafter: Drafter) -> bool:
+        """Returns whether rows are divided by the drafter's confidence rather than by statistics.
+
+        Not under a rejection rule, since confidence depends on the drawn tokens; nor where copies
+        may replace drafts, which have none.
+        """
+        return drafter.has_confidence and self.verify == "coupled" and not self.lookup
+
     def left(self, state: DecodeState) -> jax.Array:
         """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].
 

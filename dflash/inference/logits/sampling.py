@@ -6,6 +6,7 @@ not depend on how it was drafted.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from dflash.drafters.parts.draft_vocabulary import DraftTokens
 from dflash.inference.logits import top_k_top_p
 from dflash.inference.request import RequestSampling
 from dflash.kernels.argmax import argmax
+from dflash.layers.packing import Packing
 
 # Streams of noise. Rejection verification needs independent noise for its three uses; coupled
 # verification needs the same noise everywhere, and uses only COUPLED. BLOCK derives the seeds of
@@ -113,11 +115,13 @@ class SequenceSampler:
         probabilities, as rejection verification requires.
       vocabulary: Draft vocabulary of the logits, which are [B, T, Q] instead of [B, T, V]; None for
         the whole vocabulary. Tokens and probabilities are those of all V tokens in both cases.
+      packing: Packing of the positions that `draw` computes; None for all.
     """
 
     params: SamplingParams
     with_probs: bool = False
     vocabulary: DraftTokens | None = None
+    packing: Packing | None = None
 
     def among(self, vocabulary: DraftTokens) -> "SequenceSampler":
         """Returns a sampler for logits of a draft vocabulary; see `drafters.base.Sampler`."""
@@ -136,6 +140,45 @@ class SequenceSampler:
             return self.sample(logits, positions), None
         tokens = sample(logits, positions, self.params, DRAFT, self.vocabulary)
         return tokens, self._probabilities(logits)
+
+    def draw(
+        self,
+        hidden: jax.Array,
+        positions: jax.Array,
+        unembed: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns `propose` of the logits of hidden states; see `drafters.base.Sampler`."""
+        packing = self.packing
+        if packing is None:
+            return self.propose(unembed(hidden), positions)
+        rows, positions = self.of_rows(packing, positions)
+        logits = unembed(packing.pack(hidden))
+        drawn = rows.propose(logits.reshape(-1, 1, logits.shape[-1]), positions)
+
+        def padded(x):
+            return packing.unpack(x.reshape(*packing.source.shape, *x.shape[2:]))
+
+        return jax.tree.map(padded, drawn)
+
+    def of_rows(
+        self, packing: Packing, positions: jax.Array
+    ) -> tuple["SequenceSampler", jax.Array]:
+        """Returns a sampler of packed rows, each as a sequence of one token, and their positions.
+
+        Args:
+          packing: Packing of N rows in each of D replicas.
+          positions: Positions of the padded rows, int32 [B or 1, R].
+        Returns:
+          A sampler of D · N sequences, and int32 [D · N, 1].
+        """
+
+        def by_row(values):
+            return packing.spread(values).reshape(-1, *values.shape[1:])
+
+        params = jax.tree.map(by_row, self.params)
+        padded = jnp.broadcast_to(positions, packing.place.shape)
+        sampler = dataclasses.replace(self, params=params, packing=None)
+        return sampler, packing.pack(padded).reshape(-1, 1)
 
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
         """Returns the likeliest tokens of each position; see `drafters.base.Sampler`.

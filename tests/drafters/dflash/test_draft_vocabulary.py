@@ -64,8 +64,8 @@ def test_drafts_are_drawn_among_them_by_the_target_s_logits():
             given["tokens"] = vocabulary.target_ids
             return self
 
-        def propose(self, logits, positions):
-            given["logits"] = logits
+        def draw(self, hidden, positions, unembed):
+            given["logits"] = unembed(hidden)
             return positions, None
 
     state, ones = zeros(model.init_state(1, 16)), jnp.ones(1, jnp.int32)

@@ -268,6 +268,9 @@ class Greedy:
         self.positions = positions
         return jnp.argmax(logits, axis=-1), None
 
+    def draw(self, hidden, positions, unembed):
+        return self.propose(unembed(hidden), positions)
+
     def candidates(self, logits, positions, count):
         self.positions = positions
         scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), count)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import make_sharding, zeros
 
-from dflash.drafters.base import Proposal
 from dflash.inference.cycle import block_choice, judge
 from dflash.inference.cycle.block_choice import BlockChoice
 from dflash.inference.cycle.rules import Rules
@@ -194,7 +193,7 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
     chances = np.asarray(chances)
     wanted = 0.0
     for mine in np.split(np.arange(batch), replicas):
-        room = 4 * mean_rows - active[mine].sum()
+        room = 4 * (mean_rows - 1)
         best = np.sort(chances[mine].ravel())[::-1][:room]
         got = sum(chances[b, : max(rows[b] - 1, 0)].sum() for b in mine)
         assert got == pytest.approx(best.sum(), rel=1e-5)
@@ -227,14 +226,19 @@ def test_confidence_divides_rows_unless_a_rule_forbids_it():
         active=EVERYONE, length=jnp.ones(BATCH, jnp.int32), limit=FAR,
         adaptive=types.SimpleNamespace(choice=knowing(rates, np.ones(5))),
     )  # fmt: skip
-    proposal = Proposal(jnp.zeros((BATCH, DRAFTS), jnp.int32), confidence=jnp.array(rates[::-1]))
+    confident = types.SimpleNamespace(has_confidence=True)
 
-    def counts(verify):
-        rules = Rules(SIZES, block_choice.Division((2,)), verify=verify)
-        return judge.divide(state, proposal, 2, rules).counts.tolist()
+    def rules(**other):
+        return Rules(SIZES, block_choice.Division((2,)), **other)
 
-    assert counts("coupled") == [1, 1, 4]
-    assert counts("rejection") == counts("block") == [4, 1, 1]
+    assert rules().by_confidence(confident)
+    assert not rules(verify="rejection").by_confidence(confident)
+    assert not rules(verify="block").by_confidence(confident)
+    assert not rules(lookup=True).by_confidence(confident), "copies have none"
+    assert not rules().by_confidence(types.SimpleNamespace(has_confidence=False))
+    divide = functools.partial(judge.divide, state, DRAFTS, 2, rules())
+    assert divide(jnp.array(rates[::-1])).counts.tolist() == [1, 1, 4]
+    assert divide().counts.tolist() == [4, 1, 1]
 
 
 def test_a_division_drafts_four_times_its_rows_or_the_largest_block():
