@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dflash.kernels import quantized
 from dflash.kernels.quantized import Quantized, Rows
 
-LANES = 128
+LANES, SUBLANES = 128, 8  # Of a memory tile of 32-bit elements.
 LOG2_E = math.log2(math.e)
 # Finite, so that a masked score vanishes in exp2 without ever computing inf - inf.
 MASKED = -1e30

@@ -3,8 +3,10 @@
 A grid step processes one tile of queries of one sequence; only long prompts have several tiles. It
 covers half of the kv heads if their number is even, one half for each core of a chip with two
 cores. Queries are [K, R, H] with R = N/K · T rows, ordered by head of the group, then by query, so
-that keys and values are read in their own layout. The kernel attends to the new rows from their own
-arrays while the context's last tile arrives; paged_write_tpu.py writes them to that tile's pages.
+that keys and values are read in their own layout. Outputs of whole memory tiles are written to the
+columns of their heads, [T, N · H], as the output projection reads them. The kernel attends to the
+new rows from their own arrays while the context's last tile arrives; paged_write_tpu.py writes them
+to that tile's pages.
 
 Quantized new rows are passed in the queries' dtype, which holds them exactly, and are converted to
 eight bits when they are written to the pages.
@@ -62,10 +64,13 @@ def paged_attention_tpu(
             num_scalar_prefetch=2,
             grid=(tiling.head_groups, batch, tiling.query_tiles),
             in_specs=[*tiling.specs(), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
-            out_specs=[tiling.specs()[0], *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
+            out_specs=[tiling.output_spec(), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
             scratch_shapes=tiling.scratch(),
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rows, *pools)],
+        out_shape=[
+            jax.ShapeDtypeStruct(tiling.output_shape, queries.dtype),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools),
+        ],
         input_output_aliases={first_pool + i: 1 + i for i in range(len(pools))},
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary", "arbitrary"),
         cost_estimate=tiling.cost(),
@@ -104,6 +109,7 @@ class PagedTiling:
         self.query_tiles = -(-self.length // self.query_tile)
         self.padded = self.query_tiles * self.query_tile
         self.rows = self.group * self.query_tile
+        self.in_columns = not (self.width % flash_tpu.LANES or self.query_tile % flash_tpu.SUBLANES)
         pages_per_tile = min(max(1, sizes.keys // self.page_size), self.table_width)
         self.tile = pages_per_tile * self.page_size
         self.windows = Windows(
@@ -121,8 +127,34 @@ class PagedTiling:
             self.batch, self.query_tiles, self.kv_heads, self.rows, self.width
         )
 
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the outputs: [B, padded, N · H], or that of `split_queries`."""
+        if self.in_columns:
+            return self.batch, self.padded, self.heads * self.width
+        return self.batch, self.query_tiles, self.kv_heads, self.rows, self.width
+
+    def output_spec(self) -> pl.BlockSpec:
+        """Returns the block spec of the outputs."""
+        if not self.in_columns:
+            return self.specs()[0]
+        columns = self.step_heads * self.group * self.width
+        return pl.BlockSpec((None, self.query_tile, columns), lambda g, b, i, *_: (b, i, g))
+
+    def store(self, outputs_ref, head, rows):
+        """Stores the outputs [R, H] of a head of the grid step's."""
+        if not self.in_columns:
+            outputs_ref[head] = rows.astype(outputs_ref.dtype)
+            return
+        for member in range(self.group):
+            first = (head * self.group + member) * self.width
+            own = rows[member * self.query_tile : (member + 1) * self.query_tile]
+            outputs_ref[:, first : first + self.width] = own.astype(outputs_ref.dtype)
+
     def join_queries(self, rows):
-        """Reverses `split_queries`."""
+        """Returns outputs [B, T, N, H]."""
+        if self.in_columns:
+            return rows[:, : self.length].reshape(self.batch, self.length, self.heads, self.width)
         tiled = rows.reshape(
             self.batch, self.query_tiles, self.kv_heads, self.group, self.query_tile, self.width
         )
@@ -346,7 +378,7 @@ def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
 
     def finish(head):
         sink = sinks_ref[head, :, :1] if tiling.has_sinks else None
-        outputs_ref[head] = softmax.outputs(head, sink).astype(outputs_ref.dtype)
+        tiling.store(outputs_ref, head, softmax.outputs(head, sink))
 
     for_each_head(finish)
 

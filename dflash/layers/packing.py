@@ -5,6 +5,7 @@ context of each sequence once however many rows there are, and padding adds no r
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -52,7 +53,9 @@ class Packing:
 
     def pack(self, rows: jax.Array) -> jax.Array:
         """Returns the packed rows [D, N, …] of padded rows [B, R, …]."""
-        return _take(rows.reshape(self.source.shape[0], -1, *rows.shape[2:]), self.source)
+        # Gather whole rows: a TPU would copy rows of heads to another layout first, and back after.
+        whole = rows.reshape(self.source.shape[0], -1, math.prod(rows.shape[2:]))
+        return _take(whole, self.source).reshape(*self.source.shape, *rows.shape[2:])
 
     def unpack(self, rows: jax.Array) -> jax.Array:
         """Returns the padded rows [B, R, …] of packed rows [D, N, …]; the padding is arbitrary."""
