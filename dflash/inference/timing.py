@@ -83,24 +83,28 @@ def cycle_seconds(
 ) -> tuple[float, ...]:
     """Measures seconds per cycle of each choice of rows, as medians over interleaved rounds.
 
+    The second of two dispatches counts: the first one reads its weights and rows from far memory,
+    because filling the caches has displaced them from near memory.
+
     Args:
       groups: Numbers of choices, S together, whose rows ascend: block sizes, and divisions.
       state: Any state of the batch; consumed.
       occupied: Compiled `occupy`.
       generate: Compiled dispatch of cycles.
-      rounds: Number of measured rounds, after one warm-up round.
+      rounds: Number of rounds.
     Returns:
       Seconds per cycle of each choice; all processes return those of the first one.
     """
     count = sum(groups)
     samples: list[list[float]] = [[] for _ in range(count)]
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         for i, taken in enumerate(samples):
             state = jax.block_until_ready(occupied(state, adaptive.only(i, count)))
-            begin = time.perf_counter()
-            state, report = jax.block_until_ready(generate(state))
-            taken.append((time.perf_counter() - begin) / int(report.cycles))
-    table = np.array([statistics.median(taken[1:]) for taken in samples], np.float32)
+            state, warm_up = _timed(generate, state)
+            state, seconds = _timed(generate, state)
+            # All sequences may have ended in the first dispatch.
+            taken.append(warm_up if seconds is None else seconds)
+    table = np.array([statistics.median(taken) for taken in samples], np.float32)
     # More rows never take less time, so make each group ascend: noise must not make a larger block
     # look cheaper than plain decoding.
     parts = np.split(table, np.cumsum(groups)[:-1])
@@ -108,3 +112,13 @@ def cycle_seconds(
     if jax.process_count() > 1:
         table = multihost_utils.broadcast_one_to_all(table)
     return tuple(table.tolist())
+
+
+def _timed(
+    generate: Callable[[DecodeState], tuple[DecodeState, Report]], state: DecodeState
+) -> tuple[DecodeState, float | None]:
+    """Returns the state after a dispatch, and its seconds per cycle; None if it ran no cycle."""
+    begin = time.perf_counter()
+    state, report = jax.block_until_ready(generate(state))
+    seconds, cycles = time.perf_counter() - begin, int(report.cycles)
+    return state, seconds / cycles if cycles else None

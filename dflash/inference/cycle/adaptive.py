@@ -58,6 +58,10 @@ class Adaptive:
         """Updates the statistics with the outcome of a cycle; see `block_choice.learn`."""
         return dataclasses.replace(self, choice=block_choice.learn(self.choice, *args))
 
+    def earn(self, *args: Any) -> "Adaptive":
+        """Goes on after a plain cycle; see `block_choice.earn`."""
+        return dataclasses.replace(self, choice=block_choice.earn(self.choice, *args))
+
     def put_aside(
         self, tokens: jax.Array, num_committed: jax.Array, features: jax.Array
     ) -> "Adaptive":

@@ -72,12 +72,14 @@ class Backlog:
         Returns:
           The drafter's state, covering the positions before `position`, and an empty backlog.
         """
-        count = self.pending(active)
+        # XLA must not move the work on the features, which no iteration of a loop changes, out of
+        # the loop that calls this, to where it would be done whether rows are pending or not.
+        count, features = jax.lax.optimization_barrier((self.pending(active), self.features))
         start = position - count
         # The row after the last one is the anchor's. A sequence without rows has the anchor in its
         # first row, which some drafters run at once.
         tokens = jnp.where(jnp.arange(ROWS + 1) == count[:, None], anchor[:, None], self.tokens)
-        state = drafter.observe(state, start, tokens, count, self.features, heads)
+        state = drafter.observe(state, start, tokens, count, features, heads)
         return state, dataclasses.replace(self, count=jnp.zeros_like(self.count))
 
 

@@ -208,11 +208,16 @@ def _divided_tokens(
     survival: jax.Array, active: jax.Array, sizes: tuple[int, ...], division: Division
 ) -> jax.Array:
     """Returns the expected number of tokens that a cycle of each division commits, float32 [P]."""
+    num_replicas = division.num_replicas
+    chances = survival.reshape(num_replicas, -1)
+    draft = jnp.arange(chances.shape[1]) % survival.shape[1]
+    negative, draft = jax.lax.sort((-chances, jnp.broadcast_to(draft, chances.shape)), num_keys=1)
 
     def tokens(mean_rows):
-        drafted = survival[:, : largest_share(sizes, mean_rows) - 1]
-        chances, drafts = _by_replica(drafted, mean_rows, division.num_replicas)
-        return -jnp.sort(-chances, axis=1)[:, :drafts].sum() + active.sum()
+        _, drafts = _by_replica(survival, mean_rows, num_replicas)
+        drafted = draft < largest_share(sizes, mean_rows) - 1
+        counted = drafted & (jnp.cumsum(drafted, axis=1) <= drafts)
+        return active.sum() - jnp.where(counted, negative, 0).sum()
 
     return jnp.stack([tokens(mean_rows) for mean_rows in division.mean_rows])
 
@@ -247,10 +252,46 @@ def choose(
         tokens = jnp.concatenate([tokens, divided])
     speeds = tokens / choice.seconds
     best = jnp.argmax(speeds).astype(jnp.int32)
-    larger = _larger(sizes, division)[best]
-    due = choice.credit >= _trial_seconds(choice.seconds, best, larger)
-    index = jnp.where(due, larger, best)
-    return dataclasses.replace(choice, best=best, promise=speeds[best], index=index)
+    chosen = dataclasses.replace(choice, best=best, promise=speeds[best])
+    return _with_credit(chosen, choice.credit, sizes, division)
+
+
+def earn(
+    choice: BlockChoice, num_active: jax.Array, sizes: tuple[int, ...], division: Division = WHOLE
+) -> BlockChoice:
+    """Goes on after a cycle of size 1, which tells nothing about drafts: a trial may be due.
+
+    The best size stays, though a sequence may have ended. That is much less work than `learn` and
+    `choose`, and plain cycles are the shortest.
+
+    Args:
+      choice: Statistics before the cycle.
+      num_active: int32 []; number of sequences in the cycle.
+      sizes: S block sizes.
+      division: Cycles that divide their rows.
+    """
+    earned = _trials(num_active) * choice.seconds[choice.best]
+    return _with_credit(choice, choice.credit + earned, sizes, division)
+
+
+def _with_credit(choice, credit, sizes, division) -> BlockChoice:
+    """Returns the choice with this credit, and with the next cycle's size, the best or a trial's.
+
+    Credit is capped at one trial, so that saved credit does not cause a burst of trials.
+    """
+    larger = _larger(sizes, division)[choice.best]
+    most = jnp.maximum(choice.seconds[larger] - choice.seconds[choice.best], 0)
+    most = jnp.where(larger == choice.best, 0, most)
+    index = jnp.where(credit >= most, larger, choice.best)
+    return dataclasses.replace(choice, credit=jnp.minimum(credit, most), index=index)
+
+
+def _trials(num_active: jax.Array) -> jax.Array:
+    """Returns the largest fraction of the time that trials may cost.
+
+    A trial tells as much about the pooled rates as there are sequences in the batch.
+    """
+    return TRIALS / jnp.sqrt(jnp.maximum(num_active, 1).astype(jnp.float32))
 
 
 def learn(
@@ -274,7 +315,6 @@ def learn(
       on_path: bool [B, n]; which of the first drafts were committed. None for chains, whose number
         of committed tokens tells.
     """
-    larger = _larger(sizes, division)[choice.best]
     means = jnp.array((*sizes, *division.mean_rows))
     idle = jnp.zeros_like(num_committed, bool)
     if rows is None:
@@ -302,15 +342,15 @@ def learn(
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]
     gained = jnp.maximum(num_committed - means[choice.best], 0).sum() / choice.promise
     gained = jnp.where(choice.index == choice.best, 0, gained)
-    credit = choice.credit + TRIALS * best - (spent - best) + gained
+    earned = _trials((num_committed > 0).sum()) * best
+    credit = choice.credit + earned - (spent - best) + gained
     return dataclasses.replace(
         choice,
         tried=choice.tried * fade + tried,
         accepted=choice.accepted * fade + accepted,
         pool_tried=choice.pool_tried * pool_fade + tried.sum(axis=0),
         pool_accepted=choice.pool_accepted * pool_fade + accepted.sum(axis=0),
-        # Cap the credit at one trial, so that saved credit does not cause a burst of trials.
-        credit=jnp.minimum(credit, _trial_seconds(choice.seconds, choice.best, larger)),
+        credit=credit,
     )
 
 
@@ -320,8 +360,3 @@ def _larger(sizes: tuple[int, ...], division: Division) -> jax.Array:
     of_sizes = [min(i + 1, last) for i in range(len(sizes))]
     of_divisions = [last + 1 + i if i < divisions else last for i in range(1, divisions + 1)]
     return jnp.array(of_sizes + of_divisions, jnp.int32)
-
-
-def _trial_seconds(seconds: jax.Array, best: jax.Array, larger: jax.Array) -> jax.Array:
-    """Returns the most seconds that a trial of the next larger size may lose."""
-    return jnp.where(larger == best, 0, jnp.maximum(seconds[larger] - seconds[best], 0))

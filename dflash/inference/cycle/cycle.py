@@ -217,13 +217,15 @@ def _learn(state, result, num_committed, num_drafts, rules, rows):
     """Returns the state that chooses block sizes, with what was accepted; None without one."""
     if state.adaptive is None:
         return None
+    sizes = rules.block_sizes, rules.division
+    if not num_drafts:
+        return state.adaptive.earn(jnp.sum(state.active), *sizes)
     left = state.limit - state.length
     counts = None if rows is None else rows.counts
     on_path = None
     if result.path is not None:
         # The bonus token is committed last, unless the output ended before it.
         on_path = _on_path(result, jnp.maximum(num_committed - 1, 0), num_drafts)
-    sizes = rules.block_sizes, rules.division
     return state.adaptive.learn(num_committed, left, *sizes, counts, on_path)
 
 

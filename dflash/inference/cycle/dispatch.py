@@ -37,7 +37,8 @@ def run_cycles(
         state, outcome = cycles.cycle(
             target, drafter, state, rules=rules, block_size=size, mean_rows=mean_rows
         )
-        return _choose(state, rules), _record(report, state, outcome)
+        # A plain cycle has already chosen what follows it.
+        return _choose(state, rules) if size > 1 else state, _record(report, state, outcome)
 
     steps = [functools.partial(step, *rules.rows_of(i)) for i in range(rules.num_choices)]
     if state.adaptive is None:

@@ -16,6 +16,7 @@ from support.engines import (
 from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
 
+from dflash.compiler import hlo
 from dflash.drafters.none import NoDrafter
 from dflash.inference.cycle import adaptive, backlog
 from dflash.inference.cycle.block_choice import POOL_MEMORY
@@ -147,6 +148,20 @@ def test_it_learns_from_each_cycle_what_the_room_before_it_allowed():
     np.testing.assert_allclose(state.adaptive.choice.pool_tried, tried, rtol=1e-5)
     np.testing.assert_allclose(state.adaptive.choice.pool_accepted, accepted, rtol=1e-5)
     assert tried[2] > accepted[2] == 0, "no refused draft has taught anything"
+
+
+def test_a_backlog_is_observed_only_where_it_is_cleared():
+    """XLA may move work that no iteration changes out of a loop, where it would always be done."""
+    run = engine(drafter("dflash"), batch_size=1, adaptive_blocks=True)
+    module = hlo.parse(run.program("generate").as_text())
+    # The body of the outer loop: one loop per choice, and one that clears the backlog.
+    (turn,) = (
+        computation.instructions
+        for computation in module.computations.values()
+        if sum(one.opcode == "while" for one in computation.instructions) > run.rules.num_choices
+    )
+    work = {"dot", "fusion", "custom-call"}
+    assert not [one.name for one in turn if "/drafter/" in one.op_name and one.opcode in work]
 
 
 def test_long_plain_stretches_fill_the_backlog():

@@ -91,8 +91,8 @@ def test_at_the_last_token_nothing_is_drafted():
 
 def test_a_trial_waits_until_the_time_spent_pays_for_it():
     choice = knowing(np.zeros((BATCH, DRAFTS)), [1.0, 1.5, 1.9, 2.7])
-    indices = []
-    for _ in range(160):
+    indices, cycles = [], 360
+    for _ in range(cycles):
         choice = choose(choice, EVERYONE, FAR)
         indices.append(int(choice.index))
         choice = learn(choice, jnp.zeros(BATCH, int))
@@ -100,8 +100,22 @@ def test_a_trial_waits_until_the_time_spent_pays_for_it():
     assert set(indices) == {0, 1}, "a trial is the next larger size"
     assert 2 <= len(trials) <= 4
     lost = 0.5 * len(trials)
-    assert lost <= block_choice.TRIALS * 160 + 1e-3
+    assert lost <= block_choice.TRIALS / np.sqrt(BATCH) * cycles + 1e-3
     assert np.ptp(np.diff(trials)) <= 2, "trials come at even distances"
+
+
+def test_plain_cycles_earn_what_learning_from_them_earns():
+    learned = earned = choose(
+        knowing(np.zeros((BATCH, DRAFTS)), [1.0, 1.5, 1.9, 2.7]), EVERYONE, FAR
+    )
+    for cycle in range(120):
+        if learned.index:
+            break
+        learned = choose(learn(learned, jnp.zeros(BATCH, int)), EVERYONE, FAR)
+        earned = block_choice.earn(earned, jnp.int32(BATCH), SIZES)
+        assert int(earned.index) == int(learned.index), f"cycle {cycle}"
+        assert float(earned.credit) == pytest.approx(float(learned.credit))
+    assert learned.index == 1, "a trial came"
 
 
 def test_a_trial_that_wins_is_followed_by_another():
