@@ -1,8 +1,11 @@
 """Expected throughput of strategies that choose the rows of each cycle, by simulating the choice.
 
-The decode loop's own code chooses and learns; see `block_choice`. A cycle of each choice takes the
-compiler's time, and acceptance lengths are drawn from the histogram of each sequence's task. The
-time in which a drafter observes the rows of plain cycles later is not counted.
+The decode loop's own code chooses, divides and learns; see `block_choice`. A cycle of each choice
+takes the compiler's time. Acceptance lengths are drawn from the histogram of each sequence's task,
+or are those of a recording, cycle by cycle, with the drafter's confidence if that is recorded. A
+cycle that verifies fewer rows than it could accept commits the tokens of these rows, and the next
+cycle is drawn or recorded as if it had verified all. The time in which a drafter observes the rows
+of plain cycles later is not counted.
 """
 
 import dataclasses
@@ -10,6 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ from dflash.inference.cycle import block_choice
 from dflash.inference.cycle.block_choice import BlockChoice, Division
 from dflash.inference.cycle.rules import DIVIDED
 from dflash.measure import plots
+from dflash.measure.acceptance import ExpectedAcceptance, Histograms, Recordings
 from dflash.measure.workload import MIX
 
 NEW_TOKENS = 512  # Length of each output, after which its slot gets another sequence.
@@ -36,11 +41,25 @@ class Choices:
       sizes: Block sizes, ascending.
       division: Cycles that divide their rows among sequences.
       points: Names of the points, block sizes first, then divisions.
+      by_confidence: Whether rows are divided by the drafter's confidence.
     """
 
     sizes: tuple[int, ...]
     division: Division
     points: tuple[str, ...]
+    by_confidence: bool = False
+
+
+class Cycles(NamedTuple):
+    """Acceptance of the largest block in each cycle of a simulation, for B sequences at once.
+
+    Attributes:
+      lengths: int32 [C, B]; tokens that a cycle commits if all rows are verified.
+      confidence: float32 [C, B, G]; the drafter's confidence in its drafts, or None.
+    """
+
+    lengths: jax.Array
+    confidence: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +72,8 @@ class Throughput:
       task: Name of the task, or `MIX`.
       plain: Tokens per second of plain decoding, by roofline.
       fixed: Name and tokens per second of the best fixed block size.
+      division: Name and tokens per second of the best division, if every cycle divides so; None if
+        none fits in memory.
       whole: Tokens per second if one block size is chosen for the whole batch; None unless every
         choice fits in memory.
       divided: Tokens per second if rows may be divided among the sequences too; None unless every
@@ -64,6 +85,7 @@ class Throughput:
     task: str
     plain: float
     fixed: tuple[str, float]
+    division: tuple[str, float] | None
     whole: float | None
     divided: float | None
 
@@ -79,7 +101,7 @@ def choices_of(specs: Sequence[PointSpec], num_replicas: int) -> dict[str, dict[
             means = tuple(int(spec.choice.removeprefix(DIVIDED)) for spec in points if spec.divides)
             names = tuple(spec.name for spec in points)
             found.setdefault(strategy, {})[batch] = Choices(
-                sizes, Division(means, num_replicas), names
+                sizes, Division(means, num_replicas), names, points[0].by_confidence
             )
     return found
 
@@ -87,7 +109,7 @@ def choices_of(specs: Sequence[PointSpec], num_replicas: int) -> dict[str, dict[
 def throughputs(
     forecast: Forecast,
     choices: Mapping[int, Choices],
-    histograms: Mapping[str, Sequence[float]],
+    acceptance: ExpectedAcceptance,
     contexts: Sequence[int],
 ) -> list[Throughput]:
     """Returns the throughput at each batch size and context, on each task and on their mix.
@@ -95,20 +117,82 @@ def throughputs(
     Args:
       forecast: Costs of all choices.
       choices: Choices of the strategy by batch size.
-      histograms: Number or fraction of cycles that committed 1, 2, … tokens, by task.
+      acceptance: Acceptance of the largest block.
       contexts: Tokens of each sequence before the block.
     """
     found = []
     for batch, context in itertools.product(sorted(choices), contexts):
         if not forecast.fits(PLAIN, batch, context):
             continue
-        for task in (*histograms, MIX):
-            some = histograms if task == MIX else {task: histograms[task]}
-            found.append(_throughput(forecast, choices[batch], some, batch, context, task))
+        for task in (*acceptance.histograms, MIX):
+            cycles = _cycles(acceptance, choices[batch], batch, task)
+            found.append(_throughput(forecast, choices[batch], cycles, batch, context, task))
     return found
 
 
-def _throughput(forecast, choices, histograms, batch, context, task) -> Throughput:
+def _cycles(acceptance, choices, batch, task) -> Cycles:
+    """Returns the cycles of a task, or of the mix of all: recorded ones if there are any."""
+    largest = choices.sizes[-1]
+    recorded = acceptance.recordings
+    source = recorded or acceptance.histograms
+    some = source if task == MIX else {task: source[task]}
+    if not recorded:
+        return drawn(some, batch, largest)
+    cycles = played(some, batch, largest)
+    return cycles if choices.by_confidence else cycles._replace(confidence=None)
+
+
+def drawn(histograms: Histograms, batch: int, largest: int, seed: int = 0) -> Cycles:
+    """Returns independent cycles of sequences that take the tasks in turns.
+
+    Args:
+      histograms: Number or fraction of cycles that committed 1, 2, … tokens, by task.
+      batch: Number of sequences.
+      largest: Largest block size.
+      seed: Seed of the draws.
+    """
+    by_task = np.zeros((len(histograms), largest))
+    for row, shares in zip(by_task, histograms.values(), strict=True):
+        lengths = np.minimum(np.arange(len(shares)), largest - 1)
+        np.add.at(row, lengths, np.asarray(shares) / np.sum(shares))
+    cumulative = jnp.asarray(np.cumsum(by_task, axis=1))[np.arange(batch) % len(by_task)]
+
+    def of_cycle(number):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        uniform = jax.random.uniform(key, (batch, 1))
+        return 1 + jnp.sum(uniform >= cumulative, axis=1).clip(max=largest - 1)
+
+    return Cycles(jax.vmap(of_cycle)(jnp.arange(_CYCLES)))
+
+
+def played(recordings: Recordings, batch: int, largest: int) -> Cycles:
+    """Returns the recorded cycles, in order, of sequences that take the tasks in turns.
+
+    The cycles of all prompts of a task follow one another, over and over. The sequences of a task
+    begin at places that are evenly spaced among them.
+
+    Args:
+      recordings: Recordings of each task, with confidence in as many drafts each, or without.
+      batch: Number of sequences.
+      largest: Largest block size.
+    """
+    lengths, confidence = [], []
+    for i in range(batch):
+        prompts = list(recordings.values())[i % len(recordings)]
+        own = np.concatenate([prompt.lengths for prompt in prompts])
+        of_task = len(range(i % len(recordings), batch, len(recordings)))
+        begin = (i // len(recordings)) * len(own) // of_task
+        places = (begin + np.arange(_CYCLES)) % len(own)
+        lengths.append(np.minimum(own, largest)[places])
+        if all(prompt.confidence is not None for prompt in prompts):
+            stated = np.concatenate([prompt.confidence for prompt in prompts])
+            confidence.append(stated[places, : largest - 1])
+    if len({rows.shape[1] for rows in confidence}) != 1 or len(confidence) < batch:
+        return Cycles(jnp.array(lengths, jnp.int32).T)
+    return Cycles(jnp.array(lengths, jnp.int32).T, jnp.array(confidence).swapaxes(0, 1))
+
+
+def _throughput(forecast, choices, cycles, batch, context, task) -> Throughput:
     sizes, names = choices.sizes, choices.points
     fits = [forecast.fits(name, batch, context) for name in names]
     times = np.array([_cycle_ms(forecast, name, batch, context) for name in names])
@@ -118,14 +202,18 @@ def _throughput(forecast, choices, histograms, batch, context, task) -> Throughp
         """Returns the tokens per second if only these choices are allowed."""
         some = np.full(len(names), np.inf)
         some[list(allowed)] = times[list(allowed)]
-        return 1e3 * simulate(some, sizes, choices.division, histograms, batch)
+        return 1e3 * simulate(some, sizes, choices.division, cycles)
 
-    fixed = {names[i]: per_second([i]) for i in range(1, len(sizes)) if fits[i]} | {PLAIN: plain}
+    each = {i: per_second([i]) for i in range(1, len(names)) if fits[i]}
+    fixed = {names[i]: speed for i, speed in each.items() if i < len(sizes)} | {PLAIN: plain}
+    divisions = {names[i]: speed for i, speed in each.items() if i >= len(sizes)}
     best = max(fixed, key=fixed.get)
+    division = max(divisions.items(), key=operator.itemgetter(1), default=None)
     whole = divided = None
     if all(fits):
         whole, divided = per_second(range(len(sizes))), per_second(range(len(names)))
-    return Throughput(batch, context, task, plain, (best, fixed[best]), whole, divided)
+    fixed = best, fixed[best]
+    return Throughput(batch, context, task, plain, fixed, division, whole, divided)
 
 
 def _cycle_ms(forecast: Forecast, name: str, batch: int, context: int) -> float:
@@ -136,25 +224,17 @@ def simulate(
     times: Sequence[float],
     sizes: tuple[int, ...],
     division: Division,
-    histograms: Mapping[str, Sequence[float]],
-    batch: int,
-    seed: int = 0,
+    cycles: Cycles,
 ) -> float:
-    """Returns the tokens per unit of time of a batch whose sequences take the tasks in turns.
+    """Returns the tokens per unit of time of a batch with these cycles.
 
     Args:
       times: Time of a cycle of each block size, then of each division.
       sizes: Block sizes, ascending.
       division: Divisions of rows.
-      histograms: Number or fraction of cycles that committed 1, 2, … tokens, by task.
-      batch: Number of sequences.
-      seed: Seed of the acceptance lengths.
+      cycles: Acceptance in each cycle. Rows are divided by confidence if there is any.
     """
-    by_task = np.zeros((len(histograms), sizes[-1]))
-    for row, shares in zip(by_task, histograms.values(), strict=True):
-        lengths = np.minimum(np.arange(len(shares)), sizes[-1] - 1)
-        np.add.at(row, lengths, np.asarray(shares) / np.sum(shares))
-    cumulative = jnp.asarray(np.cumsum(by_task, axis=1))[np.arange(batch) % len(by_task)]
+    batch = cycles.lengths.shape[1]
     per_sequence, pool = jnp.zeros((batch, sizes[-1] - 1)), jnp.zeros(sizes[-1] - 1)
     state = BlockChoice(
         tried=per_sequence,
@@ -167,26 +247,26 @@ def simulate(
         promise=jnp.float32(0),
         index=jnp.int32(0),
     )
-    tokens, spent = _run(state, cumulative, jax.random.key(seed), sizes=sizes, division=division)
+    tokens, spent = _run(state, cycles, sizes=sizes, division=division)
     return float(tokens / spent)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "division"))
-def _run(state: BlockChoice, cumulative, key, *, sizes, division) -> tuple[jax.Array, jax.Array]:
+def _run(state: BlockChoice, cycles: Cycles, *, sizes, division) -> tuple[jax.Array, jax.Array]:
     """Returns the tokens that the counted cycles commit, and their time.
 
     Args:
       state: Statistics at the start, with the times of cycles.
-      cumulative: float32 [B, R]; chance that a cycle of the largest block commits at most n tokens.
-      key: Key of the acceptance lengths.
+      cycles: Acceptance in each cycle.
       sizes: Block sizes, ascending.
       division: Divisions of rows.
     """
-    batch = cumulative.shape[0]
+    batch = cycles.lengths.shape[1]
     active = jnp.ones(batch, bool)
 
-    def rows_of(state, left):
-        chance = block_choice.survival(block_choice.rates(state), active, left)
+    def rows_of(state, confidence, left):
+        rates = block_choice.rates(state) if confidence is None else confidence
+        chance = block_choice.survival(rates, active, left)
         replicas = division.num_replicas
         divided = [
             block_choice.divide(
@@ -197,13 +277,11 @@ def _run(state: BlockChoice, cumulative, key, *, sizes, division) -> tuple[jax.A
         same = [jnp.full(batch, size, jnp.int32) for size in sizes]
         return jnp.stack([*same, *divided])[state.index]
 
-    def step(carry, number):
-        state, left, tokens, spent = carry
+    def step(carry, inputs):
+        (state, left, tokens, spent), (number, cycle) = carry, inputs
         state = block_choice.choose(state, active, left, sizes, division)
-        rows = rows_of(state, left)
-        drawn = jax.random.uniform(jax.random.fold_in(key, number), (batch, 1))
-        lengths = 1 + jnp.sum(drawn >= cumulative, axis=1).clip(max=cumulative.shape[1] - 1)
-        committed = jnp.minimum(jnp.minimum(lengths, rows), left)
+        rows = rows_of(state, cycle.confidence, left)
+        committed = jnp.minimum(jnp.minimum(cycle.lengths, rows), left)
         time = state.seconds[state.index]
         learned = [
             block_choice.learn(state, committed, left, sizes, division, verified)
@@ -225,7 +303,7 @@ def _run(state: BlockChoice, cumulative, key, *, sizes, division) -> tuple[jax.A
     # Outputs that began together would end together.
     left = 1 + (jnp.arange(batch) * NEW_TOKENS) // batch
     carry = state, left, jnp.int32(0), jnp.float32(0)
-    (_, _, tokens, spent), _ = jax.lax.scan(step, carry, jnp.arange(_CYCLES))
+    (_, _, tokens, spent), _ = jax.lax.scan(step, carry, (jnp.arange(_CYCLES), cycles))
     return tokens, spent
 
 
@@ -237,18 +315,22 @@ def lines(found: Sequence[Throughput], strategy: str) -> list[str]:
         "",
         f"expected tokens per second of {strategy}, by roofline: plain decoding, the best fixed "
         "choice,",
-        "and, relative to that, one block size chosen for the whole batch, and rows divided too",
+        "and, relative to that, one block size chosen for the whole batch, rows divided too, and "
+        "the best",
+        "division in every cycle",
         f"  {'batch':>5} {'context':>8}  {'task':<12}{'plain':>9}{'fixed':>9}  {'':<12}"
-        f"{'whole':>7}{'divided':>9}",
+        f"{'whole':>7}{'divided':>9}{'always':>8}",
     ]
     for one in found:
         name, fixed = one.fixed
-        whole, divided = (
-            "–" if value is None else f"{value / fixed:.2f}×" for value in (one.whole, one.divided)
+        always, speed = one.division or ("", None)
+        whole, divided, all_cycles = (
+            "–" if value is None else f"{value / fixed:.2f}×"
+            for value in (one.whole, one.divided, speed)
         )
         text.append(
             f"  {one.batch:>5} {one.context:>8,}  {one.task:<12}{one.plain:>9,.0f}{fixed:>9,.0f}"
-            f"  {name:<12}{whole:>7}{divided:>9}"
+            f"  {name:<12}{whole:>7}{divided:>9}{all_cycles:>8} {always}".rstrip()
         )
     return text
 

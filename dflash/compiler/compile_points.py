@@ -86,6 +86,7 @@ class PointSpec:
       batch: Number of sequences.
       choice: Choice of rows, one of `Rules.choices`; empty if the strategy always has the same.
       drafted: Rows per sequence that a cycle of the choice drafts; 0 without a choice.
+      by_confidence: Whether rows are divided by the drafter's confidence.
     """
 
     config: CompileDecode
@@ -94,6 +95,7 @@ class PointSpec:
     batch: int
     choice: str = ""
     drafted: int = 0
+    by_confidence: bool = False
 
     @property
     def name(self) -> str:
@@ -169,6 +171,7 @@ def by_choice(specs: Sequence[PointSpec], machine: TpuMachine) -> list[PointSpec
         if spec.drafter.adaptive:
             models_of = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
             rules = _engine(*models_of, spec).rules
+            spec = dataclasses.replace(spec, by_confidence=rules.by_confidence(models_of[1]))
             for i, choice in enumerate(rules.choices):
                 found.append(dataclasses.replace(spec, choice=choice, drafted=rules.rows_of(i)[0]))
         else:

@@ -91,8 +91,7 @@ def _chosen(
     for name, choices in by_strategy.items():
         largest = f"{name} {next(iter(choices.values())).sizes[-1]}"
         if largest in expected:
-            histograms = expected[largest].histograms
-            found[name] = chosen_rows.throughputs(forecast, choices, histograms, contexts)
+            found[name] = chosen_rows.throughputs(forecast, choices, expected[largest], contexts)
     return found
 
 

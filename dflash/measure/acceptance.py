@@ -9,10 +9,13 @@ from typing import Any
 
 from dflash import errors
 from dflash.measure import published, workload
+from dflash.measure.workload import Recording
 from dflash.storage import paths
 
 # By task: the number, or the fraction, of cycles that committed 1, 2, … tokens.
 Histograms = Mapping[str, Sequence[float]]
+# By task: the cycles of each prompt.
+Recordings = Mapping[str, Sequence[Recording]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +27,14 @@ class KnownAcceptance:
       strategy: Name of the recorded strategy; None if the source does not name it.
       source: Description of the source.
       published: Whether the histograms are those in the module `published`.
+      recordings: Cycles of each task in their order, if the source has them; else empty.
     """
 
     histograms: Histograms
     strategy: str | None
     source: str
     published: bool = False
+    recordings: Recordings = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,7 @@ class ExpectedAcceptance:
       source: Description of the source and of its assumptions.
       longest: Longest recorded acceptance length.
       published: Whether the source is the module `published`.
+      recordings: See `KnownAcceptance`.
     """
 
     tokens: Mapping[str, float]
@@ -64,6 +70,7 @@ class ExpectedAcceptance:
     source: str
     longest: int
     published: bool
+    recordings: Recordings = dataclasses.field(default_factory=dict)
 
 
 def expected(
@@ -99,7 +106,8 @@ def _expected(known: KnownAcceptance, shape: DraftShape, *, own: bool) -> Expect
         tokens = {task: tau(shares, rows) for task, shares in known.histograms.items()}
         cut = f"; blocks of {longest} cut to {rows}, as if their first drafts were the same"
         source = known.source + (cut if rows < longest else "")
-        return ExpectedAcceptance(tokens, known.histograms, source, longest, known.published)
+        facts = longest, known.published, known.recordings
+        return ExpectedAcceptance(tokens, known.histograms, source, *facts)
     gain = published.TREE_GAINS.get(shape.tree)
     if gain is None or not known.published:
         return None
@@ -138,7 +146,8 @@ def read(file: str | None) -> list[KnownAcceptance]:
     content = _content(file)
     source = f"recorded: {file}"
     if isinstance(content, list):
-        return [KnownAcceptance(_of_trace(file), None, source)]
+        recordings = workload.read_trace(file)
+        return [KnownAcceptance(_histograms(recordings), None, source, recordings=recordings)]
     if isinstance(content, dict) and isinstance(content.get("cells"), list):
         return _of_benchmark(content["cells"], file, source)
     if isinstance(content, dict) and "acceptance_histogram" in content:
@@ -158,10 +167,10 @@ def _content(file: str) -> Any:
         raise errors.InputError(f"{file}: not JSON: {error}") from error
 
 
-def _of_trace(file: str) -> Histograms:
+def _histograms(recordings: Recordings) -> Histograms:
     histograms = {}
-    for task, recordings in workload.read_trace(file).items():
-        counts = Counter(length for recording in recordings for length in recording.lengths)
+    for task, prompts in recordings.items():
+        counts = Counter(length for prompt in prompts for length in prompt.lengths)
         histograms[task] = [counts[length] for length in range(1, max(counts) + 1)]
     return histograms
 

@@ -9,7 +9,7 @@ import pytest
 from dflash import errors
 from dflash.config import benchmark_schema, loader
 from dflash.inference.cycle import block_choice
-from dflash.measure import studies, survival
+from dflash.measure import studies, survival, workload
 from dflash.measure.pair.replay import Cycles
 from dflash.measure.survival import Drafts
 
@@ -130,6 +130,24 @@ def test_the_study_compares_both_estimates(tmp_path):
     assert key.startswith("dspark: drafter.confidence_temperatures=[")
     assert len(key.split(",")) == 5
     assert jnp.isfinite(result.rows[0]["tokens_4"])
+    check_traces(tmp_path, result)
+
+
+def check_traces(tmp_path, result):
+    """Both strategies decode the same texts; only one has confidence."""
+    assert set(result.files) == {"trace_dflash.json", "trace_dspark.json"}
+    sums = []
+    for name, text in result.files.items():
+        (tmp_path / name).write_text(text)
+        trace = workload.read_trace(str(tmp_path / name))
+        assert list(trace) == ["math", "code"]
+        prompts = [prompt for task in trace.values() for prompt in task]
+        sums.append([sum(prompt.lengths) for prompt in prompts])
+        shapes = [None if one.confidence is None else one.confidence.shape for one in prompts]
+        lengths = [len(one.lengths) for one in prompts]
+        assert shapes == ([(n, 5) for n in lengths] if "dspark" in name else [None, None])
+    assert sums[0] == sums[1]
+    assert max(sums[0]) == 11, "all tokens but the first"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class StudyResult:
       shares: Whether both axes go from 0 to 1; see `plots.curves`.
       notes: Sentences to show with the figures.
       narrow: Columns for a narrow terminal; empty selects all.
+      files: Further files to write, by name.
     """
 
     title: str
@@ -36,6 +37,7 @@ class StudyResult:
     shares: bool = False
     notes: Sequence[str] = ()
     narrow: Sequence[str] = ()
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def text(self, *, wide: bool = False) -> list[str]:
         """Returns the table, its warnings and its notes as lines; all columns if `wide`."""

@@ -1,8 +1,9 @@
 """Study of survival estimates: predicted beside observed acceptance of drafts."""
 
 import dataclasses
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -38,13 +39,15 @@ def survival(config: BenchmarkRun) -> Iterator[Step]:
     yield Step("compiling", 0)
     plain.compile()
     texts: list[Text] = []
+    tasks: list[str] = []
     for task in plain.workload.tasks:
         for queue in plain.queues(task):
             yield Step(f"decoding {task}", len(texts) / len(plain.workload.items) / 2)
             prompts = {item.prompt.index: item.prompt.ids for item in queue}
             done = plain.decode(plain.baseline, queue)
             texts += [Text(prompts[one.id], one.output_ids) for one in done]
-    rows, notes = [], []
+            tasks += [task] * len(done)
+    rows, notes, files = [], [], {}
     for number, (name, job) in enumerate(drafting.items()):
         yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
         weights.load(job.drafter, job.drafter_source, job.target.sharding)
@@ -52,8 +55,24 @@ def survival(config: BenchmarkRun) -> Iterator[Step]:
         cycles = replay.cycles(job.drafter, job.target, features)
         fresh, said = _rows(name, job, cycles, config.study.values or MEAN_ROWS)
         rows, notes = [*rows, *fresh], [*notes, *said]
+        files[f"trace_{name}.json"] = json.dumps(_trace(tasks, texts, cycles))
         done = (1 + (number + 1) / len(drafting)) / 2
-        yield Step(f"{name}, done", done, _result(rows, notes))
+        yield Step(f"{name}, done", done, _result(rows, notes, files))
+
+
+def _trace(tasks: Sequence[str], texts: Sequence[Text], cycles: Cycles) -> list[dict]:
+    """Returns the cycles of each text in the format of `workload.read_trace`."""
+    found = []
+    for i, (task, text) in enumerate(zip(tasks, texts, strict=True)):
+        used = cycles.committed[i] > 0
+        lengths = cycles.committed[i, used].tolist()
+        row = {"dataset": task, "prompt_tokens": len(text.prompt), "acceptance_lengths": lengths}
+        if cycles.confidence is not None:
+            # In float64, so that rounded numbers have few digits.
+            row["confidence"] = cycles.confidence[i, used].astype(float).round(4).tolist()
+        if lengths:
+            found.append(row)
+    return found
 
 
 def _check(config: BenchmarkRun) -> None:
@@ -132,7 +151,7 @@ def _temperatures_note(name: str, job: Job, temperatures: Sequence[float]) -> st
     return f"{name}: drafter.confidence_temperatures=[{values}]"
 
 
-def _result(rows: Sequence[dict], notes: Sequence[str]) -> StudyResult:
+def _result(rows: Sequence[dict], notes: Sequence[str], files: Mapping[str, str]) -> StudyResult:
     lines = []
     for name, estimate in dict.fromkeys((row["strategy"], row["estimate"]) for row in rows):
         own = [row for row in rows if (row["strategy"], row["estimate"]) == (name, estimate)]
@@ -151,4 +170,5 @@ def _result(rows: Sequence[dict], notes: Sequence[str]) -> StudyResult:
             *notes,
         ],
         narrow=("strategy", "estimate", "low", "predicted", "observed", "drafts"),
+        files=dict(files),
     )
