@@ -22,8 +22,8 @@ import numpy as np
 from dflash.compiler.compile_points import PointSpec
 from dflash.compiler.forecast import PLAIN, Forecast
 from dflash.inference.cycle import block_choice
-from dflash.inference.cycle.block_choice import BlockChoice, Division
-from dflash.inference.cycle.rules import DIVIDED
+from dflash.inference.cycle.block_choice import BlockChoice
+from dflash.inference.cycle.choices import Division
 from dflash.measure import plots
 from dflash.measure.acceptance import ExpectedAcceptance, Histograms, Recordings
 from dflash.measure.workload import MIX
@@ -41,13 +41,11 @@ class Choices:
       sizes: Block sizes, ascending.
       division: Cycles that divide their rows among sequences.
       points: Names of the points, block sizes first, then divisions.
-      by_confidence: Whether rows are divided by the drafter's confidence.
     """
 
     sizes: tuple[int, ...]
     division: Division
     points: tuple[str, ...]
-    by_confidence: bool = False
 
 
 class Cycles(NamedTuple):
@@ -90,7 +88,7 @@ class Throughput:
     divided: float | None
 
 
-def choices_of(specs: Sequence[PointSpec], num_replicas: int) -> dict[str, dict[int, Choices]]:
+def choices_of(specs: Sequence[PointSpec]) -> dict[str, dict[int, Choices]]:
     """Returns the choices of each strategy with `block_size: auto`, by its name and batch size."""
     found: dict[str, dict[int, Choices]] = {}
     key = operator.attrgetter("strategy", "batch")
@@ -98,11 +96,8 @@ def choices_of(specs: Sequence[PointSpec], num_replicas: int) -> dict[str, dict[
         points = [spec for spec in some if spec.choice]
         if points:
             sizes = tuple(int(spec.choice) for spec in points if not spec.divides)
-            means = tuple(int(spec.choice.removeprefix(DIVIDED)) for spec in points if spec.divides)
             names = tuple(spec.name for spec in points)
-            found.setdefault(strategy, {})[batch] = Choices(
-                sizes, Division(means, num_replicas), names, points[0].by_confidence
-            )
+            found.setdefault(strategy, {})[batch] = Choices(sizes, points[0].division, names)
     return found
 
 
@@ -139,7 +134,7 @@ def _cycles(acceptance, choices, batch, task) -> Cycles:
     if not recorded:
         return drawn(some, batch, largest)
     cycles = played(some, batch, largest)
-    return cycles if choices.by_confidence else cycles._replace(confidence=None)
+    return cycles if choices.division.by_confidence else cycles._replace(confidence=None)
 
 
 def drawn(histograms: Histograms, batch: int, largest: int, seed: int = 0) -> Cycles:
@@ -246,6 +241,7 @@ def simulate(
         best=jnp.int32(0),
         promise=jnp.float32(0),
         index=jnp.int32(0),
+        gains=None if cycles.confidence is None else jnp.zeros((2, len(division.mean_rows))),
     )
     tokens, spent = _run(state, cycles, sizes=sizes, division=division)
     return float(tokens / spent)
@@ -264,30 +260,30 @@ def _run(state: BlockChoice, cycles: Cycles, *, sizes, division) -> tuple[jax.Ar
     batch = cycles.lengths.shape[1]
     active = jnp.ones(batch, bool)
 
-    def rows_of(state, confidence, left):
-        rates = block_choice.rates(state) if confidence is None else confidence
-        chance = block_choice.survival(rates, active, left)
-        replicas = division.num_replicas
-        divided = [
-            block_choice.divide(
-                chance[:, : block_choice.largest_share(sizes, mean) - 1], active, mean, replicas
-            )
-            for mean in division.mean_rows
-        ]
-        same = [jnp.full(batch, size, jnp.int32) for size in sizes]
-        return jnp.stack([*same, *divided])[state.index]
+    def verify(size, state, cycle, left):
+        committed = jnp.minimum(jnp.minimum(cycle.lengths, size), left)
+        return block_choice.learn(state, committed, left, sizes, division), committed
+
+    def verify_divided(mean_rows, state, cycle, left):
+        rates = block_choice.rates(state) if cycle.confidence is None else cycle.confidence
+        rates = rates[:, : division.drafted(sizes, mean_rows) - 1]
+        chances = block_choice.survival(rates, active, left)
+        rows = block_choice.divide(chances, active, mean_rows, division.num_replicas)
+        committed = jnp.minimum(jnp.minimum(cycle.lengths, rows), left)
+        confidence = None if cycle.confidence is None else rates
+        how = sizes, division, rows, None, confidence
+        return block_choice.learn(state, committed, left, *how), committed
+
+    choices = [
+        *(functools.partial(verify, size) for size in sizes),
+        *(functools.partial(verify_divided, mean_rows) for mean_rows in division.mean_rows),
+    ]
 
     def step(carry, inputs):
         (state, left, tokens, spent), (number, cycle) = carry, inputs
         state = block_choice.choose(state, active, left, sizes, division)
-        rows = rows_of(state, cycle.confidence, left)
-        committed = jnp.minimum(jnp.minimum(cycle.lengths, rows), left)
         time = state.seconds[state.index]
-        learned = [
-            block_choice.learn(state, committed, left, sizes, division, verified)
-            for verified in (None, rows)  # As in the decode loop: None unless rows are divided.
-        ]
-        state = jax.tree.map(functools.partial(jnp.where, state.index < len(sizes)), *learned)
+        state, committed = jax.lax.switch(state.index, choices, state, cycle, left)
         left = left - committed
         ended = left <= 0
         state = dataclasses.replace(

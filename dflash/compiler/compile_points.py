@@ -33,6 +33,7 @@ from dflash.compiler.topology import RooflineRates, TpuMachine
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
 from dflash.inference.cycle import cycle
+from dflash.inference.cycle.choices import WHOLE, Division
 from dflash.inference.cycle.rules import DIVIDED
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
@@ -86,7 +87,7 @@ class PointSpec:
       batch: Number of sequences.
       choice: Choice of rows, one of `Rules.choices`; empty if the strategy always has the same.
       drafted: Rows per sequence that a cycle of the choice drafts; 0 without a choice.
-      by_confidence: Whether rows are divided by the drafter's confidence.
+      division: Divisions of rows among which the strategy chooses.
     """
 
     config: CompileDecode
@@ -95,7 +96,7 @@ class PointSpec:
     batch: int
     choice: str = ""
     drafted: int = 0
-    by_confidence: bool = False
+    division: Division = WHOLE
 
     @property
     def name(self) -> str:
@@ -171,9 +172,9 @@ def by_choice(specs: Sequence[PointSpec], machine: TpuMachine) -> list[PointSpec
         if spec.drafter.adaptive:
             models_of = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
             rules = _engine(*models_of, spec).rules
-            spec = dataclasses.replace(spec, by_confidence=rules.by_confidence(models_of[1]))
             for i, choice in enumerate(rules.choices):
-                found.append(dataclasses.replace(spec, choice=choice, drafted=rules.rows_of(i)[0]))
+                chosen = {"choice": choice, "drafted": rules.rows_of(i)[0]}
+                found.append(dataclasses.replace(spec, division=rules.division, **chosen))
         else:
             found.append(spec)
     return found

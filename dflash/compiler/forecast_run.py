@@ -87,7 +87,7 @@ def _chosen(
 ) -> dict[str, list[Throughput]]:
     """Returns the throughputs of strategies with `block_size: auto` and known acceptance."""
     found = {}
-    by_strategy = chosen_rows.choices_of(specs, machine.sharding.size("batch"))
+    by_strategy = chosen_rows.choices_of(specs)
     for name, choices in by_strategy.items():
         largest = f"{name} {next(iter(choices.values())).sizes[-1]}"
         if largest in expected:

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.drafters.base import Sampler
 from dflash.drafters.dflash_config import DFlashConfig, DFlashShape
 from dflash.drafters.parts import draft_vocabulary
 from dflash.drafters.parts.blocks import block_loss, cut_blocks, sample_anchors, score_blocks
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.drafters.parts.one_pass import OnePassDrafter
+from dflash.drafters.parts.sampler import Sampler
 from dflash.kernels import implementation
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention

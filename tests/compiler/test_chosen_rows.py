@@ -15,7 +15,7 @@ from dflash.compiler.forecast import (
     Forecast,
     StrategyPoint,
 )
-from dflash.inference.cycle.block_choice import WHOLE, Division
+from dflash.inference.cycle.choices import WHOLE, Division
 from dflash.measure.acceptance import ExpectedAcceptance, tau
 from dflash.measure.workload import Recording
 
@@ -114,7 +114,8 @@ def test_a_drafter_without_confidence_divides_by_statistics(forecast):
     known = dataclasses.replace(expected({"task 0": HALF}), recordings=recordings([4, 1]))
     found = []
     for by_confidence in (False, True):
-        choices = {8: dataclasses.replace(CHOICES[8], by_confidence=by_confidence)}
+        division = Division((2,), 1, by_confidence)
+        choices = {8: dataclasses.replace(CHOICES[8], division=division)}
         found.append(chosen_rows.throughputs(forecast, choices, known, [64])[0].division[1])
     assert found[1] > 1.2 * found[0]
 

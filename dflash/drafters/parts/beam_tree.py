@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from dflash import errors
-from dflash.drafters.base import Candidates, Proposal
+from dflash.drafters.base import Proposal
 from dflash.drafters.eagle3_config import BeamTree
+from dflash.drafters.parts.sampler import Candidates
 
 
 class Beam(NamedTuple):

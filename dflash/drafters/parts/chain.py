@@ -6,7 +6,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from dflash.drafters.base import Proposal, Sampler
+from dflash.drafters.base import Proposal
+from dflash.drafters.parts.sampler import Sampler
 
 Cache = TypeVar("Cache")
 

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from dflash.config.schema import DrafterConfig
-from dflash.drafters.base import Candidates, Proposal, Sampler
+from dflash.drafters.base import Proposal
 from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.eagle3_config import BeamTree
 from dflash.drafters.parts import beam_tree
 from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors
+from dflash.drafters.parts.sampler import Candidates, Sampler
 from dflash.layers.losses import TokenScores
 
 _TOP_K = 16  # Default of `ConditionalTree.top_k`.

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import jax
 
 from dflash import errors
-from dflash.drafters.base import Proposal, Sampler
+from dflash.drafters.base import Proposal
 from dflash.drafters.parts import token_tree
+from dflash.drafters.parts.sampler import Sampler
 from dflash.drafters.parts.weighted import WeightedDrafter
 
 

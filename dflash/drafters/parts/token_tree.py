@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash import errors
-from dflash.drafters.base import Proposal, Sampler
+from dflash.drafters.base import Proposal
+from dflash.drafters.parts.sampler import Sampler
 
 
 class Nodes(NamedTuple):

@@ -9,7 +9,8 @@ import numpy as np
 
 from dflash.inference.cycle import backlog, block_choice
 from dflash.inference.cycle.backlog import Backlog
-from dflash.inference.cycle.block_choice import WHOLE, BlockChoice, Division, Pool
+from dflash.inference.cycle.block_choice import BlockChoice, Pool
+from dflash.inference.cycle.choices import WHOLE, Division
 from dflash.parallel.sharding import Sharding
 
 PLAIN = 0  # Index of block size 1, at which nothing is drafted.

@@ -13,9 +13,11 @@ each other and a better size soon wins.
 
 A cycle may also divide a fixed number of rows among the sequences of a replica, so that each one
 verifies the drafts that are worth it: those with the largest chances of acceptance, over all
-sequences. Such a cycle drafts blocks of `SHARE` times the rows per sequence, or the largest ones,
+sequences. Such a cycle drafts blocks of a few times the rows per sequence, or the largest ones,
 and packs the rows. Sequences whose drafts are not worth a row decode plainly in it; their
 statistics fade, so that they are tried again.
+
+If the drafter states its confidence, rows go by that; see `by_confidence`.
 """
 
 import dataclasses
@@ -23,11 +25,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dflash.inference.cycle import by_confidence
+from dflash.inference.cycle.choices import WHOLE, Division
 from dflash.parallel.sharding import Sharding
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-MEAN_ROWS = (2, 4, 8, 16, 32)  # Mean numbers of rows per slot of cycles that divide their rows.
-SHARE = 4  # Ratio of the most rows that a sequence may get in such a cycle to their mean number.
 TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 
 # The prior of a sequence's rate is the pooled rate of all sequences; the prior of a pooled rate is
@@ -38,22 +39,6 @@ PRIOR, PRIOR_WEIGHT = 0.8, 8.0
 POOL_WEIGHT = 8.0
 MEMORY, POOL_MEMORY = 64.0, 64.0
 IDLE_MEMORY = 16.0  # Counts cycles in which a sequence verified no draft, but others did.
-
-
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """Cycles that divide their rows among sequences.
-
-    Attributes:
-      mean_rows: Mean numbers of rows per slot, ascending; empty if rows are never divided.
-      num_replicas: Number of replicas, each of which divides rows among its own slots.
-    """
-
-    mean_rows: tuple[int, ...] = ()
-    num_replicas: int = 1
-
-
-WHOLE = Division()  # Every sequence verifies as many rows as the others.
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +57,8 @@ class BlockChoice:
       best: int32 []; index of the size with the highest expected speed.
       promise: float32 []; expected tokens per second of that size, summed over all sequences.
       index: int32 []; index of the next cycle's size: the best, or the next larger for a trial.
+      gains: float32 [2, P]; gain by confidence of each division; see `by_confidence`. None unless rows
+        are divided by confidence.
       trees: Whether drafts form trees.
     """
 
@@ -84,6 +71,7 @@ class BlockChoice:
     best: jax.Array
     promise: jax.Array
     index: jax.Array
+    gains: jax.Array | None = None
     trees: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
@@ -94,25 +82,6 @@ Pool = tuple[jax.Array, jax.Array]
 def pool(choice: BlockChoice) -> Pool:
     """Returns the pooled statistics of all sequences."""
     return choice.pool_tried, choice.pool_accepted
-
-
-def block_sizes(largest: int) -> tuple[int, ...]:
-    """Returns the sizes to choose from, ascending, from 1 (plain decoding) to `largest`."""
-    return (*(size for size in SIZES if size < largest), largest)
-
-
-def division(largest: int, slots_per_replica: int, num_replicas: int) -> Division:
-    """Returns the divisions to choose from; a single slot has nothing to divide."""
-    means = MEAN_ROWS if slots_per_replica > 1 else ()
-    return Division(tuple(mean for mean in means if mean < largest), num_replicas)
-
-
-def largest_share(sizes: tuple[int, ...], mean_rows: int) -> int:
-    """Returns the block size to draft in a cycle that divides `mean_rows` per slot.
-
-    That is the most rows that a sequence may get, and one of the `sizes`.
-    """
-    return next((size for size in sizes if size >= SHARE * mean_rows), sizes[-1])
 
 
 def abstract(
@@ -137,6 +106,9 @@ def abstract(
     pool = sharding.abstract((sizes[-1] - 1,), (None,), jnp.float32)
     number = sharding.abstract((), (), jnp.float32)
     index = sharding.abstract((), (), jnp.int32)
+    gains = None
+    if division.by_confidence and division.mean_rows:
+        gains = by_confidence.abstract(len(division.mean_rows), sharding)
     return BlockChoice(
         tried=per_sequence,
         accepted=per_sequence,
@@ -147,6 +119,7 @@ def abstract(
         best=index,
         promise=number,
         index=index,
+        gains=gains,
         trees=trees,
     )
 
@@ -215,7 +188,7 @@ def _divided_tokens(
 
     def tokens(mean_rows):
         _, drafts = _by_replica(survival, mean_rows, num_replicas)
-        drafted = draft < largest_share(sizes, mean_rows) - 1
+        drafted = draft < division.drafted(sizes, mean_rows) - 1
         counted = drafted & (jnp.cumsum(drafted, axis=1) <= drafts)
         return active.sum() - jnp.where(counted, negative, 0).sum()
 
@@ -249,6 +222,8 @@ def choose(
     tokens = active.sum() + drafts[jnp.array(sizes) - 1]
     if division.mean_rows:
         divided = _divided_tokens(chances, active, sizes, division)
+        if choice.gains is not None:
+            divided *= by_confidence.gain(choice.gains)
         tokens = jnp.concatenate([tokens, divided])
     speeds = tokens / choice.seconds
     best = jnp.argmax(speeds).astype(jnp.int32)
@@ -271,6 +246,7 @@ def earn(
       division: Cycles that divide their rows.
     """
     earned = _trials(num_active) * choice.seconds[choice.best]
+    choice = dataclasses.replace(choice, gains=by_confidence.idle(choice.gains))
     return _with_credit(choice, choice.credit + earned, sizes, division)
 
 
@@ -302,6 +278,7 @@ def learn(
     division: Division = WHOLE,
     rows: jax.Array | None = None,
     on_path: jax.Array | None = None,
+    confidence: jax.Array | None = None,
 ) -> BlockChoice:
     """Updates the statistics with the outcome of the cycle that `choice` chose.
 
@@ -314,29 +291,17 @@ def learn(
       rows: int32 [B]; rows that each sequence verified. None: those of the chosen size.
       on_path: bool [B, n]; which of the first drafts were committed. None for chains, whose number
         of committed tokens tells.
+      confidence: float32 [B, n]; the drafter's confidence in the first drafts, if rows were divided
+        by it.
     """
     means = jnp.array((*sizes, *division.mean_rows))
-    idle = jnp.zeros_like(num_committed, bool)
-    if rows is None:
-        rows = means[choice.index]
-    else:
+    idle, gains = jnp.zeros_like(num_committed, bool), by_confidence.idle(choice.gains)
+    if confidence is not None:
+        gains = _learn_gain(choice, num_committed, len(sizes))
+    elif rows is not None:
         idle = (rows == 1) & (num_committed > 0)
-    drafts = (rows - 1).reshape(-1, 1)
-    draft = jnp.arange(choice.tried.shape[1])
-    # The first draft that was not committed is the last informative one: it was rejected, or the
-    # sequence ended before it. A stop token counts as a rejection, since blocks reach past it; the
-    # length limit does not, since it is known in advance.
-    num_useful = num_committed[:, None] - 1
-    goes_on = (num_committed < left)[:, None]
-    if on_path is None:
-        tried = (draft < drafts) & (draft < num_useful + goes_on)
-        on_path = draft < num_useful
-    else:
-        # Rejected drafts of a tree may be as deep as the limit, so a limit tells nothing at all.
-        tried = (draft < drafts) & goes_on
-        on_path = jnp.pad(on_path, ((0, 0), (0, draft.size - on_path.shape[1])))
-    tried = (tried & (num_useful >= 0)).astype(jnp.float32)
-    accepted = tried * on_path
+    drafts = ((means[choice.index] if rows is None else rows) - 1).reshape(-1, 1)
+    tried, accepted = _outcomes(choice, num_committed, left, drafts, on_path, confidence)
     fade = 1 - tried / MEMORY - idle[:, None] / IDLE_MEMORY
     pool_fade = (1 - 1 / POOL_MEMORY) ** tried[:, :1].sum()
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]
@@ -351,7 +316,43 @@ def learn(
         pool_tried=choice.pool_tried * pool_fade + tried.sum(axis=0),
         pool_accepted=choice.pool_accepted * pool_fade + accepted.sum(axis=0),
         credit=credit,
+        gains=gains,
     )
+
+
+def _outcomes(choice, num_committed, left, drafts, on_path, confidence):
+    """Returns how often each draft was tried and accepted in a cycle, float32 [B, G] each.
+
+    The arguments are those of `learn`, and the drafts of each sequence that had a row, [B or 1, 1].
+    """
+    draft = jnp.arange(choice.tried.shape[1])
+    # The first draft that was not committed is the last informative one: it was rejected, or the
+    # sequence ended before it. A stop token counts as a rejection, since blocks reach past it; the
+    # length limit does not, since it is known in advance.
+    num_useful = num_committed[:, None] - 1
+    goes_on = (num_committed < left)[:, None] & (num_useful >= 0)
+    if on_path is None:
+        tried = (draft < drafts) & (draft < num_useful + goes_on)
+        on_path = draft < num_useful
+    else:
+        # Rejected drafts of a tree may be as deep as the limit, so a limit tells nothing at all.
+        tried = (draft < drafts) & goes_on
+        on_path = jnp.pad(on_path, ((0, 0), (0, draft.size - on_path.shape[1])))
+    tried = (tried & (num_useful >= 0)).astype(jnp.float32)
+    accepted = tried * on_path
+    if confidence is None:
+        return tried, accepted
+    counted = goes_on & (draft >= drafts) & (choice.trees | (num_useful >= drafts))
+    chance, weight = by_confidence.without_row(confidence, counted, trees=choice.trees)
+    return tried + weight, accepted + weight * chance
+
+
+def _learn_gain(choice: BlockChoice, num_committed: jax.Array, num_sizes: int) -> jax.Array:
+    """Returns the gains with that of a cycle that divided rows by confidence."""
+    division, promised = choice.index - num_sizes, choice.promise * choice.seconds[choice.best]
+    gain = num_committed.sum() * by_confidence.gain(choice.gains)[division] / promised
+    # A trial has no promise of its own.
+    return by_confidence.learn(choice.gains, division, gain, choice.index == choice.best)
 
 
 def _larger(sizes: tuple[int, ...], division: Division) -> jax.Array:

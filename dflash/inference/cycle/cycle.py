@@ -58,7 +58,7 @@ def cycle(
       mean_rows: Mean number of rows per slot to verify, divided among the sequences; None to verify
         `block_size` rows of each.
     """
-    divides, by_confidence = mean_rows is not None, rules.by_confidence(drafter)
+    divides, by_confidence = mean_rows is not None, rules.division.by_confidence
     sizes = block_size - 1, mean_rows
     rows = judge.divide(state, *sizes, rules) if divides and not by_confidence else None
     state, proposal = propose(target, drafter, state, rules=rules, block_size=block_size, rows=rows)
@@ -139,7 +139,7 @@ def conclude(
     outcome = _outcome(state, proposal, result, committed, num_committed, logits, shape, rows)
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
-    adaptive = _learn(state, result, num_committed, num_drafts, rules, rows)
+    adaptive = _learn(state, proposal, result, num_committed, rules, rows)
     drafter_state, adaptive = _observe(
         target, drafter, state, adaptive, following, num_committed, features
     )
@@ -213,20 +213,22 @@ def _keep_path(target, output, position, num_committed, path, packing):
     return cache, features if path is None else _along(path[..., None], features)
 
 
-def _learn(state, result, num_committed, num_drafts, rules, rows):
+def _learn(state, proposal, result, num_committed, rules, rows):
     """Returns the state that chooses block sizes, with what was accepted; None without one."""
     if state.adaptive is None:
         return None
-    sizes = rules.block_sizes, rules.division
+    sizes, num_drafts = (rules.block_sizes, rules.division), proposal.tokens.shape[1]
     if not num_drafts:
         return state.adaptive.earn(jnp.sum(state.active), *sizes)
     left = state.limit - state.length
-    counts = None if rows is None else rows.counts
-    on_path = None
+    counts = confidence = on_path = None
+    if rows is not None:
+        counts = rows.counts
+        confidence = proposal.confidence if rules.division.by_confidence else None
     if result.path is not None:
         # The bonus token is committed last, unless the output ended before it.
         on_path = _on_path(result, jnp.maximum(num_committed - 1, 0), num_drafts)
-    return state.adaptive.learn(num_committed, left, *sizes, counts, on_path)
+    return state.adaptive.learn(num_committed, left, *sizes, counts, on_path, confidence)
 
 
 def _observe(target, drafter, state, adaptive, following, num_committed, features):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference.cycle import block_choice
-from dflash.inference.cycle.block_choice import WHOLE, Division
+from dflash.inference.cycle import choices
+from dflash.inference.cycle.choices import WHOLE, Division
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.cycle.verify import VerifyResult
 from dflash.inference.logits.sampling import SequenceSampler
@@ -64,11 +64,15 @@ class Rules:
           revise: See `Rules`.
         """
         largest, sizes, division = drafter.block_size, (drafter.block_size,), WHOLE
-        if adaptive_blocks:
-            sizes = block_choice.block_sizes(largest)
-            slots, replicas = layout.slots_per_replica, layout.num_replicas
-            division = block_choice.division(largest, slots, replicas)
         lookup = config.lookup and drafter.num_draft_tokens > 0
+        if adaptive_blocks:
+            sizes = choices.block_sizes(largest)
+            slots, replicas = layout.slots_per_replica, layout.num_replicas
+            # Confidence depends on the drawn tokens, so a rejection rule must not go by it, and
+            # copies that replace drafts have none.
+            confident = drafter.has_confidence and config.verify == "coupled" and not lookup
+            form = {"by_confidence": confident, "trees": drafter.drafts_trees}
+            division = choices.division(largest, slots, replicas, **form)
         return cls(sizes, division, lookup, drafter.longest_context, config.verify, revise)
 
     @property
@@ -87,15 +91,7 @@ class Rules:
         if choice < len(self.block_sizes):
             return self.block_sizes[choice], None
         mean_rows = self.division.mean_rows[choice - len(self.block_sizes)]
-        return block_choice.largest_share(self.block_sizes, mean_rows), mean_rows
-
-    def by_confidence(self, drafter: Drafter) -> bool:
-        """Returns whether rows are divided by the drafter's confidence rather than by statistics.
-
-        Not under a rejection rule, since confidence depends on the drawn tokens; nor where copies
-        may replace drafts, which have none.
-        """
-        return drafter.has_confidence and self.verify == "coupled" and not self.lookup
+        return self.division.drafted(self.block_sizes, mean_rows), mean_rows
 
     def left(self, state: DecodeState) -> jax.Array:
         """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].

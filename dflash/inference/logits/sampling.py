@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash.config.schema import SamplingConfig
-from dflash.drafters.base import Candidates
 from dflash.drafters.parts.draft_vocabulary import DraftTokens
+from dflash.drafters.parts.sampler import Candidates
 from dflash.inference.logits import top_k_top_p
 from dflash.inference.request import RequestSampling
 from dflash.kernels.argmax import argmax
@@ -124,7 +124,7 @@ class SequenceSampler:
     packing: Packing | None = None
 
     def among(self, vocabulary: DraftTokens) -> "SequenceSampler":
-        """Returns a sampler for logits of a draft vocabulary; see `drafters.base.Sampler`."""
+        """Returns a sampler for logits of a draft vocabulary; see `parts.sampler.Sampler`."""
         return dataclasses.replace(self, vocabulary=vocabulary)
 
     def sample(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ class SequenceSampler:
         positions: jax.Array,
         unembed: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns `propose` of the logits of hidden states; see `drafters.base.Sampler`."""
+        """Returns `propose` of the logits of hidden states; see `parts.sampler.Sampler`."""
         packing = self.packing
         if packing is None:
             return self.propose(unembed(hidden), positions)
@@ -181,7 +181,7 @@ class SequenceSampler:
         return sampler, packing.pack(padded).reshape(-1, 1)
 
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
-        """Returns the likeliest tokens of each position; see `drafters.base.Sampler`.
+        """Returns the likeliest tokens of each position; see `parts.sampler.Sampler`.
 
         Coupled verification accepts the token whose logit plus noise is largest, so candidates are
         ranked by that sum. Scores are the log-softmax of the sums times the temperature, which

@@ -11,12 +11,12 @@ from support.dflash_cases import BLOCK, CAUSAL, FULL, VIEWS, make_config, make_s
 from support.models import make_sharding, make_target, move, zeros
 
 from dflash import errors
-from dflash.drafters.base import Candidates
 from dflash.drafters.dflare import DFlare
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash2 import DFlash2
 from dflash.drafters.dflash_config import LayerView
 from dflash.drafters.dspark import DSpark
+from dflash.drafters.parts.sampler import Candidates
 from dflash.layers import cache as kv
 from dflash.parallel import parameters
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dflash import errors
-from dflash.drafters.base import Candidates
 from dflash.drafters.eagle3_config import BeamTree
 from dflash.drafters.parts import beam_tree
+from dflash.drafters.parts.sampler import Candidates
 
 VOCAB = 7
 

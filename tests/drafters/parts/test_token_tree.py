@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash import errors
-from dflash.drafters.base import Candidates
 from dflash.drafters.parts import token_tree
+from dflash.drafters.parts.sampler import Candidates
 
 few = settings(max_examples=40)
 # Draft positions, vocabulary, budget: deep and broad trees, budgets under and over both.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import make_sharding, zeros
 
-from dflash.inference.cycle import block_choice, judge
+from dflash.inference.cycle import block_choice, by_confidence, choices, judge
 from dflash.inference.cycle.block_choice import BlockChoice
 from dflash.inference.cycle.rules import Rules
 
@@ -54,9 +54,9 @@ def knowing(rates: np.ndarray, seconds, credit: float = 0.0) -> BlockChoice:
 
 
 def test_sizes_go_from_plain_decoding_to_the_largest():
-    assert block_choice.block_sizes(1) == (1,)
-    assert block_choice.block_sizes(7) == (1, 2, 4, 7)
-    assert block_choice.block_sizes(16) == (1, 2, 4, 8, 12, 16)
+    assert choices.block_sizes(1) == (1,)
+    assert choices.block_sizes(7) == (1, 2, 4, 7)
+    assert choices.block_sizes(16) == (1, 2, 4, 8, 12, 16)
 
 
 @few
@@ -200,9 +200,9 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
     rates = rng.choice([0.0, 0.5, 0.9, 1.0], (batch, DRAFTS))
     active, left = rng.random(batch) < 0.7, rng.integers(1, 12, batch)
     chances = block_choice.survival(jnp.array(rates), jnp.array(active), jnp.array(left))
-    division = block_choice.Division((mean_rows,), replicas)
+    division = choices.Division((mean_rows,), replicas)
     tokens = block_choice._divided_tokens(chances, jnp.array(active), SIZES, division)[0]
-    chances = chances[:, : block_choice.largest_share(SIZES, mean_rows) - 1]
+    chances = chances[:, : division.drafted(SIZES, mean_rows) - 1]
     rows = block_choice.divide(chances, jnp.array(active), mean_rows, replicas)
     chances = np.asarray(chances)
     wanted = 0.0
@@ -218,7 +218,7 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
 
 
 def test_a_division_is_chosen_where_sequences_differ():
-    division = block_choice.Division((2, 4))
+    division = choices.Division((2, 4))
     rates = np.zeros((BATCH, DRAFTS))
     rates[0] = 0.95
     choice = knowing(rates, [1.0, 1.5, 1.9, 2.7, 1.5, 3.0])
@@ -240,25 +240,35 @@ def test_confidence_divides_rows_unless_a_rule_forbids_it():
         active=EVERYONE, length=jnp.ones(BATCH, jnp.int32), limit=FAR,
         adaptive=types.SimpleNamespace(choice=knowing(rates, np.ones(5))),
     )  # fmt: skip
-    confident = types.SimpleNamespace(has_confidence=True)
+    layout = types.SimpleNamespace(slots_per_replica=BATCH, num_replicas=1)
 
-    def rules(**other):
-        return Rules(SIZES, block_choice.Division((2,)), **other)
+    def rules(verify="coupled", *, lookup=False, confident=True):
+        drafter = types.SimpleNamespace(
+            block_size=SIZES[-1], num_draft_tokens=DRAFTS, longest_context=None,
+            has_confidence=confident, drafts_trees=False,
+        )  # fmt: skip
+        config = types.SimpleNamespace(verify=verify, lookup=lookup)
+        return Rules.of(drafter, config, layout, adaptive_blocks=True)
 
-    assert rules().by_confidence(confident)
-    assert not rules(verify="rejection").by_confidence(confident)
-    assert not rules(verify="block").by_confidence(confident)
-    assert not rules(lookup=True).by_confidence(confident), "copies have none"
-    assert not rules().by_confidence(types.SimpleNamespace(has_confidence=False))
+    assert rules().division.by_confidence
+    assert not rules("rejection").division.by_confidence
+    assert not rules("block").division.by_confidence
+    assert not rules(lookup=True).division.by_confidence, "copies have none"
+    assert not rules(confident=False).division.by_confidence
     divide = functools.partial(judge.divide, state, DRAFTS, 2, rules())
     assert divide(jnp.array(rates[::-1])).counts.tolist() == [1, 1, 4]
     assert divide().counts.tolist() == [4, 1, 1]
 
 
 def test_a_division_drafts_four_times_its_rows_or_the_largest_block():
-    sizes = block_choice.block_sizes(16)
-    assert [block_choice.largest_share(sizes, mean) for mean in (1, 2, 4, 8)] == [4, 8, 16, 16]
-    assert block_choice.largest_share((1, 2, 3), 2) == 3
+    sizes = choices.block_sizes(16)
+    whole = choices.division(16, 4, 1)
+    assert [whole.drafted(sizes, mean) for mean in (1, 2, 4, 8)] == [4, 8, 16, 16]
+    assert whole.drafted((1, 2, 3), 2) == 3
+    confident = choices.division(16, 4, 1, by_confidence=True)
+    assert [confident.drafted(sizes, mean) for mean in (1, 2, 4, 8)] == [2, 4, 8, 16]
+    tree = choices.division(16, 4, 1, by_confidence=True, trees=True)
+    assert [tree.drafted(sizes, mean) for mean in (1, 2, 4, 8)] == [4, 8, 16, 16]
 
 
 def test_rates_of_trees_are_chances():
@@ -288,13 +298,13 @@ def test_rates_of_trees_are_chances():
 
 
 def test_trials_go_from_division_to_division_and_to_the_largest_block():
-    division = block_choice.Division((2, 4))
+    division = choices.Division((2, 4))
     larger = block_choice._larger(SIZES, division).tolist()
     assert larger == [1, 2, 3, 3, 5, 3]
 
 
 def test_sequences_that_decode_plainly_beside_others_are_tried_again():
-    division = block_choice.Division((2,))
+    division = choices.Division((2,))
     choice = knowing(np.zeros((BATCH, DRAFTS)), [1.0, 1.5, 1.9, 2.7, 1.5])
     choice = dataclasses.replace(
         choice, tried=jnp.minimum(choice.tried, 64), pool_tried=jnp.full(DRAFTS, 64.0),
@@ -409,3 +419,60 @@ def test_regret_against_the_best_fixed_size(batch):
             best = max(rate / each for rate, each in zip(fixed, table, strict=True))
             found[name, cost] = speed(table, table, rates) / best
     assert min(found.values()) > 0.97, found
+
+
+CONFIDENT = choices.Division((2,), by_confidence=True, share=2)
+
+
+def confident_choice(seconds, batch=BATCH):
+    choice = zeros(block_choice.abstract(batch, (1, 2, 4), make_sharding(), CONFIDENT))
+    return dataclasses.replace(choice, seconds=jnp.array(seconds))
+
+
+def test_a_division_by_confidence_is_left_if_it_gains_nothing_and_tried_again_later():
+    choice = confident_choice([1.0, 1.8, 3.0, 1.7])
+    left, rows, chosen = FAR, jnp.full(BATCH, 2), []
+    for cycle in range(800):
+        choice = block_choice.choose(choice, EVERYONE, left, (1, 2, 4), CONFIDENT)
+        divides = int(choice.index) == 3
+        # Every second draft is accepted, whatever the confidence, and so no division gains.
+        committed = jnp.full(BATCH, 1 + cycle % 2 if int(choice.index) else 1)
+        how = (rows, None, jnp.full((BATCH, 3), 0.5)) if divides else ()
+        choice = block_choice.learn(choice, committed, left, (1, 2, 4), CONFIDENT, *how)
+        chosen.append(divides)
+    first = chosen.index(True)
+    tries = np.flatnonzero(chosen)
+    assert first < 50
+    assert 0 < np.mean(chosen[100:]) < 0.3
+    assert np.diff(tries).max() > 20, "long stretches without"
+
+
+def test_rates_of_cycles_divided_by_confidence_are_those_of_all_drafts():
+    """Confidence is exact, so the drafts that get a row are accepted more often than others."""
+    rng, batch, drafts, seen = np.random.default_rng(0), 16, 3, []
+    choice = confident_choice([1.0, 1.8, 3.0, 1.7], batch)
+    active, left = jnp.ones(batch, bool), jnp.full(batch, 1000)
+    choice = dataclasses.replace(choice, index=jnp.int32(3), best=jnp.int32(3), promise=20.0)
+    learn = jax.jit(lambda choice, *how: block_choice.learn(
+        choice, how[0], left, (1, 2, 4), CONFIDENT, how[1], None, how[2]
+    ))  # fmt: skip
+    for _ in range(200):
+        confidence = rng.uniform(0.2, 1.0, (batch, drafts)).astype(np.float32)
+        accepted = np.cumprod(rng.uniform(size=confidence.shape) < confidence, axis=1).sum(axis=1)
+        chances = block_choice.survival(jnp.array(confidence), active, left)
+        rows = block_choice.divide(chances, active, 2, 1)
+        committed = np.minimum(1 + accepted, rows)
+        seen.append((committed[rows > 1] > 1).mean())
+        choice = learn(choice, committed, rows, confidence)
+    assert np.mean(seen) > 0.7, "of the drafts with a row more are accepted"
+    np.testing.assert_allclose(block_choice.rates(choice).mean(axis=0), 0.6, atol=0.06)
+
+
+def test_confidence_in_trees_counts_for_each_draft_alone():
+    confidence = jnp.array([[0.9, 0.5, 0.2]])
+    counted = jnp.array([[False, True, True, True]])
+    likely, weight = by_confidence.without_row(confidence, counted, trees=True)
+    assert weight.tolist() == [[0, 1, 1, 0]]
+    _, weight = by_confidence.without_row(confidence, counted, trees=False)
+    np.testing.assert_allclose(weight, [[0, 1, 0.5, 0]])
+    np.testing.assert_allclose(likely, [[0.9, 0.5, 0.2, 0]])
