@@ -24,6 +24,10 @@ from dflash.parallel.sharding import Sharding
 # Tables whose names in checkpoints do not end in ".weight".
 _CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 
+# Fewest candidates of a draft position of a tree. The scores of a tree are probabilities among the
+# candidates, so with the few of a chain they are too large; docs/results/trees.md has figures.
+_TREE_CANDIDATES = 64
+
 
 class DynamicConvolution(nnx.Module):
     """Causal convolutions over the rows of a block, one before a sublayer and one after it.
@@ -146,8 +150,8 @@ class DFlash2(ConditionedDFlash):
 
     @property
     def num_candidates(self):
-        """Number of candidates of the selector."""
-        return self.shape.selector_top_k
+        """Number of candidates of the selector in trees."""
+        return max(self.shape.selector_top_k, min(_TREE_CANDIDATES, self.num_drafted))
 
     def declare_head(self, **build):
         """Declares the selector; see `ConditionedDFlash.declare_head`."""
@@ -177,7 +181,8 @@ class DFlash2(ConditionedDFlash):
 
     def choices(self, base):
         """Returns the most likely tokens, which `correct` reranks given the previous token."""
-        values, tokens = jax.lax.top_k(base, self.shape.selector_top_k)
+        count = self.num_candidates if self.drafts_trees else self.shape.selector_top_k
+        values, tokens = jax.lax.top_k(base, count)
         codes = self.candidate_selector.successor_codebook(tokens)
         if self.d2t is not None:
             tokens = self.vocabulary().name(tokens)

@@ -103,7 +103,7 @@ class ConditionedDFlash(DFlash):
 
     @property
     def num_candidates(self) -> int:
-        """Number of tokens that can be drafted at each position."""
+        """Number of tokens that can be drafted at each position of a tree."""
         return self.num_drafted
 
     @property

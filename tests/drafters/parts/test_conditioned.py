@@ -207,7 +207,7 @@ def test_fewer_drafts_are_the_first_ones_of_all(case, tree):
 
 def plain_tree(case: str, tree: ConditionalTree) -> list[tuple[int, ...]]:
     """Returns the paths of a tree's drafts, best first, by one prefix at a time."""
-    drafter, found = model(case), drafted(case)
+    drafter, found = model(case, tree=tree), drafted(case)
     hidden, base = (jnp.asarray(found[name][drafter.first_row :]) for name in ("hidden", "base"))
 
     @jax.jit
@@ -244,12 +244,24 @@ def test_trees_are_those_of_a_plain_search(case):
     assert max(map(len, paths)) > 2
 
 
+def test_trees_choose_among_more_tokens_than_chains():
+    """The scores of a tree are probabilities among all tokens of a small vocabulary."""
+    drafter, tree = model("dflash2"), ConditionalTree(budget=20, top_k=20)
+    found = drafted("dflash2", block_size=2, tree=tree)
+    _, base, _, made = next(condition_along("dflash2"))
+    probs = np.asarray(jax.nn.softmax(base + drafter.bias(made)))[0]
+    best = np.argsort(-probs)[:20]
+    assert len(best) > drafter.shape.selector_top_k
+    np.testing.assert_array_equal(found["tokens"], best)
+    np.testing.assert_allclose(found["confidence"], probs[best], rtol=1e-4)
+
+
 def test_trees_that_do_not_fit_are_refused():
     shape = model("dflash2").shape
     build = {"dtype": jnp.float32, "sharding": make_sharding()}
-    assert DFlash2(shape, tree=ConditionalTree(budget=40), **build).tree.top_k == 6
-    with pytest.raises(errors.ConfigError, match=r"tree\.top_k: 7 exceeds .* of 6 tokens"):
-        DFlash2(shape, tree=ConditionalTree(budget=4, top_k=7), **build)
+    assert DFlash2(shape, tree=ConditionalTree(budget=40), **build).tree.top_k == 16
+    with pytest.raises(errors.ConfigError, match=r"tree\.top_k: 33 exceeds .* of 32 tokens"):
+        DFlash2(shape, tree=ConditionalTree(budget=4, top_k=33), **build)
     with pytest.raises(errors.ConfigError, match=r"budget: 9 .* or raise top_k or drafter\.block"):
         DFlash2(shape, block_size=3, tree=ConditionalTree(budget=9, top_k=2), **build)
 
