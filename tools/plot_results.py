@@ -109,7 +109,7 @@ PLOTS = {
     "trees.png": GroupPlot(
         page="trees.md",
         header="| greedy |",
-        values={1: "dflash2, chain", 2: "dflash2, tree of 32", 4: "dflash2, tree of 64"},
+        values={1: "dflash2, chain", 4: "dflash2, tree of 32", 5: "dflash2, tree of 64"},
         labels={
             "title": "Trees of the embedded DFlash2 drafter, greedy",
             "ylabel": "mean acceptance length (τ)",
