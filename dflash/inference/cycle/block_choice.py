@@ -57,8 +57,8 @@ class BlockChoice:
       best: int32 []; index of the size with the highest expected speed.
       promise: float32 []; expected tokens per second of that size, summed over all sequences.
       index: int32 []; index of the next cycle's size: the best, or the next larger for a trial.
-      gains: float32 [2, P]; gain by confidence of each division; see `by_confidence`. None unless rows
-        are divided by confidence.
+      gains: float32 [2, P]; gain by confidence of each division; see `by_confidence`. None unless
+        rows are divided by confidence.
       trees: Whether drafts form trees.
     """
 
