@@ -30,6 +30,7 @@ class Batch:
       prefilling: Requests in prefill by prefill slot, in the order of admission.
       running: Requests that decode by slot, in the order of admission.
       pool: Pages of the target's cache.
+      plain: Whether dispatches only decode plainly, and end where drafting is chosen.
     """
 
     def __init__(self, engine: Engine):
@@ -39,6 +40,7 @@ class Batch:
         self.prefilling: dict[int, ActiveRequest] = {}
         self.running: dict[int, ActiveRequest] = {}
         self.pool = PagePool(layout.num_replicas, layout.pages_per_replica)
+        self.plain = False
         self._cache = PrefixCache(engine, self.pool)
         self._state: DecodeState = jax.block_until_ready(engine.new_state())
         self._prefill_state = jax.block_until_ready(engine.new_prefill_state())
@@ -125,6 +127,7 @@ class Batch:
             ready,
             others=others,
             bucket=self._layout.bucket_for(self.running),
+            plain=self.plain and not ready,
         )
         return reports
 

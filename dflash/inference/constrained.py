@@ -23,6 +23,7 @@ def generate(
     *,
     others: bool,
     bucket: int | None = None,
+    plain: bool = False,
 ) -> tuple[DecodeState, list[Report]]:
     """Runs one dispatch; consumes `state`.
 
@@ -34,6 +35,7 @@ def generate(
         which becomes the sequence's error.
       others: Whether there are unconstrained sequences.
       bucket: Batch bucket that holds all sequences; see `Engine.generate`.
+      plain: Only decode plainly; see `Engine.generate`.
     Returns:
       The new state, and the reports of the parts of the dispatch.
     """
@@ -42,7 +44,7 @@ def generate(
         state, report = _masked_cycle(engine, state, ready)
         reports.append(report)
     if others:
-        state, report = engine.generate(state, bucket)
+        state, report = engine.generate(state, bucket, plain=plain)
         reports.append(report)
     return state, reports
 

@@ -225,16 +225,19 @@ class Engine:
             np.int32(request.adapter) if self.target.adapters else None,
         )  # fmt: skip
 
-    def generate(self, state: DecodeState, bucket: int | None = None) -> tuple[DecodeState, Report]:
+    def generate(
+        self, state: DecodeState, bucket: int | None = None, *, plain: bool = False
+    ) -> tuple[DecodeState, Report]:
         """Runs up to sync_every cycles; consumes `state`.
 
         Args:
           state: State of the batch.
           bucket: Batch bucket, one of the layout's: only the first `bucket` slots of each replica
             are computed, and the others must be empty. None computes all slots.
+          plain: Decode plainly, and end where drafting is chosen; see `dispatch.run_cycles`.
         """
-        whole = bucket in (None, self.layout.slots_per_replica)
-        run = self.program("generate", *(() if whole else (bucket,)))
+        sizes = () if bucket in (None, self.layout.slots_per_replica) else (bucket,)
+        run = self.program("generate_plain" if plain else "generate", *sizes)
         return run(self.target_params, self.drafter_params, state)
 
     def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
@@ -386,15 +389,11 @@ class Engine:
 
     def _measure(self, bucket: int) -> tuple[float, ...]:
         """Measures the seconds per cycle of each choice of rows in one batch bucket."""
-
-        def table(seconds: np.ndarray) -> np.ndarray:
-            return np.tile(seconds, (len(self.layout.bucket_sizes), 1))
-
-        count = self.rules.num_choices
-        state = self.program("new_state")(table(adaptive.only(0, count)))
+        count, repeats = self.rules.num_choices, (len(self.layout.bucket_sizes), 1)
+        state = self.program("new_state")(np.tile(adaptive.only(0, count), repeats))
         return timing.cycle_seconds(
             (len(self.block_sizes), count - len(self.block_sizes)),
             state,
-            lambda state, seconds: self.program("occupied")(state, table(seconds)),
+            lambda state, seconds: self.program("occupied")(state, np.tile(seconds, repeats)),
             functools.partial(self.generate, bucket=bucket),
         )

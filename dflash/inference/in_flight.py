@@ -177,6 +177,11 @@ def count_cycles(report: Report) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items()}
 
 
+def was_plain(report: Report) -> bool:
+    """Returns whether a dispatch ran to its last cycle, and verified no draft in any."""
+    return int(report.cycles) == len(report.block_sizes) and bool((report.block_sizes <= 1).all())
+
+
 def committed(report: Report, slot: int, cycles: np.ndarray) -> list[int]:
     """Returns the tokens that a slot committed in these cycles."""
     counts = report.num_committed[:, slot]

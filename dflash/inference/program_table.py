@@ -134,6 +134,9 @@ def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = Fal
     needed += [("unconstrained", count) for count in sorted({1, shapes.num_prefill_slots})]
     needed += [("insert",), ("generate",), ("release",)]
     needed += [("generate", bucket) for bucket in layout.bucket_sizes[:-1]]
+    if len(shapes.block_sizes) > 1:
+        needed += [("generate_plain",)]
+        needed += [("generate_plain", bucket) for bucket in layout.bucket_sizes[:-1]]
     if grammars:
         needed += [("draft",), ("conclude",)]
     if layout.overcommits:
@@ -265,6 +268,17 @@ def _per_device(shapes: Shapes, function: Callable, arguments: tuple, results: A
     )
 
 
+def _generate(*, plain: bool) -> Program:
+    """Returns the program of a dispatch; its size is a batch bucket, or missing for all slots."""
+    return Program(
+        lambda shapes, *bucket: shapes.over_models(programs.generate(shapes, *bucket, plain=plain)),
+        lambda shapes, *_: (*shapes.weights, shapes.state()),
+        _state_and_report,
+        donated=(2,),
+        loops=True,
+    )
+
+
 TABLE: dict[str, Program] = {
     "new_state": Program(
         lambda shapes: functools.partial(programs.new_state, shapes),
@@ -277,13 +291,8 @@ TABLE: dict[str, Program] = {
         lambda shapes: places(shapes.state()),
         donated=(0,),
     ),
-    "generate": Program(
-        lambda shapes, *bucket: shapes.over_models(programs.generate(shapes, *bucket)),
-        lambda shapes, *_: (*shapes.weights, shapes.state()),
-        _state_and_report,
-        donated=(2,),
-        loops=True,
-    ),
+    "generate": _generate(plain=False),
+    "generate_plain": _generate(plain=True),
     "release": Program(
         lambda shapes: programs.release,
         lambda shapes: (shapes.state(), shapes.scalar()),

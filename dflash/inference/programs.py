@@ -126,15 +126,19 @@ def set_pages(state: DecodeState, table: jax.Array) -> DecodeState:
     return dataclasses.replace(state, cache=cache)
 
 
-def generate(shapes: Shapes, bucket: int | None = None) -> Callable:
-    """Returns a dispatch over the first `bucket` slots of each replica; None for all slots."""
+def generate(shapes: Shapes, bucket: int | None = None, *, plain: bool = False) -> Callable:
+    """Returns a dispatch over the first `bucket` slots of each replica; None for all slots.
+
+    If `plain` is true, it only decodes plainly; see `dispatch.run_cycles`.
+    """
     entry = shapes.layout.bucket_sizes.index(bucket or shapes.layout.slots_per_replica)
 
     def run(target: Decoder, drafter: Drafter, state: DecodeState):
         if state.adaptive is not None:
             state = dataclasses.replace(state, adaptive=state.adaptive.at_bucket(entry))
+        most, rules = shapes.config.sync_every, shapes.rules
         return dispatch.run_cycles(
-            target, drafter, state, max_cycles=shapes.config.sync_every, rules=shapes.rules
+            target, drafter, state, max_cycles=most, rules=rules, plain=plain
         )
 
     if bucket is None:

@@ -153,8 +153,8 @@ class Watch:
     def __getattr__(self, name):
         return getattr(self._run, name)
 
-    def generate(self, state, *width):
-        state, report = self._run.generate(state, *width)
+    def generate(self, state, *width, **how):
+        state, report = self._run.generate(state, *width, **how)
         self.cycles += int(report.cycles)
         self.busy.append(int((report.num_committed[0] > 0).sum()))
         return state, report

@@ -29,9 +29,9 @@ class Watch:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def generate(self, state, bucket=None):
+    def generate(self, state, bucket=None, **how):
         self.buckets.append(bucket)
-        return self._inner.generate(state, bucket)
+        return self._inner.generate(state, bucket, **how)
 
 
 def check(run, **how) -> list[int]:

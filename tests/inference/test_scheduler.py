@@ -333,8 +333,8 @@ class Slow:
     def insert(self, state, lanes, anchors, *args):
         return self._inner.insert(state, lanes, anchors.array, *args)
 
-    def generate(self, state, *bucket):
-        state, report = self._inner.generate(state, *bucket)
+    def generate(self, state, *bucket, **how):
+        state, report = self._inner.generate(state, *bucket, **how)
         cycles = self._later(report.cycles, self._generate_s)
         return state, dataclasses.replace(report, cycles=cycles)
 

@@ -44,9 +44,9 @@ class Spy:
         self.given.append(sum(len(piece.tokens) for piece in pieces.values()))
         return self._inner.prefill(state, lanes, pieces)
 
-    def generate(self, state, *bucket):
+    def generate(self, state, *bucket, **how):
         self.given.append("cycles")
-        return self._inner.generate(state, *bucket)
+        return self._inner.generate(state, *bucket, **how)
 
 
 def drain(one: Scheduler) -> list:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference.cycle import cycle as cycles
+from dflash.inference.cycle.adaptive import PLAIN
 from dflash.inference.cycle.cycle import Outcome
 from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState, Report
@@ -16,9 +17,18 @@ from dflash.models.decoder import Decoder
 
 
 def run_cycles(
-    target: Decoder, drafter: Drafter, state: DecodeState, *, max_cycles: int, rules: Rules
+    target: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    *,
+    max_cycles: int,
+    rules: Rules,
+    plain: bool = False,
 ) -> tuple[DecodeState, Report]:
     """Runs cycles until `max_cycles` are done or no slot is active; see `cycle.cycle`.
+
+    If `plain` is true, it also ends, perhaps before the first cycle, where drafting is chosen. Its
+    program has one loop instead of one per choice of rows, and starts sooner.
 
     A preceding cycle of `conclude` counts towards `max_cycles`. Constrained sequences wait, because
     their tokens depend on masks that only `conclude` receives.
@@ -46,6 +56,13 @@ def run_cycles(
     else:
         catch_up = functools.partial(_catch_up, target, drafter)
         carry = _choose(state, rules), report
+        if plain:
+            steps, any_size = steps[:1], go_on
+
+            def go_on(carry):
+                state, _ = carry
+                return any_size(carry) & (state.adaptive.choice.index == PLAIN)
+
         state, report = _loop_by_size(go_on, steps, catch_up, carry)
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)

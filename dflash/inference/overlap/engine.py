@@ -145,9 +145,11 @@ class OverlappedEngine(Engine):
         )
 
     def generate(
-        self, state: OverlappedState, bucket: int | None = None
+        self, state: OverlappedState, bucket: int | None = None, *, plain: bool = False
     ) -> tuple[OverlappedState, Report]:
         """Runs sync_every cycles of every group, all slots of it; see `Engine.generate`."""
+        if plain:
+            raise ValueError("overlapped cycles always draft")
         state = self._drafted(state)
         reports = []
         for _ in range(self.config.sync_every):
