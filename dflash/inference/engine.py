@@ -11,7 +11,6 @@ Sampling and limits of each sequence are device state, so one set of programs se
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -395,5 +394,5 @@ class Engine:
             (len(self.block_sizes), count - len(self.block_sizes)),
             state,
             lambda state, seconds: self.program("occupied")(state, np.tile(seconds, repeats)),
-            functools.partial(self.generate, bucket=bucket),
+            lambda state, choice: self.generate(state, bucket, plain=choice == adaptive.PLAIN),
         )

@@ -78,7 +78,7 @@ def cycle_seconds(
     groups: tuple[int, ...],
     state: DecodeState,
     occupied: Callable[[DecodeState, np.ndarray], DecodeState],
-    generate: Callable[[DecodeState], tuple[DecodeState, Report]],
+    generate: Callable[[DecodeState, int], tuple[DecodeState, Report]],
     rounds: int = ROUNDS,
 ) -> tuple[float, ...]:
     """Measures seconds per cycle of each choice of rows, as medians over interleaved rounds.
@@ -90,7 +90,7 @@ def cycle_seconds(
       groups: Numbers of choices, S together, whose rows ascend: block sizes, and divisions.
       state: Any state of the batch; consumed.
       occupied: Compiled `occupy`.
-      generate: Compiled dispatch of cycles.
+      generate: Runs a dispatch, given the index of the choice that all its cycles take.
       rounds: Number of rounds.
     Returns:
       Seconds per cycle of each choice; all processes return those of the first one.
@@ -100,8 +100,8 @@ def cycle_seconds(
     for _ in range(rounds):
         for i, taken in enumerate(samples):
             state = jax.block_until_ready(occupied(state, adaptive.only(i, count)))
-            state, warm_up = _timed(generate, state)
-            state, seconds = _timed(generate, state)
+            state, warm_up = _timed(generate, state, i)
+            state, seconds = _timed(generate, state, i)
             # All sequences may have ended in the first dispatch.
             taken.append(warm_up if seconds is None else seconds)
     table = np.array([statistics.median(taken) for taken in samples], np.float32)
@@ -115,10 +115,12 @@ def cycle_seconds(
 
 
 def _timed(
-    generate: Callable[[DecodeState], tuple[DecodeState, Report]], state: DecodeState
+    generate: Callable[[DecodeState, int], tuple[DecodeState, Report]],
+    state: DecodeState,
+    choice: int,
 ) -> tuple[DecodeState, float | None]:
     """Returns the state after a dispatch, and its seconds per cycle; None if it ran no cycle."""
     begin = time.perf_counter()
-    state, report = jax.block_until_ready(generate(state))
+    state, report = jax.block_until_ready(generate(state, choice))
     seconds, cycles = time.perf_counter() - begin, int(report.cycles)
     return state, seconds / cycles if cycles else None

@@ -55,7 +55,8 @@ def measure(rounds, monkeypatch, groups=(3,), cycles=(2, 2)):
         now[0] += 1000.0  # not counted
         return state
 
-    def generate(state):
+    def generate(state, choice):
+        assert SIZES[choice] == order[-1]
         taken, count = upcoming.pop(0)
         now[0] += taken
         return state, types.SimpleNamespace(cycles=count)
