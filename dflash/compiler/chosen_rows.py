@@ -243,6 +243,7 @@ def simulate(
         index=jnp.int32(0),
         gains=None if cycles.confidence is None else jnp.zeros((2, len(division.mean_rows))),
     )
+    state = block_choice.with_trial(state)
     tokens, spent = _run(state, cycles, sizes=sizes, division=division)
     return float(tokens / spent)
 

@@ -117,8 +117,11 @@ def abstract(
 
 
 def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
-    """Returns the state with this table of cycle times, float32 [W, S]."""
-    return state and dataclasses.replace(state, seconds=seconds).at_bucket(-1)
+    """Returns the state with this table of cycle times, float32 [W, S], and a trial due."""
+    if state is None:
+        return None
+    state = dataclasses.replace(state, seconds=seconds).at_bucket(-1)
+    return dataclasses.replace(state, choice=block_choice.with_trial(state.choice))
 
 
 def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
@@ -127,7 +130,12 @@ def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
         return state
     # Copy the statistics, because a dispatch donates its state.
     tried, accepted = map(jnp.copy, pool)
-    choice = dataclasses.replace(state.choice, pool_tried=tried, pool_accepted=accepted)
+    choice = dataclasses.replace(
+        state.choice,
+        pool_tried=tried,
+        pool_accepted=accepted,
+        credit=state.choice.credit * 0,
+    )
     return dataclasses.replace(state, choice=choice)
 
 

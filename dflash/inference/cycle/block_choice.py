@@ -29,6 +29,7 @@ from dflash.inference.cycle import by_confidence
 from dflash.inference.cycle.choices import WHOLE, Division
 from dflash.parallel.sharding import Sharding
 
+_AMPLE = 1e9  # Credit in seconds, more than any trial costs.
 TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 
 # The prior of a sequence's rate is the pooled rate of all sequences; the prior of a pooled rate is
@@ -122,6 +123,11 @@ def abstract(
         gains=gains,
         trees=trees,
     )
+
+
+def with_trial(choice: BlockChoice) -> BlockChoice:
+    """Returns the choice with a trial due; without statistics, the sooner one comes the better."""
+    return dataclasses.replace(choice, credit=jnp.full_like(choice.credit, _AMPLE))
 
 
 def forget(choice: BlockChoice, slot: jax.Array) -> BlockChoice:
