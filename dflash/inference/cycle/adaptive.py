@@ -117,25 +117,19 @@ def abstract(
 
 
 def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
-    """Returns the state with this table of cycle times, float32 [W, S], and a trial due."""
-    if state is None:
-        return None
-    state = dataclasses.replace(state, seconds=seconds).at_bucket(-1)
-    return dataclasses.replace(state, choice=block_choice.with_trial(state.choice))
+    """Returns the state with this table of cycle times, float32 [W, S]."""
+    return state and dataclasses.replace(state, seconds=seconds).at_bucket(-1)
 
 
 def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
-    """Returns the state with the statistics of earlier sequences, if there are any."""
-    if state is None or pool is None:
-        return state
+    """Returns the state with the statistics of earlier sequences; without any, a trial is due."""
+    if state is None:
+        return None
+    if pool is None:
+        return dataclasses.replace(state, choice=block_choice.with_trial(state.choice))
     # Copy the statistics, because a dispatch donates its state.
     tried, accepted = map(jnp.copy, pool)
-    choice = dataclasses.replace(
-        state.choice,
-        pool_tried=tried,
-        pool_accepted=accepted,
-        credit=state.choice.credit * 0,
-    )
+    choice = dataclasses.replace(state.choice, pool_tried=tried, pool_accepted=accepted)
     return dataclasses.replace(state, choice=choice)
 
 

@@ -127,7 +127,7 @@ def abstract(
 
 def with_trial(choice: BlockChoice) -> BlockChoice:
     """Returns the choice with a trial due; without statistics, the sooner one comes the better."""
-    return dataclasses.replace(choice, credit=jnp.full_like(choice.credit, _AMPLE))
+    return dataclasses.replace(choice, credit=choice.credit + _AMPLE)
 
 
 def forget(choice: BlockChoice, slot: jax.Array) -> BlockChoice:
@@ -175,10 +175,11 @@ def divide(survival: jax.Array, active: jax.Array, mean_rows: int, num_replicas:
     Returns:
       Rows of each sequence, int32 [B], anchor included; 0 for inactive ones.
     """
-    chances, drafts = _by_replica(survival, mean_rows, num_replicas)
+    chances = survival.reshape(num_replicas, -1)
     order = jnp.argsort(-chances, axis=1, stable=True)
     # Of equal chances the first come first, so that every sequence gets a prefix of its drafts.
     rank = jnp.argsort(order, axis=1)
+    drafts = _drafts_per_replica(active, mean_rows, num_replicas)
     chosen = ((rank < drafts) & (chances > 0)).reshape(survival.shape)
     return active + chosen.sum(axis=1, dtype=jnp.int32)
 
@@ -193,7 +194,7 @@ def _divided_tokens(
     negative, draft = jax.lax.sort((-chances, jnp.broadcast_to(draft, chances.shape)), num_keys=1)
 
     def tokens(mean_rows):
-        _, drafts = _by_replica(survival, mean_rows, num_replicas)
+        drafts = _drafts_per_replica(active, mean_rows, num_replicas)
         drafted = draft < division.drafted(sizes, mean_rows) - 1
         counted = drafted & (jnp.cumsum(drafted, axis=1) <= drafts)
         return active.sum() - jnp.where(counted, negative, 0).sum()
@@ -201,10 +202,9 @@ def _divided_tokens(
     return jnp.stack([tokens(mean_rows) for mean_rows in division.mean_rows])
 
 
-def _by_replica(survival, mean_rows: int, num_replicas: int) -> tuple[jax.Array, int]:
-    """Returns chances [D, b · G] by replica, and the number of drafts that it verifies."""
-    slots = survival.shape[0] // num_replicas
-    return survival.reshape(num_replicas, -1), slots * (mean_rows - 1)
+def _drafts_per_replica(active: jax.Array, mean_rows: int, num_replicas: int) -> int:
+    """Returns the number of drafts that each replica verifies, anchors not counted."""
+    return active.shape[0] // num_replicas * (mean_rows - 1)
 
 
 def choose(
@@ -344,7 +344,7 @@ def _outcomes(choice, num_committed, left, drafts, on_path, confidence):
         # Rejected drafts of a tree may be as deep as the limit, so a limit tells nothing at all.
         tried = (draft < drafts) & goes_on
         on_path = jnp.pad(on_path, ((0, 0), (0, draft.size - on_path.shape[1])))
-    tried = (tried & (num_useful >= 0)).astype(jnp.float32)
+    tried = tried.astype(jnp.float32)
     accepted = tried * on_path
     if confidence is None:
         return tried, accepted
