@@ -4,9 +4,11 @@
         --files docs/decoding.md docs/serving.md --contexts 1024 4096 --windows 256 1024
 
 Each prompt is the beginning of a file, of about as many tokens as the context, and a question about
-it. The target answers greedily, and the drafter's cycles are replayed on the answers through each
-window. Prints the mean acceptance length (τ) through each window, and if the best window of each
-text is known, and one JSON line for each context.
+it. The target answers greedily, and a draft is made at every token of the answers, through each
+window. From these follows what the cycles of a drafter with each window commit, and those of one
+whose windows are chosen (`drafter.window=auto`, among the windows given), which decodes text after
+text. Prints the mean acceptance length (τ) of each, and if the best window of each text is known,
+and one JSON line for each context.
 """
 
 import argparse
@@ -14,22 +16,42 @@ import dataclasses
 import json
 import pathlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from dflash.config import loader, schema
 from dflash.config.schema import PromptsConfig
-from dflash.drafters.base import Drafter
+from dflash.inference.cycle import window_choice
+from dflash.inference.cycle.window_choice import WindowChoice
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
 from dflash.measure.pair import alternatives, diagnosis, replay
 from dflash.measure.pair.diagnosis import Acceptance
-from dflash.measure.pair.replay import Texts
+from dflash.parallel.sharding import Sharding, zeros
 
 QUESTION = (
     "\n\nWhat is this text about? Explain it in your own words, with its most important terms."
 )
+_choose, _learn = jax.jit(WindowChoice.choose), jax.jit(WindowChoice.learn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """Drafts at every token of an answer.
+
+    Attributes:
+      prompt: Tokens of the prompt.
+      committed: Tokens that a cycle would commit, int [W, tokens], by window, the whole context
+        last; 0 past the end of the answer.
+      num_drafts: Drafts of each cycle.
+    """
+
+    prompt: int
+    committed: np.ndarray
+    num_drafts: int
 
 
 def main() -> None:
@@ -45,10 +67,14 @@ def main() -> None:
     job = jobs.prepare_models(dataclasses.replace(config, prompts=PromptsConfig()))
     job.load_weights()
     documents = [path.read_text(encoding="utf-8") for path in args.files]
+    windows = tuple(sorted(args.windows))
     for context in args.contexts:
-        found = by_window(job, documents, context, args.windows)
-        shown = "  ".join(f"{name} {together(some).tau:.3f}" for name, some in found.items())
+        texts = draft_everywhere(job, documents, context, windows)
+        names = [*map(str, windows), "all"]
+        found = {name: [through(text, i) for text in texts] for i, name in enumerate(names)}
         best = [max(some, key=lambda one: one.tau) for some in zip(*found.values(), strict=True)]
+        found["auto"] = choosing(texts, windows, job.target.sharding)
+        shown = "  ".join(f"{name} {together(some).tau:.3f}" for name, some in found.items())
         print(f"context {context}: {shown}  best of each text {together(best).tau:.3f}", flush=True)
         taus = {name: [round(one.tau, 3) for one in some] for name, some in found.items()}
         print(json.dumps({"context": context, "tau by text": taus}), flush=True)
@@ -59,16 +85,48 @@ def together(some: Iterable[Acceptance]) -> Acceptance:
     return Acceptance(sum((one.cycles for one in some), Counter()))
 
 
-def by_window(
-    job: Job, documents: list[str], context: int, windows: list[int]
-) -> dict[str, list[Acceptance]]:
-    """Returns what the drafter's cycles commit on each text through each window, and without one.
+def through(text: Drafts, window: int) -> Acceptance:
+    """Returns what cycles commit through the window with this index."""
+    lengths, position = [], 0
+    while count := int(text.committed[window, position]):
+        lengths.append(count)
+        position += count
+    return Acceptance(Counter(lengths))
+
+
+def choosing(
+    texts: Sequence[Drafts], windows: tuple[int, ...], sharding: Sharding
+) -> list[Acceptance]:
+    """Returns what cycles commit if each chooses its window, text after text."""
+    choice = zeros(window_choice.abstract(1, windows, sharding))
+    found = []
+    for text in texts:
+        choice, lengths, position = choice.insert(0), [], 0
+        while True:
+            length = jnp.array([text.prompt + 1 + position])
+            choice = _choose(choice, length)
+            count = int(text.committed[int(choice.index[0]), position])
+            if not count:
+                break
+            lengths.append(count)
+            position += count
+            goes_on = text.committed[-1, position] > 0
+            outcome = count - 1, text.num_drafts if goes_on else 0
+            choice = _learn(choice, length, *(jnp.array([number]) for number in outcome))
+        found.append(Acceptance(Counter(lengths)))
+    return found
+
+
+def draft_everywhere(
+    job: Job, documents: list[str], context: int, windows: tuple[int, ...]
+) -> list[Drafts]:
+    """Returns drafts at every token of the answers, through each window and without one.
 
     Args:
       job: Job with loaded weights.
       documents: Texts of at least `context` tokens.
       context: Tokens of each prompt, without its question.
-      windows: Windows to try.
+      windows: Windows, ascending.
     """
     beginnings = [
         job.tokenizer.decode(job.tokenizer.encode(text, add_special_tokens=False)[:context])
@@ -82,17 +140,12 @@ def by_window(
     engine = diagnosis.compiled_engine(examined, [], lambda ready, total: None)
     decoded, drafter = diagnosis.measure(engine, examined), examined.drafter
     texts = replay.compute(job.target, decoded.texts, drafter.feature_layers)
-    drafters = {"all": drafter} | {
-        one.change: diagnosis.read_as(drafter, one)
-        for one in alternatives.of_windows(drafter.shape, windows)
-    }
-    return {name: _by_text(one, job, texts) for name, one in drafters.items()}
-
-
-def _by_text(drafter: Drafter, job: Job, texts: Texts) -> list[Acceptance]:
-    cycles = replay.cycles(drafter, job.target, texts)
-    each = (jax.tree.map(lambda x, i=i: x[i], cycles) for i in range(len(cycles.committed)))
-    return [Acceptance(one.counts) for one in each]
+    narrowed = alternatives.of_windows(drafter.shape, windows)
+    drafters = [*(diagnosis.read_as(drafter, one) for one in narrowed), drafter]
+    cycles = [replay.cycles(one, job.target, texts, everywhere=True) for one in drafters]
+    committed = np.stack([one.committed for one in cycles], axis=1)
+    count = drafter.num_draft_tokens
+    return [Drafts(int(p), c, count) for p, c in zip(texts.prompt, committed, strict=True)]
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ def _draft_model(config: Any) -> Iterator[Problem]:
         yield ("drafter.family",), f"unknown name {family!r}{near}"
 
 
-def _one_block_size(config: Any) -> Iterator[Problem]:
-    """Checks that the block size is fixed for training and compile reports."""
-    elsewhere = hasattr(config, "train") or hasattr(config, "tpu")
-    if elsewhere and getattr(config.drafter, "block_size", None) == schema.AUTO:
-        yield ("drafter.block_size",), "auto is for decoding only; give a number, or leave it out"
+def _fixed(config: Any) -> Iterator[Problem]:
+    """Checks that training and compile reports choose nothing that only decoding can choose."""
+    for key, groups in (("block_size", ("train", "tpu")), ("window", ("train",))):
+        elsewhere = any(hasattr(config, group) for group in groups)
+        if elsewhere and getattr(config.drafter, key, None) == schema.AUTO:
+            yield (f"drafter.{key}",), "auto is for decoding only; give a number, or leave it out"
 
 
 def _longest_context(config: Any) -> Iterator[Problem]:
@@ -60,9 +61,10 @@ def _overlap(config: Any) -> Iterator[Problem]:
         yield ("drafter.overlap",), "is for decoding and serving only; leave it out"
         return
     kind = f"drafter.overlap={drafter.overlap}"
-    if drafter.adaptive:
-        keys = "drafter.block_size", "drafter.overlap"
-        yield keys, f"auto is not supported with {kind}; give a number, or leave it out"
+    for key in ("block_size", "window"):
+        if getattr(drafter, key, None) == schema.AUTO:
+            keys = f"drafter.{key}", "drafter.overlap"
+            yield keys, f"auto is not supported with {kind}; give a number, or leave it out"
     if drafter.overlap == "ssd" and getattr(drafter, "tree", None) is not None:
         keys = "drafter.tree", "drafter.overlap"
         yield keys, f"{kind} drafts chains; leave drafter.tree out, or use drafter.overlap=pingpong"
@@ -96,7 +98,7 @@ def _two_halves(config: Any) -> Iterator[Problem]:
 # Groups that a config must have, and their check.
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("drafter",), _draft_model),
-    (("drafter",), _one_block_size),
+    (("drafter",), _fixed),
     (("drafter", "decode"), _longest_context),
     (("drafter", "decode"), _block_verification),
     (("drafter", "decode"), _lookup),

@@ -92,6 +92,8 @@ class Drafter(nnx.Module):
       rows_ahead: Number of tokens after its own position that a row depends on.
       longest_context: Length from which sequences are better decoded plainly; None if there is
         none. It has an effect where the rows of cycles are chosen.
+      windows: Windows of the context that are chosen from for each sequence, ascending, beside the
+        whole context; see `within`. Empty for no choice.
       num_forks: Number of continuations per sequence that `fork` is called with; 0 if it never is.
     """
 
@@ -103,6 +105,7 @@ class Drafter(nnx.Module):
     prefix_cache_mode: ClassVar[Literal["rows", "tokens", "never"]] = "never"
     rows_ahead: ClassVar[int] = 0
     longest_context: int | None = None
+    windows: tuple[int, ...] = ()
     num_forks: int = 0
 
     @classmethod
@@ -316,6 +319,15 @@ class Drafter(nnx.Module):
           ValueError: The batch lacks an array that the loss needs.
         """
         raise TypeError(f"{type(self).__name__} has nothing to train")
+
+    def within(self, windows: jax.Array) -> "Drafter":
+        """Returns this drafter, which drafts from the last positions of each context.
+
+        Args:
+          windows: int32 [B]; number of positions that the anchor's row sees, its own included. The
+            context of each later row begins one position later.
+        """
+        raise TypeError(f"{type(self).__name__} has no windows")
 
     def clear(self, state: Any, fresh: jax.Array) -> Any:
         """Returns the state with zeros for the sequences that are `fresh`, bool [B].

@@ -76,8 +76,9 @@ class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
     """Keys of DFlash and its descendants."""
 
     short_pass: bool = False  # Compute only as many rows as block_size needs.
-    # Positions that a draft row sees, its own included. None: as many as in training.
-    window: int | None = option(None, minimum=1, maximum=2**30)
+    # Positions that a draft row sees, its own included. None: as many as in training. auto: chosen
+    # for each sequence, in every cycle, by what it accepts.
+    window: int | Literal["auto"] | None = option(None, minimum=1, maximum=2**30)
     # Sequences of this many tokens or more decode plainly, with block_size=auto. None: none do.
     longest_context: int | None = option(None, minimum=1, maximum=MAX_TOKENS)
 

@@ -38,12 +38,18 @@ _BARE = ("bias", "attention_sink_bias")
 
 
 class DFlash(OnePassDrafter):
-    """DFlash drafter, whose state is the keys and values of all committed features."""
+    """DFlash drafter, whose state is the keys and values of all committed features.
+
+    Attributes:
+      seen: Windows of the sequences' contexts, int32 [B], which narrow those of the shape; None to
+        narrow nothing.
+    """
 
     hf_architectures = ("DFlashDraftModel", "DFlashSpeculator")
     shape_class = DFlashShape
     prefix_cache_mode = "rows"
     ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
+    seen: jax.Array | None = None
 
     def __init__(
         self,
@@ -179,6 +185,12 @@ class DFlash(OnePassDrafter):
         rows = hidden[:, first], positions[:, first]
         return self.propose(*rows, unembed, self.among(sampler), count), state
 
+    def within(self, windows):
+        """Returns a copy of this drafter with the same weights; see `Drafter.within`."""
+        narrowed = nnx.merge(*nnx.split(self))
+        narrowed.seen = windows
+        return narrowed
+
     def _embed(self, tokens: jax.Array, heads) -> jax.Array:
         """Returns the embeddings [B, T, D] of a block's tokens."""
         own = self.embed_tokens
@@ -245,11 +257,10 @@ class DFlash(OnePassDrafter):
         batch, _ = kv.batch_axes(position.shape[0], self.sharding)
         rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
         stored = (batch, "kv_heads", None, None)
-        sinks, of_sinks = self._sinks(i)
         attend = self._attention(i, block_attention, implementation.on(self.sharding))
-        names = (rows, kv_rows, kv_rows, stored, stored, (batch,), *of_sinks)
+        names = (rows, kv_rows, kv_rows, stored, stored, (batch,), ("heads",), (batch,))
         sharded = self.sharding.map(attend, names, (rows,))
-        fixed = state.keys[i], state.values[i], position, *sinks
+        fixed = state.keys[i], state.values[i], position, self._sinks(i), self.seen
         return lambda *block: (*sharded(*block, *fixed), None)
 
     def _attention(self, i: int, kernel, chosen: str):
@@ -272,10 +283,10 @@ class DFlash(OnePassDrafter):
 
         return attend
 
-    def _sinks(self, i: int) -> tuple[list[jax.Array], list[tuple[str]]]:
-        """Returns lists of the sinks of layer i and of their dimension names, or empty lists."""
+    def _sinks(self, i: int) -> jax.Array | None:
+        """Returns the attention sinks [N] of layer i, or None."""
         sinks = self.layers[i].self_attn.attention_sink_bias
-        return ([], []) if sinks is None else ([sinks[...]], [("heads",)])
+        return None if sinks is None else sinks[...]
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Projects the features to keys and values and stores them; see `Drafter.observe`."""
@@ -358,14 +369,13 @@ class DFlash(OnePassDrafter):
         names, _ = kv.batch_axes(blocks.tokens.shape[0], self.sharding)
         rows, kv_rows = (names, None, None, "heads", None), (names, None, None, "kv_heads", None)
         stored, per_row = (names, None, "kv_heads", None), (names, None)
-        sinks, of_sinks = self._sinks(i)
         chosen = implementation.for_platform(self.sharding.platform)
         sharded = self.sharding.map(
             self._attention(i, anchored_attention, chosen),
-            (rows, kv_rows, kv_rows, stored, stored, per_row, per_row, per_row, *of_sinks),
+            (rows, kv_rows, kv_rows, stored, stored, per_row, per_row, per_row, ("heads",)),
             (rows,),
         )
-        fixed = *seen, blocks.anchors.index, blocks.anchors.valid, batch.segment_ids, *sinks
+        fixed = *seen, blocks.anchors.index, blocks.anchors.valid, batch.segment_ids, self._sinks(i)
 
         def attend(*flat):
             shape = blocks.tokens.shape

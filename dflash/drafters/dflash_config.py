@@ -20,6 +20,7 @@ from dflash.drafters.base_config import (
 )
 from dflash.drafters.layouts_config import GROUP
 
+WINDOWS = (64, 256, 1024, 4096)  # Values of `drafter.window` to choose from.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Fields that some published drafters have, with the only value that is supported.
 _SUPPORTED = {"draft_shift": False}
@@ -113,6 +114,12 @@ class DFlashShape(DrafterShape):
             for view in self.views
         ]
         return dataclasses.replace(self, views=tuple(views))
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Values of `WINDOWS` that narrow a view, but no block."""
+        seen = (window for window in WINDOWS if window > self.block_size)
+        return tuple(window for window in seen if self.seen_through(window) != self)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:

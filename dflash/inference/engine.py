@@ -21,9 +21,9 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import program_table, timing, weight_update
-from dflash.inference.cycle import adaptive, block_choice
+from dflash.inference.cycle import adaptive
 from dflash.inference.cycle.rules import Revise, Rules
-from dflash.inference.cycle.state import DecodeState, Report
+from dflash.inference.cycle.state import DecodeState, Report, Statistics
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits import controls
 from dflash.inference.logits.logprobs import Logprobs
@@ -100,8 +100,8 @@ class Engine:
         self.cycle_seconds: tuple[float, ...] | None = None
         self._partial_seconds: tuple[tuple[float, ...], ...] = ()
         self._default_constraints: dict[int, FirstTokenConstraints] = {}
-        # Acceptance statistics of earlier runs if there is a choice; see `retire`.
-        self._statistics: block_choice.Pool | None = None
+        # Acceptance statistics of earlier runs; see `retire`.
+        self._statistics: Statistics = (None, None)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -287,13 +287,11 @@ class Engine:
     def new_state(self) -> DecodeState:
         """Returns a batch of empty slots."""
         state = self.program("new_state")(self._measured())
-        started = adaptive.with_pool(state.adaptive, self._statistics)
-        return dataclasses.replace(state, adaptive=started)
+        return state.with_statistics(self._statistics)
 
     def retire(self, state: DecodeState) -> None:
         """Keeps the acceptance statistics of a run, with which the next run starts."""
-        if state.adaptive is not None:
-            self._statistics = block_choice.pool(state.adaptive.choice)
+        self._statistics = state.statistics
 
     def program(self, kind: str, *sizes: int) -> jax.stages.Compiled:
         """Returns the compiled program of this name; compiles it at the first call."""
@@ -345,7 +343,7 @@ class Engine:
             twin.set_drafter(drafter)
         except ValueError:
             return None
-        twin.drafter, twin._statistics = drafter, None
+        twin.drafter, twin._statistics = drafter, (None, None)
         return twin
 
     def compile(

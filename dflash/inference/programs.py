@@ -99,6 +99,7 @@ def insert(
         drafter=drafter.insert(state.drafter, prefill_state, prefill_slot, slot),
         adaptive=state.adaptive and state.adaptive.insert(slot),
         lookup=state.lookup and state.lookup.insert(slot),
+        windows=state.windows and state.windows.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),
         concluded=state.concluded,
         adapter=None if adapter is None else state.adapter.at[slot].set(adapter),

@@ -13,7 +13,7 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import first_token
-from dflash.inference.cycle import adaptive, dispatch, lookup
+from dflash.inference.cycle import adaptive, dispatch, lookup, window_choice
 from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import controls
@@ -151,6 +151,7 @@ class Shapes:
             lookup=lookup.abstract(batch, drafter.num_draft_tokens, self.sharding)
             if self.rules.lookup
             else None,
+            windows=window_choice.abstract(batch, drafter.windows, self.sharding),
             nonfinite_at=ints,
             concluded=self.scalar(),
             adapter=ints if self.target.adapters else None,

@@ -24,6 +24,7 @@ def block_attention(
     context_values: jax.Array,
     length: jax.Array,
     sinks: jax.Array | None = None,
+    windows: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -46,6 +47,8 @@ def block_attention(
       length: int32 [B]; context rows in use.
       sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
         sum of every row. None for no sinks.
+      windows: int32 [B]; windows of the sequences' contexts, which narrow `window`. Rows of the
+        block see one another whatever these are. None to narrow nothing.
       scale: Factor that multiplies the scores.
       window: Positions up to its own that a row sees; None for all.
       causal: Row r sees rows up to r of the block only.
@@ -58,12 +61,13 @@ def block_attention(
     """
     arrays = (queries, keys, values, context_keys, context_values, length)
     _check(*arrays)
-    if sinks is not None:
-        if sinks.shape != queries.shape[2:3]:
-            raise ValueError(
-                f"block_attention: sinks is {sinks.shape}, expected {queries.shape[2:3]}"
-            )
-        arrays = (*arrays, sinks)
+    if sinks is not None and sinks.shape != queries.shape[2:3]:
+        raise ValueError(f"block_attention: sinks is {sinks.shape}, expected {queries.shape[2:3]}")
+    if windows is not None and windows.shape != length.shape:
+        raise ValueError(f"block_attention: windows is {windows.shape}, expected {length.shape}")
+    if windows is not None and window is not None:
+        windows = jnp.minimum(windows, window)
+    arrays = (*arrays, sinks, windows)
     view = {"scale": scale, "window": window, "causal": causal}
     sizes = sizes or tuning.BLOCK_ATTENTION.get(queries.shape[-1])
     return implementations.run(
@@ -79,13 +83,15 @@ def block_attention(
 
 
 def _with_mask(
-    attend, queries, keys, values, context_keys, context_values, length, sinks=None,
+    attend, queries, keys, values, context_keys, context_values, length, sinks=None, windows=None,
     *, scale, window, causal,
 ):  # fmt: skip
     """Computes `block_attention` by `_attend`, or by `_attend_on_cpu`."""
-    inside = visible_inside(queries.shape[1], window=window, causal=causal)[None]
+    block = queries.shape[1]
+    inside = visible_inside(block, window=window, causal=causal)[None]
+    first = _first_visible(length, block, window if windows is None else windows[:, None])
     return attend(
-        queries, keys, values, inside, context_keys, context_values, length, scale, window, sinks
+        queries, keys, values, inside, context_keys, context_values, length, scale, first, sinks
     )
 
 
@@ -135,14 +141,18 @@ def branch_attention(
         )
     on_cpu = implementation == "cpu" and not attention_cpu.unsupported(queries, context_keys)
     attend = _attend_on_cpu if on_cpu else _attend
-    return attend(queries, keys, values, visible, context_keys, context_values, length, scale, None)
+    first = _first_visible(length, rows, None)
+    return attend(*arrays[:3], visible, *arrays[3:], scale, first)
 
 
 def _attend(
-    queries, keys, values, visible_rows, context_keys, context_values, length, scale, window,
+    queries, keys, values, visible_rows, context_keys, context_values, length, scale, first,
     sinks=None,
 ):  # fmt: skip
-    """Attends to the context, and to the rows that `visible_rows` bool [B or 1, T, S] selects."""
+    """Attends to the context, and to the rows that `visible_rows` bool [B or 1, T, S] selects.
+
+    A row sees the context from the position in `first`, int32 [B, T], on.
+    """
     block, kv_heads = queries.shape[1], keys.shape[2]
     rows = online_softmax.group_queries(queries, kv_heads)
     partial = online_softmax.attend(
@@ -155,9 +165,8 @@ def _attend(
 
     capacity = context_keys.shape[2]
     tile = min(TILE_TOKENS, capacity)
-    # First visible context position of each row, [B, T·N/K]; the rows of a head group are equal.
-    first_visible = _first_visible(length, block, window)
-    first_visible = jnp.repeat(first_visible, queries.shape[2] // kv_heads, axis=1)
+    # Of each row and head of a group, [B, T·N/K].
+    first = jnp.repeat(first, queries.shape[2] // kv_heads, axis=1)
 
     def fold_in_tile(i, partial):
         # The last tile may extend past the capacity. It is then read from an earlier position, and
@@ -165,7 +174,7 @@ def _attend(
         begin = jnp.minimum(i * tile, capacity - tile)
         positions = begin + jnp.arange(tile)
         exists = (positions < length[:, None]) & (positions >= i * tile)
-        visible = exists[:, None] & (positions >= first_visible[..., None])
+        visible = exists[:, None] & (positions >= first[..., None])
         seen = online_softmax.attend(
             rows,
             jax.lax.dynamic_slice_in_dim(context_keys, begin, tile, axis=2).swapaxes(0, 1),
@@ -175,7 +184,7 @@ def _attend(
         )
         return online_softmax.merge(partial, seen)
 
-    first_tile = first_visible.min() // tile
+    first_tile = first.min() // tile
     end_tile = (length.max() + tile - 1) // tile
     partial = jax.lax.fori_loop(first_tile, end_tile, fold_in_tile, partial)
     if sinks is not None:
@@ -184,17 +193,19 @@ def _attend(
 
 
 def _attend_on_cpu(
-    queries, keys, values, visible_rows, context_keys, context_values, length, scale, window,
+    queries, keys, values, visible_rows, context_keys, context_values, length, scale, first,
     sinks=None,
 ):  # fmt: skip
     """Computes `_attend` in C++."""
     arrays = (queries, keys, values, visible_rows, context_keys, context_values, length)
-    first = _first_visible(length, queries.shape[1], window)
     return attention_cpu.attend(*arrays, scale=scale, first_visible=first, sinks=sinks)
 
 
-def _first_visible(length: jax.Array, rows: int, window: int | None) -> jax.Array:
-    """Returns the first position of the context that each row sees, int32 [B, T]."""
+def _first_visible(length: jax.Array, rows: int, window: int | jax.Array | None) -> jax.Array:
+    """Returns the first position of the context that each row sees, int32 [B, T].
+
+    The window is one for all sequences, or int32 [B, 1].
+    """
     if window is None:
         return jnp.zeros((length.shape[0], rows), jnp.int32)
     return jnp.maximum(length[:, None] + jnp.arange(rows) - (window - 1), 0)

@@ -28,6 +28,7 @@ def block_attention_tpu(
     context_values,
     length,
     sinks=None,
+    windows=None,
     *,
     scale: float,
     window: int | None,
@@ -35,7 +36,10 @@ def block_attention_tpu(
     sizes: BlockSizes,
     interpret,
 ):
-    """Computes `block_attention`; arguments and results are the same."""
+    """Computes `block_attention`; arguments and results are the same.
+
+    Of two windows, `windows` has the narrower one.
+    """
     batch, block, heads, width = queries.shape
     kv_heads, capacity = context_keys.shape[1:3]
     group = heads // kv_heads
@@ -64,15 +68,22 @@ def block_attention_tpu(
     sink_rows = [] if sinks is None else [flash_tpu.sink_rows(sinks, kv_heads, block)]
 
     def step_spec(rows):
-        return pl.BlockSpec((None, step_heads, rows, width), lambda g, b, _: (b, g, 0, 0))
+        return pl.BlockSpec((None, step_heads, rows, width), lambda g, b, *_: (b, g, 0, 0))
 
-    sink_spec = pl.BlockSpec((step_heads, rows, flash_tpu.LANES), lambda g, b, _: (g, 0, 0))
+    sink_spec = pl.BlockSpec((step_heads, rows, flash_tpu.LANES), lambda g, b, *_: (g, 0, 0))
+    limits = [length] if windows is None else [length, windows]
     outputs = pl.pallas_call(
         functools.partial(
-            _kernel, block=block, batch=batch, scale=scale, window=window, causal=causal
+            _kernel,
+            block=block,
+            batch=batch,
+            scale=scale,
+            window=window,
+            causal=causal,
+            chosen=windows is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(limits),
             grid=(kv_heads // step_heads, batch),
             in_specs=[
                 step_spec(rows), step_spec(block), step_spec(block),
@@ -91,12 +102,13 @@ def block_attention_tpu(
         interpret=interpret,
         # Forecasts read the window from the name.
         name=f"{OP}_t{block}" + ("" if window is None else f"_w{window}"),
-    )(length, grouped, *new, context_keys, context_values, *sink_rows)  # fmt: skip
+    )(*limits, grouped, *new, context_keys, context_values, *sink_rows)  # fmt: skip
     outputs = outputs.reshape(batch, kv_heads, group, block, width).transpose(0, 3, 1, 2, 4)
     return outputs.reshape(queries.shape)
 
 
-def _kernel(length_ref, *refs, block, batch, scale, window, causal):
+def _kernel(length_ref, *refs, block, batch, scale, window, causal, chosen):
+    windows_ref, *refs = refs if chosen else (None, *refs)
     inputs, (outputs_ref, *scratch) = refs[:-8], refs[-8:]
     queries_ref, keys_ref, values_ref, *context = inputs[:5]
     sinks_ref = inputs[5] if len(inputs) > 5 else None
@@ -134,6 +146,8 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
             scores = jnp.where(row - key < window, scores, flash_tpu.MASKED)
         softmax.begin(head, scores, values_ref[head])
 
+    if chosen:
+        window = windows_ref[sequence]
     # First context position that the anchor sees; the row r places after it sees r fewer.
     first_visible = 0 if window is None else length - (window - 1)
 

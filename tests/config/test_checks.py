@@ -65,6 +65,8 @@ def load(tmp_path, monkeypatch):
          "mesh.drafter: needs drafter.overlap=ssd or pingpong; leave it out"),
         ("drafter.overlap=ssd drafter.block_size=auto", "drafter.block_size: auto is not "
          "supported with drafter.overlap=ssd; give a number, or leave it out"),
+        ("drafter.overlap=ssd drafter.window=auto", "drafter.window: auto is not "
+         "supported with drafter.overlap=ssd; give a number, or leave it out"),
         ("drafter.overlap=ssd drafter.tree.budget=8", "drafter.tree: drafter.overlap=ssd drafts "
          "chains; leave drafter.tree out, or use drafter.overlap=pingpong"),
         ("drafter.overlap=ssd decode.verify=block", "decode.verify: block is not supported with "
@@ -133,6 +135,7 @@ def test_a_misfit_is_one_line(load, overrides, expected):
         "drafter.block_size=16",
         "drafter.block_size=2",
         "drafter.block_size=auto",
+        "drafter.window=auto",
         "drafter.checkpoint=somewhere drafter.block_size=32",
         "drafter.architecture.target_layer_ids=[0,5]",
         "drafter.architecture.mask_token_id=63",

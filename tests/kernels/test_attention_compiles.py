@@ -139,6 +139,14 @@ def test_block_attention(chip):
     compile_for(chip, call, block_shapes(16, 8, 4, 128, BF16))
 
 
+def test_block_attention_with_windows_of_the_sequences():
+    def call(*arrays):
+        return block_attention(*arrays[:-1], windows=arrays[-1], scale=0.1)
+
+    shapes = block_shapes(16, 8, 4, 128, BF16)
+    compile_for(V5P, call, [*shapes, shapes[-1]])
+
+
 @pytest.mark.parametrize(
     ("rows", "kv_heads", "group", "width", "dtype"),
     [(1, 2, 4, 64, F32), (10, 1, 8, 256, BF16), (17, 2, 1, 128, F32)],

@@ -67,7 +67,7 @@ def test_pages(batch, rows, heads, width, page, start, window, sinks, tree, dtyp
 def test_blocks(causal, window):
     rng = np.random.default_rng(0)
     case = arrays(rng, (3, 6, 8, 64), *[(3, 6, 2, 64)] * 2, *[(3, 2, 300, 64)] * 2)
-    case += [jnp.asarray([0, 299, 17], jnp.int32), arrays(rng, (8,))[0]]
+    case += [jnp.asarray([0, 299, 17], jnp.int32), arrays(rng, (8,))[0], jnp.array([6, 99, 9])]
     form = functools.partial(block_attention, scale=0.1, window=window, causal=causal)
     found, expected = (form(*case, implementation=name) for name in ("cpu", "reference"))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)

@@ -48,7 +48,9 @@ def expected(case, *, window=None, causal=False):
     """Computes the outputs by loops, from an explicit list of visible positions."""
     outputs = []
     rows = case["queries"].shape[1]
+    chosen = case.get("windows", np.full(case["length"].shape, 2**30)).tolist()
     for b, length in enumerate(case["length"].tolist()):
+        context_window = min(window or 2**30, chosen[b])
         keys = np.concatenate([case["context_keys"][b].swapaxes(0, 1)[:length], case["keys"][b]])
         values = np.concatenate(
             [case["context_values"][b].swapaxes(0, 1)[:length], case["values"][b]]
@@ -56,7 +58,7 @@ def expected(case, *, window=None, causal=False):
         visible = np.zeros((rows, length + rows), bool)
         for row in range(rows):
             for position in range(length):
-                visible[row, position] = window is None or position > length + row - window
+                visible[row, position] = position > length + row - context_window
             for other in range(rows):
                 near = window is None or other > row - window
                 visible[row, length + other] = near and (other <= row or not causal)
@@ -113,6 +115,25 @@ def test_sinks():
     check(make_case([0, 5, 13], 3, capacity=13, group=3, sinks=True), window=6)
     wrong = make_case([3], 2) | {"sinks": jnp.zeros(3)}
     with pytest.raises(ValueError, match=r"sinks is \(3,\), expected \(4,\)"):
+        block.block_attention(**wrong, scale=SCALE)
+
+
+WINDOWS = {"windows": jnp.array([6, 30, 2**30, 11, 3])}
+
+
+@pytest.mark.parametrize("view", [{}, {"window": 9}, {"causal": True}], ids=str)
+def test_windows_of_the_sequences(view):
+    check(make_case([0, 2, 9, 21, 23], 3, capacity=23) | WINDOWS, **view)
+
+
+def test_tiles_before_the_windows_of_all_sequences_are_not_read():
+    case = make_case([19, 22], 3, capacity=24) | {"windows": jnp.array([3, 5])}
+    check(case, unread=slice(0, 16))
+
+
+def test_wrong_windows_are_named():
+    wrong = make_case([3], 2) | {"windows": jnp.array([3, 5])}
+    with pytest.raises(ValueError, match=r"windows is \(2,\), expected \(1,\)"):
         block.block_attention(**wrong, scale=SCALE)
 
 
@@ -207,6 +228,13 @@ def test_kernel(rows, lengths, dtype, kv_heads, group, width, view):
         lengths, rows, capacity=48, kv_heads=kv_heads, group=group, width=width, dtype=dtype
     )
     check_kernel(case, **view)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_kernel_with_windows_of_the_sequences(sinks):
+    lengths, width = [0, 2, 9, 40, 33], 64
+    case = make_case(lengths, 3, capacity=48, kv_heads=2, group=2, width=width, sinks=sinks)
+    check_kernel(case | WINDOWS, window=20)
 
 
 def test_kernel_with_sinks():

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from dflash.checkpoints import hf_config
-from dflash.config.schema import DrafterConfig, TargetArchitecture
+from dflash.config.schema import AUTO, DrafterConfig, TargetArchitecture
 from dflash.drafters import base_config
 from dflash.drafters.base import Drafter
 from dflash.drafters.base_config import BlockDrafterConfig, DrafterShape, LayeredDrafterConfig
@@ -58,9 +58,14 @@ class WeightedDrafter(Drafter):
         if isinstance(config, LayeredDrafterConfig) and config.rope_scaling is not None:
             decoder = hf_config.with_rope_scaling(shape.decoder, config.rope_scaling)
             shape = dataclasses.replace(shape, decoder=decoder)
+        windows = ()
         if isinstance(config, BlockDrafterConfig):
-            shape = shape.seen_through(config.window)
+            if config.window == AUTO:
+                windows = shape.windows
+            else:
+                shape = shape.seen_through(config.window)
         drafter = cls(shape, dtype=dtype, sharding=sharding, **cls.options(config))
+        drafter.windows = windows
         drafter.longest_context = getattr(config, "longest_context", None)
         return drafter
 

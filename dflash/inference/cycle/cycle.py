@@ -87,6 +87,12 @@ def propose(
       rows: Rows that will be verified, if they are divided and known. Drafts without a row may then
         be arbitrary.
     """
+    if state.windows is not None and block_size > 1:
+        windows = state.windows.choose(state.length)
+        state, drafter = (
+            dataclasses.replace(state, windows=windows),
+            drafter.within(windows.positions()),
+        )
     sampler = rules.sampler(state)
     if rows is not None and not rules.lookup:  # A lookup compares all drafts with the output.
         sampler = dataclasses.replace(sampler, packing=rows.drafts)
@@ -140,6 +146,7 @@ def conclude(
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = _learn(state, proposal, result, num_committed, rules, rows)
+    windows = _learn_windows(state, drafter, outcome, active, num_drafts)
     drafter_state, adaptive = _observe(
         target, drafter, state, adaptive, following, num_committed, features
     )
@@ -155,6 +162,7 @@ def conclude(
         drafter=drafter_state,
         adaptive=adaptive,
         lookup=state.lookup and state.lookup.learn(committed, num_committed, num_drafts),
+        windows=windows,
         nonfinite_at=nonfinite_at,
     )
     return state, outcome
@@ -229,6 +237,17 @@ def _learn(state, proposal, result, num_committed, rules, rows):
         # The bonus token is committed last, unless the output ended before it.
         on_path = _on_path(result, jnp.maximum(num_committed - 1, 0), num_drafts)
     return state.adaptive.learn(num_committed, left, *sizes, counts, on_path, confidence)
+
+
+def _learn_windows(state, drafter, outcome, active, num_drafts):
+    """Returns the state that chooses windows, with what was accepted; None without one."""
+    if state.windows is None or not num_drafts:
+        return state.windows
+    # Where an output ends tells nothing about its drafts.
+    verified = jnp.where(active, jnp.minimum(outcome.rows, drafter.longest_path) - 1, 0)
+    if state.lookup is not None:
+        verified = jnp.where(state.lookup.copies, 0, verified)
+    return state.windows.learn(state.length, outcome.accepted, verified)
 
 
 def _observe(target, drafter, state, adaptive, following, num_committed, features):

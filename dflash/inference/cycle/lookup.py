@@ -36,6 +36,11 @@ class Lookup:
         """Resets slot `slot` for a new sequence, which begins with the drafter's proposals."""
         return dataclasses.replace(self, accepted=self.accepted.at[slot].set(0))
 
+    @property
+    def copies(self) -> jax.Array:
+        """Sequences whose copies are verified in the current cycle, bool [B]."""
+        return self.accepted[:, 1] > self.accepted[:, 0]
+
     def beside(
         self, proposal: Proposal, token_ids: jax.Array, position: jax.Array
     ) -> tuple["Lookup", Proposal]:
@@ -51,7 +56,7 @@ class Lookup:
         count = proposal.tokens.shape[1]
         copy = ngram.copy_last(token_ids, position, LONGEST_MATCH, count)
         drafts = jnp.stack([proposal.tokens, copy], axis=1)
-        copies = (self.accepted[:, 1] > self.accepted[:, 0])[:, None]
+        copies = self.copies[:, None]
         tokens, probs = jnp.where(copies, copy, proposal.tokens), proposal.probs
         if probs is not None:
             certain = jax.nn.one_hot(copy, probs.shape[-1], dtype=probs.dtype)

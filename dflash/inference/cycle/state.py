@@ -7,12 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash.inference.cycle import adaptive, block_choice
 from dflash.inference.cycle.adaptive import Adaptive
 from dflash.inference.cycle.lookup import Lookup
+from dflash.inference.cycle.window_choice import WindowChoice
 from dflash.inference.logits.controls import Controls
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
+
+# Acceptance statistics of a run, for block sizes and for windows; None for what is not chosen.
+Statistics = tuple[block_choice.Pool | None, WindowChoice | None]
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +41,7 @@ class DecodeState:
       adaptive: State that chooses block sizes; None if there is only one size. Its backlog holds
         the rows that the drafter has not observed yet.
       lookup: State that chooses between drafts and copies; None without lookup.
+      windows: State that chooses the windows of the drafter; None without a choice.
       nonfinite_at: int32 [B]; position of the first token with non-finite logits, which ended the
         sequence; 0 if there was none.
       concluded: int32 []; cycles of the current dispatch that were run before its loop.
@@ -54,9 +60,25 @@ class DecodeState:
     drafter: Any
     adaptive: Adaptive | None
     lookup: Lookup | None
+    windows: WindowChoice | None
     nonfinite_at: jax.Array
     concluded: jax.Array
     adapter: jax.Array | None = None
+
+    @property
+    def statistics(self) -> Statistics:
+        """Acceptance statistics of all sequences, with which another run may start."""
+        chosen = self.adaptive and block_choice.pool(self.adaptive.choice)
+        return chosen, self.windows
+
+    def with_statistics(self, statistics: Statistics) -> "DecodeState":
+        """Returns the state of a run that starts with statistics of earlier ones."""
+        of_sizes, of_windows = statistics
+        return dataclasses.replace(
+            self,
+            adaptive=adaptive.with_pool(self.adaptive, of_sizes),
+            windows=self.windows and self.windows.with_pool(of_windows),
+        )
 
 
 @jax.tree_util.register_dataclass

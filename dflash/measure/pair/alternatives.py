@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dflash.config.schema import TargetArchitecture
+from dflash.drafters.dflash_config import WINDOWS
 from dflash.text.tokenizer import Tokenizer
 
 _MASK_WORDS = ("mask", "pad")
 _MAX_MASKS = 3
-WINDOWS = (64, 256, 1024, 4096)  # Tried if a prompt is at least twice as long.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,13 +108,14 @@ def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Te
     return Texts(tokens, prompt, total, features(weights, tokens, total), tapped)
 
 
-def cycles(drafter: Drafter, target: Decoder, texts: Texts) -> Cycles:
+def cycles(drafter: Drafter, target: Decoder, texts: Texts, *, everywhere: bool = False) -> Cycles:
     """Returns the cycles that decode the texts, as NumPy arrays.
 
     Args:
       drafter: Drafter of chains, with weights.
       target: Target, whose embedding and output head the drafter may use.
       texts: Texts with the features that the drafter needs.
+      everywhere: Begin a cycle at every token of the answers, as if each committed only one.
     """
     (graph, weights), (heads_graph, heads) = nnx.split(drafter), nnx.split(target)
     longest = int((texts.total - texts.prompt).max())
@@ -122,7 +123,8 @@ def cycles(drafter: Drafter, target: Decoder, texts: Texts) -> Cycles:
 
     @jax.jit
     def run(weights, heads, texts):
-        return _run(nnx.merge(graph, weights), nnx.merge(heads_graph, heads), texts, most)
+        models = nnx.merge(graph, weights), nnx.merge(heads_graph, heads)
+        return _run(*models, texts, most, everywhere)
 
     found = run(weights, heads, _of_layers(texts, drafter.feature_layers, target))
     return jax.tree.map(np.asarray, found)
@@ -138,31 +140,32 @@ def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
     return dataclasses.replace(texts, features=features, layers=())
 
 
-def _run(drafter: Drafter, heads: Heads, texts: Texts, most: int) -> Cycles:
+def _run(drafter: Drafter, heads: Heads, texts: Texts, most: int, everywhere: bool) -> Cycles:
     """Runs cycles over all texts, each of which has at most `most`."""
     batch, length = texts.tokens.shape
     rows = drafter.block_size
     sampler = SequenceSampler(_greedy(batch))
 
-    def cycle(state: Any, anchor: jax.Array) -> tuple[Any, Cycles]:
+    def cycle(state: Any, anchor: jax.Array) -> tuple[Any, jax.Array, Cycles]:
         left = jnp.maximum(texts.total - 1 - anchor, 0)
         tokens = _slice(texts.tokens, anchor, rows + 1)
         proposal, state = drafter.draft(state, tokens[:, 0], anchor, sampler, heads)
         hits = proposal.tokens == tokens[:, 1:rows]
         committed = jnp.minimum(jnp.cumprod(hits, axis=1).sum(axis=1) + 1, left)
         features = _slice(texts.features, anchor, rows)
-        state = drafter.observe(state, anchor, tokens, committed, features, heads)
-        return state, Cycles(committed, left, proposal.confidence)
+        steps = jnp.minimum(committed, 1) if everywhere else committed
+        state = drafter.observe(state, anchor, tokens, steps, features, heads)
+        return state, steps, Cycles(committed, left, proposal.confidence)
 
     def advance(step: _Step) -> _Step:
-        state, found = cycle(step.state, step.anchor)
+        state, steps, found = cycle(step.state, step.anchor)
         recorded = jax.tree.map(
             lambda all, one: all.at[:, step.number].set(one), step.cycles, found
         )
-        return _Step(state, step.anchor + found.committed, step.number + 1, recorded)
+        return _Step(state, step.anchor + steps, step.number + 1, recorded)
 
     state = _observe_prompts(drafter, heads, texts, length + rows)
-    _, form = jax.eval_shape(cycle, state, texts.prompt)
+    *_, form = jax.eval_shape(cycle, state, texts.prompt)
     empty = jax.tree.map(lambda x: jnp.zeros((batch, most, *x.shape[1:]), x.dtype), form)
     first = _Step(state, texts.prompt, jnp.int32(0), empty)
     last = jax.lax.while_loop(lambda step: (step.anchor < texts.total - 1).any(), advance, first)

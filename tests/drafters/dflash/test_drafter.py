@@ -157,6 +157,21 @@ def test_layers_see_what_config_json_says(form):
     check_block(make_drafter(DFlash.architecture_from_hf(make_config(**changes))), views)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_chosen_windows_are_those_of_the_shape(sinks):
+    """Each sequence sees what a drafter with its window sees; narrower views stay."""
+    shape = make_shape(FULL, LayerView(8), attention_sink_bias=sinks)
+    drafter, position, windows = make_drafter(shape), [17, 17, 5], (7, 12, 2**30)
+    features = draw_features(3, 17)
+    state = observe(drafter, new_state(drafter, 3), [0] * 3, features)
+    found = run_block(drafter.within(jnp.array(windows)), state, [5, 6, 7], position)
+    for b, window in enumerate(windows):
+        narrowed = make_drafter(shape.seen_through(window))
+        wanted = run_block(narrowed, state, [5, 6, 7], position)
+        np.testing.assert_allclose(found[b], wanted[b], atol=1e-5)
+    assert not np.allclose(found[0], run_block(drafter, state, [5, 6, 7], position)[0], atol=1e-3)
+
+
 def test_heads_do_what_config_json_says():
     stated = {"partial_rotary_factor": 0.5, "attention_sink_bias": True, "attention_bias": True}
     config = make_config(**stated, dflash_config={"attention_value_scale": 0.612})

@@ -44,6 +44,19 @@ def test_a_window_of_the_run_narrows_every_view():
     assert [view.window for view in plain.shape.views] == [None, 3]
 
 
+def test_windows_to_choose_from_narrow_a_view_and_no_block():
+    config = DFlashConfig(checkpoint="drafter", window="auto")
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    for hf, windows in (
+        (make_config(), (64, 256, 1024, 4096)),
+        (make_config(layer_types=["sliding_attention"] * 2, sliding_window=300), (64, 256)),
+        (make_config(block_size=64), (256, 1024, 4096)),
+    ):
+        made = DFlash.create(config, hf, make_architecture(), **build)
+        assert made.windows == windows
+        assert made.shape == DFlash.architecture_from_hf(hf).fit(make_architecture())
+
+
 def test_both_layouts_say_the_same():
     old = make_config(rope_theta=1e5)
     new = make_config(rope_theta=1e5)

@@ -1,0 +1,55 @@
+"""The contract of windows that are chosen for each sequence: the output is plain decoding's."""
+
+import numpy as np
+import pytest
+from support.engines import decode, engine, expected, random_prompts
+from support.models import drafter, takes
+
+from dflash.config import registry
+
+WINDOWED = [name for name in sorted(registry.DRAFTERS) if takes(name, "longest_context")]
+WAYS = {
+    "whole": {},
+    "sizes": {"adaptive_blocks": True},
+    "copies": {"lookup": True},
+    "rejection": {"verify": "rejection"},
+    "replicas": {"mesh": (2, 1, 1), "batch_size": 4, "num_pages": None},
+}
+CASES = [
+    (name, tree, way)
+    for name in WINDOWED
+    for tree in (False, True)
+    for way in WAYS
+    if takes(name, "tree") or not tree
+    if not (tree and way == "copies")
+]
+PROMPTS, LIMITS = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "way"),
+    CASES,
+    ids=[f"{name}-tree-{way}" if tree else f"{name}-{way}" for name, tree, way in CASES],
+)
+def test_output_is_that_of_plain_decoding(name, tree, way):
+    options = {"batch_size": 5, "sync_every": 2, "max_length": 64, "num_pages": 16} | WAYS[way]
+    mesh = options.get("mesh", (1, 1, 1))
+    model = drafter(name, block_size=4, tree=tree, mesh=mesh)
+    model.windows = (8, 24)
+    if way == "rejection" and not model.has_probs:
+        pytest.skip("drafts without probabilities")
+    run = engine(model, **options)
+    if way == "sizes":  # Plain cycles, whole blocks and divided rows take turns.
+        sizes, means = len(run.block_sizes), len(run.rules.division.mean_rows)
+        seconds = [*(1.0 + 0.25 * np.arange(sizes)), *(1.2 + 0.25 * np.arange(means))]
+        run.cycle_seconds = tuple(seconds)
+    for temperature in (0.0,) if way == "rejection" else (0.0, 0.8):
+        done = decode(run, PROMPTS, LIMITS, temperature=temperature, seed=3)
+        wanted = expected(PROMPTS, LIMITS, temperature=temperature, seed=3)
+        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    _, windows = run.new_state().statistics
+    # Every choice was made that the lengths allow.
+    np.testing.assert_array_equal(
+        np.asarray(windows.pool_tried) > 0, [[0, 0, 1], [1, 0, 1], [1, 1, 1]]
+    )
+    assert sum(one.preemptions for one in done) > 0 or mesh != (1, 1, 1)
