@@ -48,38 +48,52 @@ def paged_attention_tpu(
     """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
     has_sinks = sinks is not None
     tiling = PagedTiling(queries, key_pages, page_table, tree_mask, window, has_sinks, sizes)
-    batch, length = queries.shape[:2]
-    rows = tiling.split_queries(queries)
-    arrays = [rows, *tiling.new_rows(keys, values)]
-    if tree_mask is not None:
-        arrays.append(tiling.tree_input(tree_mask))
-    if has_sinks:
-        arrays.append(flash_tpu.sink_rows(sinks, tiling.kv_heads, tiling.query_tile))
-    kernel = functools.partial(_kernel, tiling=tiling, scale=scale)
+    arrays = [tiling.split_queries(queries), *tiling.new_rows(keys, values)]
+    arrays += tiling.shared_inputs(tree_mask, sinks)
+    kernel = functools.partial(attend_step, tiling=tiling, scale=scale)
+    scalars = page_table.reshape(-1), start
+    outputs, *pools = call(kernel, tiling, scalars, arrays, key_pages, value_pages, interpret)
+    return tiling.join_queries(outputs), *pools
+
+
+def call(kernel, tiling, scalars, arrays, key_pages, value_pages, interpret):
+    """Calls a kernel that updates pools of pages in place.
+
+    Args:
+      kernel: Kernel function.
+      tiling: `PagedTiling` of the call.
+      scalars: Arrays of scalars, which precede all other references.
+      arrays: Arrays in the order of `tiling.specs`.
+      key_pages: Pool of keys.
+      value_pages: Pool of values.
+      interpret: Argument of `pl.pallas_call`.
+    Returns:
+      Outputs in the shape `tiling.output_shape`, key_pages, value_pages.
+    """
     pools = _parts(key_pages, value_pages)
-    first_pool = 2 + len(arrays)
+    first_pool = len(scalars) + len(arrays)
     outputs, *pools = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(tiling.head_groups, batch, tiling.query_tiles),
+            num_scalar_prefetch=len(scalars),
+            grid=(tiling.head_groups, tiling.batch, tiling.query_tiles),
             in_specs=[*tiling.specs(), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
             out_specs=[tiling.output_spec(), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
             scratch_shapes=tiling.scratch(),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(tiling.output_shape, queries.dtype),
+            jax.ShapeDtypeStruct(tiling.output_shape, tiling.dtype),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools),
         ],
         input_output_aliases={first_pool + i: 1 + i for i in range(len(pools))},
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary", "arbitrary"),
         cost_estimate=tiling.cost(),
         interpret=interpret,
-        name=f"{OP}_t{length}",
-    )(page_table.reshape(-1), start, *arrays, *pools)
+        name=f"{OP}{tiling.suffix}_t{tiling.length}",
+    )(*scalars, *arrays, *pools)
     if tiling.quantized:
         pools = [Quantized(pools[kind], pools[2 + kind]) for kind in range(2)]
-    return tiling.join_queries(outputs), *pools
+    return outputs, *pools
 
 
 def _parts(keys, values) -> list:
@@ -91,6 +105,8 @@ def _parts(keys, values) -> list:
 
 class PagedTiling:
     """Shapes of one call: its tiles, blocks and scratch arrays."""
+
+    suffix = ""  # Of the kernel's name.
 
     def __init__(self, queries, pages, page_table, tree_mask, window, has_sinks, sizes: BlockSizes):
         self.batch, self.length, self.heads, self.width = queries.shape
@@ -173,7 +189,14 @@ class PagedTiling:
         rows = [self.pad(x.astype(self.new_dtype), 2) for x in parts[:2]]
         return [*rows, *(self.pad(x, 3, self.windows.scale_lanes) for x in parts[2:])]
 
-    def tree_input(self, tree_mask):
+    def shared_inputs(self, tree_mask, sinks) -> list:
+        """Returns the arrays that follow queries, keys and values: any tree mask, any sinks."""
+        trees = [] if tree_mask is None else [self._tree_input(tree_mask)]
+        if sinks is None:
+            return trees
+        return [*trees, flash_tpu.sink_rows(sinks, self.kv_heads, self.query_tile)]
+
+    def _tree_input(self, tree_mask):
         """Returns the depth plus one of each row of queries at the new rows that it sees.
 
         It is int32 [B, R, T], and 0 at the new rows that it does not see.
@@ -206,7 +229,7 @@ class PagedTiling:
         return specs
 
     def scratch(self):
-        """Returns the scratch shapes, in the order in which `_kernel` takes them."""
+        """Returns the scratch shapes, in the order in which `attend_step` takes them."""
         heads = self.step_heads
         return [
             *Softmax.scratch(heads, self.rows, self.width, self.tile),
@@ -239,7 +262,8 @@ class PagedTiling:
         return flash_tpu.cost(*shape, self.pool_dtype)
 
 
-def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
+def attend_step(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
+    """Runs a grid step, given references to scalars, to the arrays of `call`, and to scratch."""
     refs = list(refs)
     queries_ref, refs = refs[0], refs[1:]
     # Keys and values, followed by their scales if quantized.

@@ -14,6 +14,8 @@ from flax import nnx
 
 from dflash.kernels import implementation
 from dflash.kernels.causal_attention import causal_attention
+from dflash.kernels.packed_attention import packed_attention
+from dflash.kernels.packing import Packing
 from dflash.kernels.paged_attention import paged_attention
 from dflash.kernels.quantized import Rows
 from dflash.kernels.split_heads import Part, split_heads
@@ -144,6 +146,7 @@ class Attention(nnx.Module):
         page_table: jax.Array,
         start: jax.Array,
         tree_mask: jax.Array | None,
+        packing: Packing | None = None,
     ) -> Attend:
         """Returns attention of new rows to cached rows and to one another.
 
@@ -152,20 +155,22 @@ class Attention(nnx.Module):
           page_table: int32 [B, M].
           start: int32 [B]; number of cached positions, and so the position of the first new row.
           tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
+          packing: Packing of the new rows [D, N, …]; None for T rows of every sequence.
         Returns:
           Attention whose auxiliary result is the pages with the new rows written.
         """
         batch, pool = batch_axes(start.shape[0], self.sharding)
         rows, kv_rows = self._row_names(batch)
         stored = ("kv_heads", pool, None, None)
-        names = [stored, stored, (batch, None), (batch,), (batch, None, None), ("heads",)]
+        packings = [] if packing is None else [packing]
+        names = [stored, stored, (batch, None), (batch,), *[(batch, None)] * len(packings)]
         view = self._view | {"implementation": implementation.on(self.sharding)}
         sharded = self.sharding.map(
-            functools.partial(paged_attention, **view),
-            (rows, kv_rows, kv_rows, *names),
+            functools.partial(packed_attention if packings else paged_attention, **view),
+            (rows, kv_rows, kv_rows, *names, (batch, None, None), ("heads",)),
             (rows, stored, stored),
         )
-        fixed = (*pages, page_table, start, tree_mask, self._sinks)
+        fixed = (*pages, page_table, start, *packings, tree_mask, self._sinks)
 
         def attend(queries, keys, values):
             attended, *pages = sharded(queries, keys, values, *fixed)

@@ -15,11 +15,12 @@ from flax import nnx
 
 from dflash.checkpoints import hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
+from dflash.kernels.packing import Packing
 from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
+from dflash.layers.attention import Attention
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.mlp import Mlp
-from dflash.layers.packing import Packing
 from dflash.layers.recurrent_state import RecurrentSpec, RecurrentState
 from dflash.layers.train_batch import TrainBatch
 from dflash.layers.transformer import (
@@ -335,10 +336,13 @@ class Decoder(nnx.Module):
 
 
 def _attend_cached(layer, kept, page_table, start, tree_mask, count, packing):
+    attention = layer.self_attn
+    if isinstance(attention, Attention):
+        return attention.attend_pages(kept, page_table, start, tree_mask, packing)
     if isinstance(kept, RecurrentState):
-        attend = layer.self_attn.attend_state(kept, tree_mask, count)
+        attend = attention.attend_state(kept, tree_mask, count)
     else:
-        attend = layer.self_attn.attend_pages(kept, page_table, start, tree_mask)
+        attend = attention.attend_pages(kept, page_table, start, tree_mask)
     return attend if packing is None else packing.around(attend)
 
 

@@ -32,7 +32,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
-from dflash.layers.packing import Packing
+from dflash.kernels.packing import Packing
 from dflash.offline import decoding
 
 

@@ -11,6 +11,8 @@ from support.tpu_compiler import CHIPS, compile_for, needs_compiler
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.kernels.causal_attention import causal_attention
+from dflash.kernels.packed_attention import packed_attention
+from dflash.kernels.packing import Packing
 from dflash.kernels.paged_attention import move_rows, paged_attention, row_index
 from dflash.kernels.quantized import Quantized
 from dflash.kernels.split_heads import Part, split_heads
@@ -124,6 +126,32 @@ def test_quantized_paged_attention(chip, kv_dtype):
 )
 def test_shapes_of_quantized_paged_attention(kv_dtype, length, width, dtype, tree):
     compile_quantized(V5P, kv_dtype, length, 2, 2, width, dtype, tree=tree)
+
+
+def compile_packed(chip, length, total, *args, batch=4, tree=False):
+    padded = paged_shapes(length, *args, batch=batch, tree=tree)
+    packed = [((1, total, *shape[2:]), dtype) for shape, dtype in padded[:3]]
+
+    def call(counts, *arrays):
+        packing = Packing.of(counts, length, total, 1)
+        return packed_attention(*arrays[:7], packing, *arrays[7:], scale=0.1)
+
+    compiled = compile_for(chip, call, [((batch,), jnp.int32), *packed, *padded[3:]])
+    assert "paged_attention_packed" in compiled.as_text()
+    return compiled
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_packed_attention(chip):
+    compile_packed(chip, 16, 64, 8, 4, 128, BF16, batch=16)
+
+
+@pytest.mark.parametrize(
+    ("length", "total", "kv_heads", "group", "dtype", "tree"),
+    [(4, 10, 8, 4, BF16, False), (5, 12, 1, 1, F32, True), (33, 40, 2, 8, BF16, True)],
+)
+def test_shapes_of_packed_attention(length, total, kv_heads, group, dtype, tree):
+    compile_packed(V5P, length, total, kv_heads, group, 128, dtype, tree=tree)
 
 
 def block_shapes(rows, kv_heads, group, width, dtype, batch=2, capacity=1024):

@@ -23,12 +23,19 @@ class Case:
     page_size: int
     owned: np.ndarray  # bool [P, S]; rows that the call must write
 
-    def check(self, result, tolerance, *, stale_unit=1):
-        """Compares outputs and pools; stale rows up to a multiple of the unit may be cleared."""
+    def check(self, result, tolerance, *, stale_unit=1, counts=None):
+        """Compares outputs and pools; stale rows up to a multiple of the unit may be cleared.
+
+        With counts, only so many new rows of each sequence are compared.
+        """
         outputs, key_pages, value_pages = result
         assert outputs.dtype == self.arguments["queries"].dtype
+        batch, length = outputs.shape[:2]
+        own = np.arange(length) < np.reshape(
+            [length] * batch if counts is None else counts, (-1, 1)
+        )
         np.testing.assert_allclose(
-            np.asarray(outputs, np.float64), self.expected, rtol=tolerance, atol=tolerance
+            np.asarray(outputs, np.float64)[own], self.expected[own], rtol=tolerance, atol=tolerance
         )
         for after, name, rows in (
             (key_pages, "key_pages", "keys"),
@@ -40,7 +47,7 @@ class Case:
             for was, now, row in zip(*map(row_parts, (before, after, new)), strict=True):
                 same = ~self.owned & ~self._beside(stale_unit)
                 np.testing.assert_array_equal(now[:, same], was[:, same])
-                np.testing.assert_array_equal(now[:, self.pages, self.rows], row)
+                np.testing.assert_array_equal(now[:, self.pages[own], self.rows[own]], row[:, own])
 
     def poison(self, unit):
         """Puts NaN, which no mask would stop, into all rows past the starts, rounded up."""

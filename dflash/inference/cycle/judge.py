@@ -14,7 +14,7 @@ from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import controls, nonfinite
 from dflash.inference.logits.sampling import SequenceSampler
 from dflash.kernels.argmax import argmax
-from dflash.layers.packing import Packing
+from dflash.kernels.packing import Packing
 
 
 class Rows(NamedTuple):

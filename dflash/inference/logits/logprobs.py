@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dflash.inference.logits.sampling import SamplingParams, filter_logits
 from dflash.inference.request import MAX_LOGPROBS, TokenLogprobs
-from dflash.layers.packing import Packing
+from dflash.kernels.packing import Packing
 
 
 @jax.tree_util.register_dataclass

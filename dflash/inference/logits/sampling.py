@@ -18,7 +18,7 @@ from dflash.drafters.parts.sampler import Candidates
 from dflash.inference.logits import top_k_top_p
 from dflash.inference.request import RequestSampling
 from dflash.kernels.argmax import argmax
-from dflash.layers.packing import Packing
+from dflash.kernels.packing import Packing
 
 # Streams of noise. Rejection verification needs independent noise for its three uses; coupled
 # verification needs the same noise everywhere, and uses only COUPLED. BLOCK derives the seeds of

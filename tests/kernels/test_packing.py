@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash.layers.packing import Packing
+from dflash.kernels.packing import Packing
 
 LENGTH = 4
 # Rows of each sequence and rows that a replica has room for: full, with room to spare, and empty.

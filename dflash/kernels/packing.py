@@ -1,17 +1,16 @@
 """Packing of rows: different numbers of rows per sequence, in an array of a static size.
 
-Layers that treat rows one by one run on packed rows. Attention runs on padded ones: it reads the
-context of each sequence once however many rows there are, and padding adds no reads.
+Layers that treat rows one by one run on packed rows. Attention reads the context of each sequence
+once however many rows there are, so that it computes padded rows: padding adds no reads.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from dflash.layers.attention import Attend
 
 
 @jax.tree_util.register_dataclass
@@ -23,8 +22,8 @@ class Packing:
 
     Attributes:
       source: int32 [D, N]; padded row of each packed row, numbered within the replica.
-      place: int32 [B, R]; packed row of each padded row, numbered within the replica; arbitrary for
-        padding.
+      place: int32 [B, R]; packed row of each padded row, numbered within the replica. The padding
+        of a sequence is the rows after its own, which may exceed N.
     """
 
     source: jax.Array
@@ -49,7 +48,7 @@ class Packing:
         begins = ends - by_replica
         row = jnp.minimum(rows - jnp.take_along_axis(begins, owner, axis=1), length - 1)
         place = begins.reshape(-1, 1) + jnp.arange(length)
-        return cls(owner * length + row, jnp.minimum(place, total - 1))
+        return cls(owner * length + row, place)
 
     def pack(self, rows: jax.Array) -> jax.Array:
         """Returns the packed rows [D, N, …] of padded rows [B, R, …]."""
@@ -67,7 +66,7 @@ class Packing:
         padded = jnp.broadcast_to(values[:, None], (*self.place.shape, *values.shape[1:]))
         return self.pack(padded)
 
-    def around(self, attend: Attend) -> Attend:
+    def around(self, attend: Callable[..., tuple[jax.Array, Any]]) -> Callable:
         """Returns attention over packed rows, given attention over padded rows."""
 
         def attend_packed(*rows: Any) -> tuple[jax.Array, Any]:
@@ -78,5 +77,5 @@ class Packing:
 
 
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns rows[d, index[d, i]] for rows [D, M, …] and index int32 [D, N]."""
-    return jax.vmap(lambda one, at: one[at])(rows, index)
+    """Returns rows[d, min(index[d, i], M - 1)] for rows [D, M, …] and index int32 [D, N]."""
+    return jax.vmap(lambda one, at: one.at[at].get(mode="clip"))(rows, index)
