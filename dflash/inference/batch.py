@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dflash.inference import constrained
+from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.adaptive import spare_rows
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
@@ -111,10 +112,14 @@ class Batch:
         self.running[request.slot] = request
         self._publish(request)
 
-    def decode(self) -> list[Report]:
+    def decode(self, *, queued: bool) -> list[Report]:
         """Runs one dispatch of cycles; empty if no request can run.
 
         A request with a grammar runs once its first token is known, since masks depend on it.
+
+        Args:
+          queued: Whether requests wait for a slot. Then the dispatch ends before the slots of ended
+            sequences are idle for longer than another dispatch costs.
         """
         running = self.running.items()
         ready = {slot: one for slot, one in running if one.matcher and one.output_ids}
@@ -128,6 +133,7 @@ class Batch:
             others=others,
             bucket=self._layout.bucket_for(self.running),
             plain=self.plain and not ready,
+            max_idle=self._layout.batch_size // 2 if queued else dispatch.ANY,
         )
         return reports
 

@@ -32,17 +32,17 @@ def over_first_slots(function: Callable, shapes: Any, num_replicas: int) -> Call
     Only per-slot data, such as the drafter's context, is copied; the target's pages stay in place.
 
     Args:
-      function: Function (target, drafter, state) -> (state, report).
+      function: Function (target, drafter, state, …) -> (state, report).
       shapes: Abstract state of the first W slots of each replica, which `function` takes.
       num_replicas: Number of equal, consecutive parts that the slot axis is divided into.
     Returns:
-      Function (target, drafter, state) -> (state, report); the report's other slots are zero.
+      Function (target, drafter, state, …) -> (state, report); the report's other slots are zero.
     """
 
-    def run(target, drafter, state):
+    def run(target, drafter, state, *others):
         first = take(state, shapes, num_replicas)
-        after, report = function(target, drafter, first)
-        _, whole = jax.eval_shape(function, target, drafter, state)
+        after, report = function(target, drafter, first, *others)
+        _, whole = jax.eval_shape(function, target, drafter, state, *others)
         return put((state, zeros(whole)), (after, report), num_replicas)
 
     return run

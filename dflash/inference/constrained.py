@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from dflash.inference import first_token
+from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest
@@ -24,6 +25,7 @@ def generate(
     others: bool,
     bucket: int | None = None,
     plain: bool = False,
+    max_idle: int = dispatch.ANY,
 ) -> tuple[DecodeState, list[Report]]:
     """Runs one dispatch; consumes `state`.
 
@@ -36,6 +38,7 @@ def generate(
       others: Whether there are unconstrained sequences.
       bucket: Batch bucket that holds all sequences; see `Engine.generate`.
       plain: Only decode plainly; see `Engine.generate`.
+      max_idle: Most cycles that slots may be idle; see `Engine.generate`.
     Returns:
       The new state, and the reports of the parts of the dispatch.
     """
@@ -44,7 +47,7 @@ def generate(
         state, report = _masked_cycle(engine, state, ready)
         reports.append(report)
     if others:
-        state, report = engine.generate(state, bucket, plain=plain)
+        state, report = engine.generate(state, bucket, plain=plain, max_idle=max_idle)
         reports.append(report)
     return state, reports
 

@@ -21,7 +21,7 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import program_table, timing, weight_update
-from dflash.inference.cycle import adaptive
+from dflash.inference.cycle import adaptive, dispatch
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report, Statistics
 from dflash.inference.first_token import FirstTokenConstraints
@@ -96,9 +96,10 @@ class Engine:
         )
         self._programs = program_table.Programs(self.shapes, self.table)
         self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
-        # Seconds per cycle of each choice of rows, with all slots busy and for smaller buckets.
-        self.cycle_seconds: tuple[float, ...] | None = None
-        self._partial_seconds: tuple[tuple[float, ...], ...] = ()
+        # Seconds per cycle by length and choice of rows, [2, S], or [S] for both lengths: with all
+        # slots busy, and for smaller buckets.
+        self.cycle_seconds: np.typing.ArrayLike | None = None
+        self._partial_seconds: tuple[np.typing.ArrayLike, ...] = ()
         self._default_constraints: dict[int, FirstTokenConstraints] = {}
         # Acceptance statistics of earlier runs; see `retire`.
         self._statistics: Statistics = (None, None)
@@ -225,7 +226,12 @@ class Engine:
         )  # fmt: skip
 
     def generate(
-        self, state: DecodeState, bucket: int | None = None, *, plain: bool = False
+        self,
+        state: DecodeState,
+        bucket: int | None = None,
+        *,
+        plain: bool = False,
+        max_idle: int = dispatch.ANY,
     ) -> tuple[DecodeState, Report]:
         """Runs up to sync_every cycles; consumes `state`.
 
@@ -234,10 +240,11 @@ class Engine:
           bucket: Batch bucket, one of the layout's: only the first `bucket` slots of each replica
             are computed, and the others must be empty. None computes all slots.
           plain: Decode plainly, and end where drafting is chosen; see `dispatch.run_cycles`.
+          max_idle: End before slots would be idle for more cycles; see `dispatch.run_cycles`.
         """
         sizes = () if bucket in (None, self.layout.slots_per_replica) else (bucket,)
         run = self.program("generate_plain" if plain else "generate", *sizes)
-        return run(self.target_params, self.drafter_params, state)
+        return run(self.target_params, self.drafter_params, state, np.int32(max_idle))
 
     def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
         """Drafts for every slot, for `conclude` to verify; consumes `state`."""
@@ -375,22 +382,28 @@ class Engine:
         return self.shapes.state()
 
     def _measured(self) -> np.ndarray:
-        """Returns seconds per cycle by batch bucket and choice of rows, float32; 1 if fixed."""
+        """Returns times of cycles, float32 [W, 2, S], see `Adaptive`; 1 if the size is fixed."""
         buckets = self.layout.bucket_sizes
         if self.cycle_seconds is None and self.rules.num_choices > 1:
             *partial, self.cycle_seconds = map(self._measure, buckets)
             self._partial_seconds = tuple(partial)
-        whole = self.cycle_seconds or (1.0,)
-        missing = len(buckets) - 1 - len(self._partial_seconds)
-        return np.array([*self._partial_seconds, *[whole] * (1 + missing)], np.float32)
+        table = np.empty(self.shapes.seconds().shape, np.float32)
+        table[:] = 1.0 if self.cycle_seconds is None else self.cycle_seconds
+        for bucket, seconds in enumerate(self._partial_seconds):
+            table[bucket] = seconds
+        return table
 
-    def _measure(self, bucket: int) -> tuple[float, ...]:
-        """Measures the seconds per cycle of each choice of rows in one batch bucket."""
-        count, repeats = self.rules.num_choices, (len(self.layout.bucket_sizes), 1)
-        state = self.program("new_state")(np.tile(adaptive.only(0, count), repeats))
+    def _measure(self, bucket: int) -> np.ndarray:
+        """Measures the seconds per cycle in one batch bucket, by length and choice of rows."""
+        count, repeats = self.rules.num_choices, (len(self.layout.bucket_sizes), 2, 1)
+
+        def occupied(state, seconds, length):
+            return self.program("occupied")(state, np.tile(seconds, repeats), np.int32(length))
+
         return timing.cycle_seconds(
             (len(self.block_sizes), count - len(self.block_sizes)),
-            state,
-            lambda state, seconds: self.program("occupied")(state, np.tile(seconds, repeats)),
+            adaptive.timed_lengths(self.layout.max_length),
+            self.program("new_state")(np.tile(adaptive.only(0, count), repeats)),
+            occupied,
             lambda state, choice: self.generate(state, bucket, plain=choice == adaptive.PLAIN),
         )

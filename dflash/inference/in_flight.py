@@ -178,8 +178,10 @@ def count_cycles(report: Report) -> dict[str, int]:
 
 
 def was_plain(report: Report) -> bool:
-    """Returns whether a dispatch ran to its last cycle, and verified no draft in any."""
-    return int(report.cycles) == len(report.block_sizes) and bool((report.block_sizes <= 1).all())
+    """Returns whether a dispatch verified no draft, and did not end because one was chosen."""
+    whole = int(report.cycles) == len(report.block_sizes)
+    some_ended = bool(((report.num_committed[0] > 0) & ~report.active).any())
+    return (whole or some_ended) and bool((report.block_sizes <= 1).all())
 
 
 def committed(report: Report, slot: int, cycles: np.ndarray) -> list[int]:

@@ -272,7 +272,7 @@ def _generate(*, plain: bool) -> Program:
     """Returns the program of a dispatch; its size is a batch bucket, or missing for all slots."""
     return Program(
         lambda shapes, *bucket: shapes.over_models(programs.generate(shapes, *bucket, plain=plain)),
-        lambda shapes, *_: (*shapes.weights, shapes.state()),
+        lambda shapes, *_: (*shapes.weights, shapes.state(), shapes.scalar()),
         _state_and_report,
         donated=(2,),
         loops=True,
@@ -310,7 +310,7 @@ TABLE: dict[str, Program] = {
     ),
     "occupied": Program(
         programs.occupied,
-        lambda shapes: (shapes.state(), shapes.seconds()),
+        lambda shapes: (shapes.state(), shapes.seconds(), shapes.scalar()),
         lambda shapes: places(shapes.state()),
         donated=(0,),
     ),

@@ -134,12 +134,19 @@ def generate(shapes: Shapes, bucket: int | None = None, *, plain: bool = False) 
     """
     entry = shapes.layout.bucket_sizes.index(bucket or shapes.layout.slots_per_replica)
 
-    def run(target: Decoder, drafter: Drafter, state: DecodeState):
+    def run(target: Decoder, drafter: Drafter, state: DecodeState, max_idle: jax.Array):
         if state.adaptive is not None:
-            state = dataclasses.replace(state, adaptive=state.adaptive.at_bucket(entry))
-        most, rules = shapes.config.sync_every, shapes.rules
+            lengths = adaptive.timed_lengths(shapes.layout.max_length)
+            timed = state.adaptive.timed(entry, state.mean_length(), lengths)
+            state = dataclasses.replace(state, adaptive=timed)
         return dispatch.run_cycles(
-            target, drafter, state, max_cycles=most, rules=rules, plain=plain
+            target,
+            drafter,
+            state,
+            max_cycles=shapes.config.sync_every,
+            rules=shapes.rules,
+            plain=plain,
+            max_idle=max_idle,
         )
 
     if bucket is None:

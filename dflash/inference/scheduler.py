@@ -184,9 +184,9 @@ class Scheduler:
             self._prefill()
             if not (batch.running or self._fill_at_once):
                 break
-        begin = time.perf_counter()
-        if reports := batch.decode():
-            self._pending.append(PendingCycles(begin, reports, queued=bool(self._queue)))
+        begin, queued = time.perf_counter(), bool(self._queue)
+        if reports := batch.decode(queued=queued and not self.paused):
+            self._pending.append(PendingCycles(begin, reports, queued=queued))
 
     def _admit(self) -> bool:
         """Admits queued requests, in order, while slots and pages are free.

@@ -104,8 +104,8 @@ class Shapes:
         return self.whole((self.layout.pages_per_sequence,))
 
     def seconds(self) -> jax.ShapeDtypeStruct:
-        """Returns seconds of a cycle by batch bucket and choice of rows, float32 [W, S]."""
-        return self.whole((len(self.layout.bucket_sizes), self.rules.num_choices), jnp.float32)
+        """Returns times of cycles, float32 [W, 2, S]; see `Adaptive`."""
+        return self.whole((len(self.layout.bucket_sizes), 2, self.rules.num_choices), jnp.float32)
 
     # --- the batch ------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 """Measures the time of a cycle of each block size or division, with the program that decodes.
 
 A table in which every size but one takes infinitely long forces that size, so no program is
-compiled only for the measurement. All slots hold sequences of half the maximal length, with
-distinct rows: equal rows would choose the same experts, and cycles of many rows would seem cheap.
+compiled only for the measurement. All slots hold sequences of one length, with distinct rows:
+equal rows would choose the same experts, and cycles of many rows would seem cheap.
 """
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable
 
@@ -21,23 +20,25 @@ from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.pages import Layout
 from dflash.inference.request import RequestSampling
 
-ROUNDS = 5
+ROUNDS = 3
 _PRIME = 7919  # Spreads the tokens of neighboring slots.
 
 
 def occupy(
     state: DecodeState,
     seconds: jax.Array,
+    length: jax.Array,
     *,
     layout: Layout,
     sampling: RequestSampling,
     vocab_size: int,
 ) -> DecodeState:
-    """Returns a state with a sequence of half the maximal length in every slot.
+    """Returns a state with a sequence of the same length in every slot.
 
     Args:
       state: Any state of the batch.
-      seconds: float32 [W, S]; seconds per cycle by batch bucket and choice of rows.
+      seconds: float32 [W, 2, S]; times of cycles, see `Adaptive`.
+      length: int32 []; length of the sequences.
       layout: Layout of the batch.
       sampling: Sampling parameters of the sequences.
       vocab_size: Vocabulary size of the target.
@@ -50,7 +51,7 @@ def occupy(
     layers, drafter = jax.tree.map(lambda x: _fill(x, phase), (state.cache.layers, state.drafter))
     return dataclasses.replace(
         state,
-        length=jnp.full_like(state.length, max(1, layout.max_length // 2)),
+        length=jnp.full_like(state.length, length),
         anchor=(_PRIME * (1 + jnp.arange(layout.batch_size))) % vocab_size,
         limit=jnp.full_like(state.limit, layout.max_length),
         active=jnp.ones_like(state.active),
@@ -76,11 +77,12 @@ def _fill(rows: jax.Array, phase: jax.Array) -> jax.Array:
 
 def cycle_seconds(
     groups: tuple[int, ...],
+    lengths: tuple[int, int],
     state: DecodeState,
-    occupied: Callable[[DecodeState, np.ndarray], DecodeState],
+    occupied: Callable[[DecodeState, np.ndarray, int], DecodeState],
     generate: Callable[[DecodeState, int], tuple[DecodeState, Report]],
     rounds: int = ROUNDS,
-) -> tuple[float, ...]:
+) -> np.ndarray:
     """Measures seconds per cycle of each choice of rows, as medians over interleaved rounds.
 
     The second of two dispatches counts: the first one reads its weights and rows from far memory,
@@ -88,30 +90,33 @@ def cycle_seconds(
 
     Args:
       groups: Numbers of choices, S together, whose rows ascend: block sizes, and divisions.
+      lengths: Two lengths of the sequences, ascending.
       state: Any state of the batch; consumed.
-      occupied: Compiled `occupy`.
+      occupied: Compiled `occupy`, given a table for one length and batch bucket, and the length.
       generate: Runs a dispatch, given the index of the choice that all its cycles take.
       rounds: Number of rounds.
     Returns:
-      Seconds per cycle of each choice; all processes return those of the first one.
+      Seconds per cycle by length and choice, float32 [2, S]; all processes return those of the
+      first one.
     """
     count = sum(groups)
-    samples: list[list[float]] = [[] for _ in range(count)]
-    for _ in range(rounds):
-        for i, taken in enumerate(samples):
-            state = jax.block_until_ready(occupied(state, adaptive.only(i, count)))
-            state, warm_up = _timed(generate, state, i)
-            state, seconds = _timed(generate, state, i)
-            # All sequences may have ended in the first dispatch.
-            taken.append(warm_up if seconds is None else seconds)
-    table = np.array([statistics.median(taken) for taken in samples], np.float32)
-    # More rows never take less time, so make each group ascend: noise must not make a larger block
-    # look cheaper than plain decoding.
-    parts = np.split(table, np.cumsum(groups)[:-1])
-    table = np.concatenate([np.minimum.accumulate(part[::-1])[::-1] for part in parts])
-    if jax.process_count() > 1:
-        table = multihost_utils.broadcast_one_to_all(table)
-    return tuple(table.tolist())
+    samples = np.empty((rounds, len(lengths), count), np.float32)
+    for i, at, choice in np.ndindex(samples.shape):
+        state = occupied(state, adaptive.only(choice, count), lengths[at])
+        state, warm_up = _timed(generate, jax.block_until_ready(state), choice)
+        state, seconds = _timed(generate, state, choice)
+        # All sequences may have ended in the first dispatch.
+        samples[i, at, choice] = warm_up if seconds is None else seconds
+    # More rows and longer sequences never take less time, so make each group ascend: noise must not
+    # make a larger block look cheaper than plain decoding.
+    parts = np.split(np.median(samples, axis=0), np.cumsum(groups)[:-1], axis=1)
+    table = np.concatenate([_ascending(_ascending(part, 0), 1) for part in parts], axis=1)
+    return multihost_utils.broadcast_one_to_all(table) if jax.process_count() > 1 else table
+
+
+def _ascending(table: np.ndarray, axis: int) -> np.ndarray:
+    """Returns the table with no number larger than one after it along the axis."""
+    return np.flip(np.minimum.accumulate(np.flip(table, axis), axis), axis)
 
 
 def _timed(

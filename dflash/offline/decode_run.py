@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
@@ -170,7 +171,8 @@ def _decode(
     """Decodes the prompts that are ready, round by round, and adds to `usage`.
 
     Returns:
-      Milliseconds per cycle by block size; empty if the block size is fixed.
+      Milliseconds per cycle by block size, for sequences of half the maximal length; empty if the
+      block size is fixed.
     """
     engine, clock_s = None, 0.0
     while ready:
@@ -182,8 +184,8 @@ def _decode(
         ready = _ready(job, records)
     if engine is None or engine.cycle_seconds is None:
         return {}
-    times = zip(engine.rules.choices, engine.cycle_seconds, strict=True)
-    return {name: 1e3 * seconds for name, seconds in times}
+    milliseconds = 1e3 * np.atleast_2d(engine.cycle_seconds)[-1]
+    return dict(zip(engine.rules.choices, milliseconds.tolist(), strict=True))
 
 
 def _ready(job: Job, records: Records) -> list[Prompt]:

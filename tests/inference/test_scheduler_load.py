@@ -49,6 +49,19 @@ class Spy:
         return self._inner.generate(state, *bucket, **how)
 
 
+class Counted(Spy):
+    """An engine that notes the cycles of every dispatch."""
+
+    def __init__(self, inner: Engine):
+        super().__init__(inner)
+        self.cycles: list[int] = []
+
+    def generate(self, state, *bucket, **how):
+        state, report = super().generate(state, *bucket, **how)
+        self.cycles.append(int(report.cycles))
+        return state, report
+
+
 def drain(one: Scheduler) -> list:
     events = []
     while not one.idle:
@@ -268,6 +281,19 @@ def test_a_cached_prompt_leaves_its_last_token_to_compute():
         events = drain(one)
         assert outputs(events) == {request.id: wanted}
         assert [e.cached_tokens for e in events if isinstance(e, RequestOutput)] == [cached]
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_dispatch_ends_early_only_for_requests_that_wait(waiting):
+    """The first sequence ends after one cycle, and would leave its slot idle for five."""
+    prompts, limits = random_prompts([5, 7, 3, 9])[: 3 + waiting], [2, 14, 14, 14][: 3 + waiting]
+    plain = engine(drafter("autoregressive"), batch_size=3, sync_every=6, max_length=96)
+    watch = Counted(plain)
+    one = Scheduler(watch, fill_at_once=True)
+    for request in make_requests(prompts, limits):
+        one.submit(request)
+    assert list(outputs(drain(one)).values()) == expected(prompts, limits, temperature=0.0)
+    assert watch.cycles == ([1, 6, 6, 1] if waiting else [6, 6, 1])
 
 
 def test_what_is_decided_does_not_depend_on_time():

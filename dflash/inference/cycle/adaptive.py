@@ -24,8 +24,8 @@ class Adaptive:
     Attributes:
       choice: Acceptance statistics, and the size of the next cycle.
       backlog: Rows that the drafter has not observed yet.
-      seconds: float32 [W, S]; seconds of a cycle for each batch bucket and each block size or
-        division of rows.
+      seconds: float32 [W, 2, S]; seconds of a cycle for each batch bucket, each of two lengths of
+        all sequences (see `timed_lengths`), and each block size or division of rows.
     """
 
     choice: BlockChoice
@@ -41,9 +41,22 @@ class Adaptive:
             backlog=dataclasses.replace(self.backlog, count=count),
         )
 
-    def at_bucket(self, index: int) -> "Adaptive":
-        """Selects the cycle times of the batch bucket with this index."""
-        choice = dataclasses.replace(self.choice, seconds=self.seconds[index])
+    def timed(self, bucket: int, length: jax.Array, lengths: tuple[int, int]) -> "Adaptive":
+        """Selects the cycle times of a batch bucket, for sequences of a mean length.
+
+        Attention takes time in proportion to the length, so the times are linear in it. Below the
+        shorter of the measured lengths they are those of that one.
+
+        Args:
+          bucket: Index of the batch bucket.
+          length: float32 []; mean length.
+          lengths: Lengths at which cycles were timed, ascending.
+        """
+        (short, long), (least, most) = self.seconds[bucket], lengths
+        weight = jnp.maximum(length - least, 0) / max(most - least, 1)
+        # Where the two are equal, they may be infinite.
+        seconds = jnp.where(short == long, short, short + weight * (long - short))
+        choice = dataclasses.replace(self.choice, seconds=seconds)
         return dataclasses.replace(self, choice=choice)
 
     def choose(self, *args: Any) -> "Adaptive":
@@ -112,13 +125,16 @@ def abstract(
     return Adaptive(
         choice,
         backlog.abstract(batch, width, dtype, sharding),
-        sharding.abstract((num_buckets, *choice.seconds.shape), (None, None), jnp.float32),
+        sharding.abstract((num_buckets, 2, *choice.seconds.shape), (None,) * 3, jnp.float32),
     )
 
 
 def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
-    """Returns the state with this table of cycle times, float32 [W, S]."""
-    return state and dataclasses.replace(state, seconds=seconds).at_bucket(-1)
+    """Returns the state with this table of cycle times, float32 [W, 2, S]."""
+    if state is None:
+        return None
+    choice = dataclasses.replace(state.choice, seconds=seconds[-1, 0])
+    return dataclasses.replace(state, choice=choice, seconds=seconds)
 
 
 def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
@@ -131,6 +147,11 @@ def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
     tried, accepted = map(jnp.copy, pool)
     choice = dataclasses.replace(state.choice, pool_tried=tried, pool_accepted=accepted)
     return dataclasses.replace(state, choice=choice)
+
+
+def timed_lengths(max_length: int) -> tuple[int, int]:
+    """Returns the two lengths at which cycles are timed, given the maximal one."""
+    return max(1, max_length // 8), max(1, max_length // 2)
 
 
 def only(index: int, count: int) -> np.ndarray:

@@ -15,6 +15,8 @@ from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.logits import logprobs
 from dflash.models.decoder import Decoder
 
+ANY = 2**31 - 1  # However many cycles slots are idle.
+
 
 def run_cycles(
     target: Decoder,
@@ -24,8 +26,12 @@ def run_cycles(
     max_cycles: int,
     rules: Rules,
     plain: bool = False,
+    max_idle: jax.Array | int = ANY,
 ) -> tuple[DecodeState, Report]:
     """Runs cycles until `max_cycles` are done or no slot is active; see `cycle.cycle`.
+
+    It ends earlier if the slots whose sequences have ended would be idle for more than `max_idle`
+    cycles together, so that other sequences may take them.
 
     If `plain` is true, it also ends, perhaps before the first cycle, where drafting is chosen. Its
     program has one loop instead of one per choice of rows, and starts sooner.
@@ -38,9 +44,13 @@ def run_cycles(
     state = dataclasses.replace(state, active=state.active & ~waiting)
     report = _empty_report(target, drafter, state, max_cycles, largest)
 
+    num_active = state.active.sum()
+
     def go_on(carry):
         _, report = carry
-        return (report.cycles < most) & jnp.any(report.active)
+        left, now_active = most - report.cycles, report.active.sum()
+        idle = (num_active - now_active) * left
+        return (left > 0) & (now_active > 0) & (idle <= max_idle)
 
     def step(size, mean_rows, carry):
         state, report = carry

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash.inference.cycle import adaptive, block_choice
@@ -79,6 +80,11 @@ class DecodeState:
             adaptive=adaptive.with_pool(self.adaptive, of_sizes),
             windows=self.windows and self.windows.with_pool(of_windows),
         )
+
+    def mean_length(self) -> jax.Array:
+        """Returns the mean length of the active sequences, float32 []; 0 without any."""
+        total = jnp.where(self.active, self.length, 0).sum().astype(jnp.float32)
+        return total / jnp.maximum(self.active.sum(), 1)
 
 
 @jax.tree_util.register_dataclass

@@ -18,6 +18,7 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import program_table, weight_update
+from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import NUM_STOP_IDS, Engine
 from dflash.inference.logits.logprobs import Logprobs
@@ -145,9 +146,17 @@ class OverlappedEngine(Engine):
         )
 
     def generate(
-        self, state: OverlappedState, bucket: int | None = None, *, plain: bool = False
+        self,
+        state: OverlappedState,
+        bucket: int | None = None,
+        *,
+        plain: bool = False,
+        max_idle: int = dispatch.ANY,
     ) -> tuple[OverlappedState, Report]:
-        """Runs sync_every cycles of every group, all slots of it; see `Engine.generate`."""
+        """Runs sync_every cycles of every group, all slots of it; see `Engine.generate`.
+
+        All of them run however many slots are idle, since the host starts them ahead.
+        """
         if plain:
             raise ValueError("overlapped cycles always draft")
         state = self._drafted(state)

@@ -29,9 +29,11 @@ SECONDS = (1.0, 1.6, 1.8, 2.2)
 PROMPTS = random_prompts([1, 16, 9, 17, 5, 2])
 
 
-def whole_rows(run: Engine, seconds) -> tuple[float, ...]:
+def whole_rows(run: Engine, seconds) -> np.ndarray:
     """A table by which all sequences verify the same number of rows."""
-    return (*seconds, *[float("inf")] * (run.rules.num_choices - len(seconds)))
+    seconds = np.atleast_2d(seconds)
+    others = run.rules.num_choices - seconds.shape[1]
+    return np.pad(seconds, ((0, 0), (0, others)), constant_values=np.inf)
 
 
 @functools.cache
@@ -80,9 +82,9 @@ def test_a_drafter_that_is_always_wrong_is_left_alone(batch_size, temperature):
 def test_long_plain_stretches_have_a_program_of_their_own(monkeypatch):
     calls, generate = [], Engine.generate
 
-    def recorded(run, state, bucket=None, *, plain=False):
+    def recorded(run, state, bucket=None, *, plain=False, **how):
         calls.append(plain)
-        return generate(run, state, bucket, plain=plain)
+        return generate(run, state, bucket, plain=plain, **how)
 
     monkeypatch.setattr(Engine, "generate", recorded)
     options = {"batch_size": 5, "temperature": 0.0, "index": 70}
@@ -118,6 +120,18 @@ def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, i
     late = [length for one in done for length in one.acceptance_lengths if length > 1]
     assert late, "drafting was never taken up again"
     assert 1 in sizes_of(done)
+
+
+def test_rows_that_cost_less_beside_long_contexts_are_drafted_there():
+    """A block costs 24 times a plain cycle after 8 tokens, and not twice as much after 32."""
+    table = [[1.0, 90.0, 90.0, 24.0], [13.0, 90.0, 90.0, 24.0]]
+    options = {"batch_size": 1, "temperature": 0.0, "index": 90}
+    (one, *_) = decode_scripted(False, [32] * 6, **options, seconds=table)
+    first = one.block_sizes.index(8)
+    length = len(PROMPTS[0]) + 1 + sum(one.acceptance_lengths[:first])
+    assert 12 < length < 28
+    assert one.block_sizes[:first].count(1) == first - 1, "a trial has the next larger size"
+    assert set(one.block_sizes[first:-1]) == {8}
 
 
 def test_a_run_begins_with_what_the_run_before_has_found_out():
@@ -248,7 +262,7 @@ def test_subtrees_of_different_sizes_are_verified_together():
     how, limits = {"temperature": 0.8, "first_index": 3}, [32, 20, 9, 1, 32, 30]
     wanted = expected(PROMPTS, [32] * 6, **how)
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, wanted, strict=True)]
-    script = Script.random_tree(LENGTH, 3, np.random.default_rng(0), depth=2)
+    script = Script.random_tree(LENGTH, 3, np.random.default_rng(1), depth=2)
     model = ScriptedDrafter(script, texts, tree=True, depth=2)
     run = engine(model, batch_size=3, sync_every=5, max_length=64, adaptive_blocks=True)
     run.cycle_seconds = tuple(adaptive.only(len(run.block_sizes), run.rules.num_choices).tolist())
