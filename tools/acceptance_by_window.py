@@ -7,8 +7,8 @@ Each prompt is the beginning of a file, of about as many tokens as the context, 
 it. The target answers greedily, and a draft is made at every token of the answers, through each
 window. From these follows what the cycles of a drafter with each window commit, and those of one
 whose windows are chosen (`drafter.window=auto`, among the windows given), which decodes text after
-text. Prints the mean acceptance length (τ) of each, and if the best window of each text is known,
-and one JSON line for each context.
+text, and then all of them again. Prints the mean acceptance length (τ) of each, and if the best
+window of each text is known, and one JSON line for each context.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from dflash.loading import job as jobs
 from dflash.loading.job import Job
 from dflash.measure.pair import alternatives, diagnosis, replay
 from dflash.measure.pair.diagnosis import Acceptance
-from dflash.parallel.sharding import Sharding, zeros
+from dflash.parallel.sharding import zeros
 
 QUESTION = (
     "\n\nWhat is this text about? Explain it in your own words, with its most important terms."
@@ -73,7 +73,9 @@ def main() -> None:
         names = [*map(str, windows), "all"]
         found = {name: [through(text, i) for text in texts] for i, name in enumerate(names)}
         best = [max(some, key=lambda one: one.tau) for some in zip(*found.values(), strict=True)]
-        found["auto"] = choosing(texts, windows, job.target.sharding)
+        choice = zeros(window_choice.abstract(1, windows, job.target.sharding))
+        for name in ("auto", "auto again"):
+            found[name], choice = choosing(texts, choice)
         shown = "  ".join(f"{name} {together(some).tau:.3f}" for name, some in found.items())
         print(f"context {context}: {shown}  best of each text {together(best).tau:.3f}", flush=True)
         taus = {name: [round(one.tau, 3) for one in some] for name, some in found.items()}
@@ -95,10 +97,12 @@ def through(text: Drafts, window: int) -> Acceptance:
 
 
 def choosing(
-    texts: Sequence[Drafts], windows: tuple[int, ...], sharding: Sharding
-) -> list[Acceptance]:
-    """Returns what cycles commit if each chooses its window, text after text."""
-    choice = zeros(window_choice.abstract(1, windows, sharding))
+    texts: Sequence[Drafts], choice: WindowChoice
+) -> tuple[list[Acceptance], WindowChoice]:
+    """Returns what cycles commit if each chooses its window, text after text.
+
+    Also returns the choice after them, whose pool has seen all texts.
+    """
     found = []
     for text in texts:
         choice, lengths, position = choice.insert(0), [], 0
@@ -114,7 +118,7 @@ def choosing(
             outcome = count - 1, text.num_drafts if goes_on else 0
             choice = _learn(choice, length, *(jnp.array([number]) for number in outcome))
         found.append(Acceptance(Counter(lengths)))
-    return found
+    return found, choice
 
 
 def draft_everywhere(

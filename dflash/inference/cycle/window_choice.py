@@ -28,7 +28,7 @@ _WHOLE = 2**30  # A window wider than any context.
 # memories count drafts; after MEMORY drafts, statistics of a sequence have faded to 1/e, and after
 # POOL_MEMORY those of the pool.
 PRIOR, PRIOR_WEIGHT = 0.5, 8.0
-POOL_WEIGHT, EASE_WEIGHT = 32.0, 8.0
+POOL_WEIGHT, EASE_WEIGHT = 64.0, 8.0
 MEMORY, POOL_MEMORY = 128.0, 1024.0
 ERRORS = 0.7  # Number of standard errors by which a pooled rate is raised.
 
