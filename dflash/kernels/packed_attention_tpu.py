@@ -46,7 +46,7 @@ def packed_attention_tpu(
     outputs, *pools = paged_attention_tpu.call(
         functools.partial(_kernel, tiling=tiling, scale=scale),
         tiling,
-        (packing.place[:, 0], page_table.reshape(-1), start),
+        (packing.place[:, 0], packing.place[:, -1], page_table.reshape(-1), start),
         [*by_head, *tiling.shared_inputs(tree_mask, sinks)],
         key_pages,
         value_pages,
@@ -66,8 +66,6 @@ class PackedTiling(PagedTiling):
         self.total = queries.shape[1]
         padded = jax.ShapeDtypeStruct((*packing.place.shape, *queries.shape[2:]), queries.dtype)
         super().__init__(padded, pages, page_table, tree_mask, window, has_sinks, sizes)
-        # A step's outputs are written to scratch.
-        self.in_columns = False
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -78,6 +76,12 @@ class PackedTiling(PagedTiling):
         """Returns the block spec of the outputs."""
         columns = self.step_heads * self.group * self.width
         return pl.BlockSpec((self.total, columns), lambda g, b, i, *_: (0, g))
+
+    def store(self, outputs_ref, head, rows):
+        """Stores the outputs [R, H] of a head of the grid step's by query head, [N/K, T, H]."""
+        for member in range(self.group):
+            own = rows[member * self.length : (member + 1) * self.length]
+            outputs_ref[head * self.group + member] = own
 
     def specs(self):
         """Returns the block specs of queries, keys, values, any tree mask and any sinks."""
@@ -96,13 +100,8 @@ class PackedTiling(PagedTiling):
     def _own(self):
         """Returns shapes and dtypes of the rows of a sequence, in the order of the scratch."""
         new = (self.step_heads, self.length, self.width), self.new_dtype
-        rows = self.step_heads, self.rows, self.width
-        return {
-            "own queries": (rows, self.dtype),
-            "own keys": new,
-            "own values": new,
-            "own outputs": (rows, jnp.float32),
-        }
+        queries = (self.step_heads, self.rows, self.width), self.dtype
+        return {"own queries": queries, "own keys": new, "own values": new}
 
     def _wide(self):
         """Returns shapes of queries, keys, values and outputs of all packed rows, in float32.
@@ -128,43 +127,42 @@ class PackedTiling(PagedTiling):
         }
 
 
-def _kernel(first_ref, table_ref, start_ref, *refs, tiling: PackedTiling, scale):
+def _kernel(first_ref, last_ref, table_ref, start_ref, *refs, tiling: PackedTiling, scale):
     packed, refs = refs[:3], refs[3:]
     # A tree mask and sinks, if any, and the pools, which are aliased to outputs.
     others = tiling.has_tree + tiling.has_sinks + 2
     between, (outputs_ref, *refs) = refs[:others], refs[others:]
-    scratch, own, wide = refs[:-8], refs[-8:-4], refs[-4:]
-    (*own_inputs, own_outputs), (*wide_inputs, wide_outputs) = own, wide
-    sequence, group = pl.program_id(1), tiling.group
+    scratch, own, (*wide, outputs) = refs[:-7], refs[-7:-4], refs[-4:]
+    sequence = pl.program_id(1)
 
     @pl.when(sequence == 0)
     def _():
-        for rows, ref in zip(packed, wide_inputs, strict=True):
+        for rows, ref in zip(packed, wide, strict=True):
             ref[:, : tiling.total] = rows[...].astype(jnp.float32)
             ref[:, tiling.total :] = jnp.zeros((ref.shape[0], tiling.length, tiling.width))
-        wide_outputs[...] = jnp.zeros_like(wide_outputs)
+        outputs[...] = jnp.zeros_like(outputs)
 
-    place = pl.ds(first_ref[sequence], tiling.length)
-    for rows, ref in zip(wide_inputs, own_inputs, strict=True):
-        heads = ref.shape[0]
-        for head in range(heads):
-            members = range(head * rows.shape[0] // heads, (head + 1) * rows.shape[0] // heads)
-            ref[head] = jnp.concatenate([rows[i, place] for i in members]).astype(ref.dtype)
+    first, last = first_ref[sequence], last_ref[sequence]
+    place = pl.ds(first, tiling.length)
+    # Clear the keys and values of the next sequences: a NaN among them would reach this one.
+    present = jax.lax.broadcasted_iota(jnp.int32, (tiling.length, 1), 0) <= last - first
+    (wide_queries, *wide_new), (own_queries, *own_new) = wide, own
+    for head in range(tiling.step_heads):
+        members = range(head * tiling.group, (head + 1) * tiling.group)
+        rows = jnp.concatenate([wide_queries[member, place] for member in members])
+        own_queries[head] = rows.astype(tiling.dtype)
+        for rows, ref in zip(wide_new, own_new, strict=True):
+            ref[head] = jnp.where(present, rows[head, place], 0.0).astype(ref.dtype)
     paged_attention_tpu.attend_step(
-        table_ref, start_ref, *own_inputs, *between, own_outputs, *scratch,
+        table_ref, start_ref, *own, *between, outputs.at[:, place], *scratch,
         tiling=tiling, scale=scale,
     )  # fmt: skip
-    for head in range(tiling.step_heads):
-        for member in range(group):
-            rows = slice(member * tiling.length, (member + 1) * tiling.length)
-            wide_outputs[head * group + member, place] = own_outputs[head, rows]
 
     @pl.when(sequence == tiling.batch - 1)
     def _():
-        for head in range(tiling.step_heads * group):
+        for head in range(outputs.shape[0]):
             columns = slice(head * tiling.width, (head + 1) * tiling.width)
-            rows = wide_outputs[head, : tiling.total]
-            outputs_ref[:, columns] = rows.astype(outputs_ref.dtype)
+            outputs_ref[:, columns] = outputs[head, : tiling.total].astype(outputs_ref.dtype)
 
 
 def unsupported(queries, packing, key_pages, *tiling, sizes: BlockSizes) -> str | None:

@@ -23,7 +23,7 @@ class Packing:
     Attributes:
       source: int32 [D, N]; padded row of each packed row, numbered within the replica.
       place: int32 [B, R]; packed row of each padded row, numbered within the replica. The padding
-        of a sequence is the rows after its own, which may exceed N.
+        of a sequence is its last row. A sequence without rows has a single one, another's or N.
     """
 
     source: jax.Array
@@ -47,8 +47,9 @@ class Packing:
         owner = jnp.minimum(owner, by_replica.shape[1] - 1)
         begins = ends - by_replica
         row = jnp.minimum(rows - jnp.take_along_axis(begins, owner, axis=1), length - 1)
-        place = begins.reshape(-1, 1) + jnp.arange(length)
-        return cls(owner * length + row, place)
+        # Not the rows of the next sequence: a NaN among them would reach this one.
+        own = jnp.minimum(jnp.arange(length), jnp.maximum(counts - 1, 0)[:, None])
+        return cls(owner * length + row, begins.reshape(-1, 1) + own)
 
     def pack(self, rows: jax.Array) -> jax.Array:
         """Returns the packed rows [D, N, …] of padded rows [B, R, …]."""
@@ -57,7 +58,7 @@ class Packing:
         return _take(whole, self.source).reshape(*self.source.shape, *rows.shape[2:])
 
     def unpack(self, rows: jax.Array) -> jax.Array:
-        """Returns the padded rows [B, R, …] of packed rows [D, N, …]; the padding is arbitrary."""
+        """Returns the padded rows [B, R, …] of packed rows [D, N, …]."""
         place = self.place.reshape(rows.shape[0], -1)
         return _take(rows, place).reshape(*self.place.shape, *rows.shape[2:])
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.interpreter import interpret
 from support.paged_cases import SCALE, ancestry, make_case
@@ -17,11 +18,9 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 ROWS = "queries", "keys", "values"
 
 
-def check(case, counts, total, *, how="interpret", keys=16, window=None):
-    """Runs the packed rows of a case, and compares each sequence's first rows."""
+def attend(case, counts, total, *, how="interpret", keys=16, window=None):
+    """Runs the packed rows of a case; returns the outputs of padded rows, and the pools."""
     length = case.arguments["queries"].shape[1]
-    if how == "interpret":
-        case.poison(flash_tpu.row_tile(case.arguments["key_pages"].dtype))
     packing = Packing.of(jnp.array(counts), length, total, 1)
     packed = {name: packing.pack(case.arguments[name]) for name in ROWS}
     call = functools.partial(
@@ -35,11 +34,16 @@ def check(case, counts, total, *, how="interpret", keys=16, window=None):
     arguments = case.arguments | packed | {"packing": packing}
     outputs, *pages = run(lambda arguments: call(**arguments), arguments)
     assert outputs.shape == packed["queries"].shape
-    assert jnp.isfinite(outputs).all()
+    return packing.unpack(outputs), pages
+
+
+def check(case, counts, total, *, how="interpret", window=None):
+    """Compares each sequence's first rows."""
+    if how == "interpret":
+        case.poison(flash_tpu.row_tile(case.arguments["key_pages"].dtype))
+    outputs, pages = attend(case, counts, total, how=how, window=window)
     tolerance = 2e-2 if case.arguments["queries"].dtype == BF16 else 2e-5
-    case.check(
-        (packing.unpack(outputs), *pages), tolerance, stale_unit=case.page_size, counts=counts
-    )
+    case.check((outputs, *pages), tolerance, stale_unit=case.page_size, counts=counts)
 
 
 def trees():
@@ -70,6 +74,20 @@ def test_windows_sinks_and_packed_rows_to_spare(how, window):
 def test_trees_of_packed_rows(how):
     case = make_case([7, 0, 22, 9], 6, kv_heads=1, width=128, page_size=8, tree_mask=trees())
     check(case, [6, 0, 2, 4], 12, how=how)
+
+
+@pytest.mark.parametrize("how", ["interpret", "reference"])
+def test_a_nan_stays_in_its_sequence(how):
+    case = make_case([7, 9, 3], 5, kv_heads=1, group=1, width=128, page_size=8)
+    arguments = dict(case.arguments)
+    case.arguments |= {name: arguments[name].at[1].set(jnp.nan) for name in ROWS}
+    counts = [3, 2, 5]
+    outputs, _ = attend(case, counts, 10, how=how)
+    for b in (0, 2):
+        np.testing.assert_allclose(
+            outputs[b, : counts[b]], case.expected[b, : counts[b]], rtol=2e-5, atol=2e-5
+        )
+    assert jnp.isnan(outputs[1, :2]).all()
 
 
 @pytest.mark.parametrize(
