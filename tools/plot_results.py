@@ -235,7 +235,7 @@ PLOTS = {
         page="long_context.md",
         header="| context | 64 |",
         place=0,
-        values={1: "sees 64", 2: "128", 3: "256", 4: "512", 6: "all"},
+        values={1: "sees 64", 2: "256", 4: "all", 5: "auto"},
         groups=(),
         labels={
             "title": "SmolLM2's drafter by what it sees of its context",
