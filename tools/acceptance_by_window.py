@@ -7,8 +7,8 @@ Each prompt is the beginning of a file, of about as many tokens as the context, 
 it. The target answers greedily, and a draft is made at every token of the answers, through each
 window. From these follows what the cycles of a drafter with each window commit, and those of one
 whose windows are chosen (`drafter.window=auto`, among the windows given), which decodes text after
-text, and then all of them again. Prints the mean acceptance length (τ) of each, and if the best
-window of each text is known, and one JSON line for each context.
+text, and then all of them again, beginning with each text once. Prints the mean acceptance length
+(τ) of each, and if the best window of each text is known, and one JSON line for each context.
 """
 
 import argparse
@@ -73,12 +73,11 @@ def main() -> None:
         names = [*map(str, windows), "all"]
         found = {name: [through(text, i) for text in texts] for i, name in enumerate(names)}
         best = [max(some, key=lambda one: one.tau) for some in zip(*found.values(), strict=True)]
-        choice = zeros(window_choice.abstract(1, windows, job.target.sharding))
-        for name in ("auto", "auto again"):
-            found[name], choice = choosing(texts, choice)
+        fresh = zeros(window_choice.abstract(1, windows, job.target.sharding))
+        found |= in_every_turn(texts, fresh)
         shown = "  ".join(f"{name} {together(some).tau:.3f}" for name, some in found.items())
         print(f"context {context}: {shown}  best of each text {together(best).tau:.3f}", flush=True)
-        taus = {name: [round(one.tau, 3) for one in some] for name, some in found.items()}
+        taus = {name: [round(one.tau, 3) for one in found[name]] for name in names}
         print(json.dumps({"context": context, "tau by text": taus}), flush=True)
 
 
@@ -94,6 +93,20 @@ def through(text: Drafts, window: int) -> Acceptance:
         lengths.append(count)
         position += count
     return Acceptance(Counter(lengths))
+
+
+def in_every_turn(texts: Sequence[Drafts], fresh: WindowChoice) -> dict[str, list[Acceptance]]:
+    """Returns what cycles commit if each chooses its window, in two passes over the texts.
+
+    Which windows are tried on which text is chance, so each text is the first one once.
+    """
+    found = {"auto": [], "auto again": []}
+    for first in range(len(texts)):
+        choice = fresh
+        for some in found.values():
+            more, choice = choosing([*texts[first:], *texts[:first]], choice)
+            some += more
+    return found
 
 
 def choosing(
