@@ -31,6 +31,7 @@ from dflash.loading.job import Job
 from dflash.measure.pair import alternatives, diagnosis, replay
 from dflash.measure.pair.diagnosis import Acceptance
 from dflash.parallel.sharding import zeros
+from dflash.text.tokenizer import Tokenizer
 
 QUESTION = (
     "\n\nWhat is this text about? Explain it in your own words, with its most important terms."
@@ -79,6 +80,11 @@ def main() -> None:
         print(f"context {context}: {shown}  best of each text {together(best).tau:.3f}", flush=True)
         taus = {name: [round(one.tau, 3) for one in found[name]] for name in names}
         print(json.dumps({"context": context, "tau by text": taus}), flush=True)
+
+
+def question_after(tokenizer: Tokenizer, text: str, context: int) -> str:
+    """Returns the first `context` tokens of a text, or all, and a question about them."""
+    return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:context]) + QUESTION
 
 
 def together(some: Iterable[Acceptance]) -> Acceptance:
@@ -145,11 +151,8 @@ def draft_everywhere(
       context: Tokens of each prompt, without its question.
       windows: Windows, ascending.
     """
-    beginnings = [
-        job.tokenizer.decode(job.tokenizer.encode(text, add_special_tokens=False)[:context])
-        for text in documents
-    ]
-    prompts = PromptsConfig(text=tuple(text + QUESTION for text in beginnings), chat=True)
+    texts = tuple(question_after(job.tokenizer, text, context) for text in documents)
+    prompts = PromptsConfig(text=texts, chat=True)
     examined = diagnosis.prepare(
         dataclasses.replace(job, config=dataclasses.replace(job.config, prompts=prompts))
     )

@@ -14,12 +14,10 @@ import argparse
 import pathlib
 import statistics
 
+import acceptance_by_window
+
 import dflash
 from dflash import errors
-
-QUESTION = (
-    "\n\nWhat is this text about? Explain it in your own words, with its most important terms."
-)
 
 
 def main() -> None:
@@ -57,10 +55,11 @@ def main() -> None:
 
 
 def _prompt(llm: dflash.LLM, text: str, context: int) -> list[dict[str, str]]:
-    ids = llm.tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) < context:
-        raise errors.InputError(f"a file has {len(ids)} tokens, but --contexts asks for {context}")
-    return [{"role": "user", "content": llm.tokenizer.decode(ids[:context]) + QUESTION}]
+    tokens = len(llm.tokenizer.encode(text, add_special_tokens=False))
+    if tokens < context:
+        raise errors.InputError(f"a file has {tokens} tokens, but --contexts asks for {context}")
+    asked = acceptance_by_window.question_after(llm.tokenizer, text, context)
+    return [{"role": "user", "content": asked}]
 
 
 def _summary(rounds: list[dict[str, list[dflash.Completion]]]) -> str:

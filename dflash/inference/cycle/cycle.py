@@ -89,10 +89,8 @@ def propose(
     """
     if state.windows is not None and block_size > 1:
         windows = state.windows.choose(state.length)
-        state, drafter = (
-            dataclasses.replace(state, windows=windows),
-            drafter.within(windows.positions()),
-        )
+        state = dataclasses.replace(state, windows=windows)
+        drafter = drafter.within(windows.positions())
     sampler = rules.sampler(state)
     if rows is not None and not rules.lookup:  # A lookup compares all drafts with the output.
         sampler = dataclasses.replace(sampler, packing=rows.drafts)
@@ -146,7 +144,6 @@ def conclude(
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = _learn(state, proposal, result, num_committed, rules, rows)
-    windows = _learn_windows(state, drafter, outcome, active, num_drafts)
     drafter_state, adaptive = _observe(
         target, drafter, state, adaptive, following, num_committed, features
     )
@@ -162,7 +159,7 @@ def conclude(
         drafter=drafter_state,
         adaptive=adaptive,
         lookup=state.lookup and state.lookup.learn(committed, num_committed, num_drafts),
-        windows=windows,
+        windows=_learn_windows(state, drafter, outcome, active, num_drafts),
         nonfinite_at=nonfinite_at,
     )
     return state, outcome
