@@ -21,7 +21,7 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import program_table, timing, weight_update
-from dflash.inference.cycle import adaptive, dispatch
+from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report, Statistics
 from dflash.inference.first_token import FirstTokenConstraints
@@ -96,10 +96,9 @@ class Engine:
         )
         self._programs = program_table.Programs(self.shapes, self.table)
         self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
-        # Seconds per cycle by length and choice of rows, [2, S], or [S] for both lengths: with all
-        # slots busy, and for smaller buckets.
+        # Seconds per cycle by batch bucket, length and choice of rows, [W, 2, S], or by its last
+        # axes only; see `Adaptive`.
         self.cycle_seconds: np.typing.ArrayLike | None = None
-        self._partial_seconds: tuple[np.typing.ArrayLike, ...] = ()
         self._default_constraints: dict[int, FirstTokenConstraints] = {}
         # Acceptance statistics of earlier runs; see `retire`.
         self._statistics: Statistics = (None, None)
@@ -383,27 +382,7 @@ class Engine:
 
     def _measured(self) -> np.ndarray:
         """Returns times of cycles, float32 [W, 2, S], see `Adaptive`; 1 if the size is fixed."""
-        buckets = self.layout.bucket_sizes
         if self.cycle_seconds is None and self.rules.num_choices > 1:
-            *partial, self.cycle_seconds = map(self._measure, buckets)
-            self._partial_seconds = tuple(partial)
-        table = np.empty(self.shapes.seconds().shape, np.float32)
-        table[:] = 1.0 if self.cycle_seconds is None else self.cycle_seconds
-        for bucket, seconds in enumerate(self._partial_seconds):
-            table[bucket] = seconds
-        return table
-
-    def _measure(self, bucket: int) -> np.ndarray:
-        """Measures the seconds per cycle in one batch bucket, by length and choice of rows."""
-        count, repeats = self.rules.num_choices, (len(self.layout.bucket_sizes), 2, 1)
-
-        def occupied(state, seconds, length):
-            return self.program("occupied")(state, np.tile(seconds, repeats), np.int32(length))
-
-        return timing.cycle_seconds(
-            (len(self.block_sizes), count - len(self.block_sizes)),
-            adaptive.timed_lengths(self.layout.max_length),
-            self.program("new_state")(np.tile(adaptive.only(0, count), repeats)),
-            occupied,
-            lambda state, choice: self.generate(state, bucket, plain=choice == adaptive.PLAIN),
-        )
+            self.cycle_seconds = timing.measure(self.shapes, self.program, self.generate)
+        seconds = 1.0 if self.cycle_seconds is None else self.cycle_seconds
+        return np.broadcast_to(np.asarray(seconds, np.float32), self.shapes.seconds().shape)

@@ -19,6 +19,7 @@ from dflash.inference.cycle import adaptive
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.pages import Layout
 from dflash.inference.request import RequestSampling
+from dflash.inference.shapes import Shapes
 
 ROUNDS = 3
 _PRIME = 7919  # Spreads the tokens of neighboring slots.
@@ -73,6 +74,37 @@ def _fill(rows: jax.Array, phase: jax.Array) -> jax.Array:
         angle = angle * math.sqrt(2) + place * (1 + 1 / (1 + size))
     filled = jnp.sin(angle)
     return (jnp.round(filled) if is_eight_bits else filled).astype(rows.dtype)
+
+
+def measure(
+    shapes: Shapes,
+    program: Callable[..., jax.stages.Compiled],
+    generate: Callable[..., tuple[DecodeState, Report]],
+) -> np.ndarray:
+    """Measures an engine's seconds per cycle in every batch bucket.
+
+    Args:
+      shapes: Shapes of the engine's programs.
+      program: Returns a compiled program by name; `Engine.program`.
+      generate: Runs a dispatch; `Engine.generate`.
+    Returns:
+      Seconds per cycle, float32 [W, 2, S]; see `Adaptive`.
+    """
+    rules, layout, shape = shapes.rules, shapes.layout, shapes.seconds().shape
+    groups = len(rules.block_sizes), rules.num_choices - len(rules.block_sizes)
+    lengths = adaptive.timed_lengths(layout.max_length)
+    plain = np.broadcast_to(adaptive.only(adaptive.PLAIN, rules.num_choices), shape)
+
+    def occupied(state: DecodeState, seconds: np.ndarray, length: int) -> DecodeState:
+        return program("occupied")(state, np.broadcast_to(seconds, shape), np.int32(length))
+
+    def measure_bucket(bucket: int) -> np.ndarray:
+        def run(state: DecodeState, choice: int) -> tuple[DecodeState, Report]:
+            return generate(state, bucket, plain=choice == adaptive.PLAIN)
+
+        return cycle_seconds(groups, lengths, program("new_state")(plain), occupied, run)
+
+    return np.stack([measure_bucket(bucket) for bucket in layout.bucket_sizes])
 
 
 def cycle_seconds(

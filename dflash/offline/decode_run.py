@@ -184,7 +184,7 @@ def _decode(
         ready = _ready(job, records)
     if engine is None or engine.cycle_seconds is None:
         return {}
-    milliseconds = 1e3 * np.atleast_2d(engine.cycle_seconds)[-1]
+    milliseconds = 1e3 * np.asarray(engine.cycle_seconds)[-1, -1]
     return dict(zip(engine.rules.choices, milliseconds.tolist(), strict=True))
 
 
