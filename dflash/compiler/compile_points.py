@@ -15,8 +15,7 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +23,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.compiler import components, costs, forecast, hlo, programs
-from dflash.compiler.components import ATTENTION, DRAFTER, MLP, UNEMBED
+from dflash.compiler import costs, hlo, point_costs, programs
 from dflash.compiler.costs import ScheduledOperation
 from dflash.compiler.forecast import PLAIN, CompiledCost, DeviceMemory, StrategyPoint
+from dflash.compiler.point_costs import LayerRepeats
 from dflash.compiler.report import RunAssumptions
-from dflash.compiler.topology import RooflineRates, TpuMachine
+from dflash.compiler.topology import TpuMachine
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
 from dflash.inference.cycle import cycle
@@ -40,40 +39,14 @@ from dflash.inference.logits import controls
 from dflash.inference.request import Request, RequestSampling
 from dflash.loading import decode_plan, models
 from dflash.models.decoder import Decoder
-from dflash.parallel.chips import Chip
 from dflash.storage import files
 from dflash.version import __version__
 
 # Capacity of the caches in tokens. Costs are linear in it, so any small value works.
 _CAPACITY = 1024
 _LAYERS = 2
-# Name prefixes of the kernels whose cost is proportional to the context.
-_ATTENTION_KERNELS = ("paged_attention", "block_attention", "latent_attention")
-_WINDOW = re.compile(r"_w(\d+)")  # The window of such a kernel, in its name.
 _NOTHING = CompiledCost({}, 0.0)
-_LAYER_SCOPES = "attention", "mlp"
 _FOLDER = "points"
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerRepeats:
-    """Ratio of all layers to compiled layers, by which the costs of layers are multiplied.
-
-    Attributes:
-      target: Ratio for the layers of the target.
-      drafter: Ratio for the layers of the drafter.
-    """
-
-    target: float = 1.0
-    drafter: float = 1.0
-
-    def of(self, scope: str) -> float:
-        """Returns the factor by which an operation with these jax scopes is multiplied."""
-        part = components.component_of(scope)
-        if part in (ATTENTION, MLP):
-            return self.target
-        layer = part == DRAFTER and any(components.has_word(scope, word) for word in _LAYER_SCOPES)
-        return self.drafter if layer else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,13 +217,13 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     def cost(fill: float) -> tuple[CompiledCost, list[ScheduledOperation]]:
         assumptions = RunAssumptions.of(round(fill * _CAPACITY), engine.config)
         operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
-        return cost_of(operations, rates, chip, fill=fill, repeats=repeats), operations
+        return point_costs.cost_of(operations, rates, chip, fill=fill, repeats=repeats), operations
 
     (empty, operations), (full, at_full) = cost(0.0), cost(1.0)
     per_token = _NOTHING.plus(full.plus(empty, -1), 1 / _CAPACITY)
     in_windows = {}
-    for window, own in _by_window(at_full).items():
-        of_window = cost_of(own, rates, chip, fill=1.0, repeats=repeats)
+    for window, own in point_costs.by_window(at_full).items():
+        of_window = point_costs.cost_of(own, rates, chip, fill=1.0, repeats=repeats)
         in_windows[window] = _NOTHING.plus(of_window, 1 / _CAPACITY)
         per_token = per_token.plus(in_windows[window], -1)
     analysis = compiled.memory_analysis()
@@ -262,78 +235,9 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
         fixed=empty,
         per_token=per_token,
         memory=DeviceMemory(memory.fixed + extra, memory.per_token),
-        collectives=_collectives(operations, repeats),
+        collectives=point_costs.collectives(operations, repeats),
         in_windows=in_windows,
     )
-
-
-def cost_of(
-    operations: Iterable[ScheduledOperation],
-    rates: RooflineRates,
-    chip: Chip,
-    *,
-    fill: float,
-    repeats: LayerRepeats,
-) -> CompiledCost:
-    """Sums the operations of a cycle by bottleneck.
-
-    Args:
-      operations: Operations of one cycle.
-      rates: Rates of the compiler's roofline.
-      chip: Chip with the clock rate that converts cycles to time.
-      fill: Filled fraction of the caches, for which the cost of attention kernels is scaled.
-      repeats: Ratios by which the costs of layers are multiplied.
-    """
-    limits, cycles_ms = dict.fromkeys(forecast.LIMITS, 0.0), 0.0
-    for operation in operations:
-        scale = repeats.of(operation.scope) * (fill if _reads_context(operation) else 1)
-        times = operation.times * scale
-        roofline_ms = times * components.roofline_ms(operation, rates)
-        limits[_limit(operation, rates)] += roofline_ms
-        if operation.cycles and chip.clock_ghz:
-            cycles_ms += times * operation.cycles / (chip.clock_ghz * 1e6)
-        elif operation.instruction.opcode == "custom-call" and chip.clock_ghz:
-            cycles_ms += roofline_ms
-    return CompiledCost(limits, cycles_ms)
-
-
-def _limit(operation: ScheduledOperation, rates: RooflineRates) -> str:
-    if operation.flops / rates.flops_per_s > operation.hbm_bytes / rates.bytes_per_s:
-        return forecast.ARITHMETIC
-    if _reads_context(operation):
-        return forecast.CONTEXT
-    component = components.component_of(operation.scope)
-    if component == UNEMBED:
-        return forecast.HEAD
-    return forecast.WEIGHTS if component in (ATTENTION, MLP, DRAFTER) else forecast.REST
-
-
-def _reads_context(operation: ScheduledOperation) -> bool:
-    instruction = operation.instruction
-    return instruction.opcode == "custom-call" and instruction.name.startswith(_ATTENTION_KERNELS)
-
-
-def _by_window(operations: Iterable[ScheduledOperation]) -> dict[int, list[ScheduledOperation]]:
-    """Returns the kernels that read the context through a window, by window."""
-    found: dict[int, list[ScheduledOperation]] = {}
-    for operation in filter(_reads_context, operations):
-        window = _WINDOW.search(operation.instruction.name)
-        if window:
-            found.setdefault(int(window[1]), []).append(operation)
-    return found
-
-
-def _collectives(
-    operations: Iterable[ScheduledOperation], repeats: LayerRepeats
-) -> dict[str, tuple[float, float]]:
-    """Returns the number of collectives in a whole cycle and their bytes, by kind."""
-    sums: dict[str, tuple[float, float]] = {}
-    for operation in operations:
-        times = repeats.of(operation.scope)
-        for kind, (count, size) in components.collectives([operation]).items():
-            total_count, total_size = sums.get(kind, (0, 0))
-            sums[kind] = total_count + times * count, total_size + times * size
-    return sums
 
 
 def _shallow(config: DrafterConfig) -> tuple[DrafterConfig, float]:
