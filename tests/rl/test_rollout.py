@@ -191,7 +191,7 @@ def test_auto_decodes_plainly_when_drafting_does_not_pay():
     for cost in (0.0, 100.0):
         seconds = [1.0 + cost * (size > 1) for size in run.block_sizes]
         others = run.rules.num_choices - len(seconds)
-        run.cycle_seconds, run._statistics = (*seconds, *[float("inf")] * others), None
+        run.cycle_seconds, run._statistics = (*seconds, *[float("inf")] * others), (None, None)
         engine.stats = RolloutStats()
         texts.append(engine.generate(PROMPTS, config).text)
         taus.append(engine.stats.tau)
@@ -215,7 +215,7 @@ def test_auto_divides_rows_so_that_each_sequence_drafts_or_not():
     ids = [list(prompt.encode()) for prompt in prompts]
     _, run, requests = engine.llm._prepare(ids, engine._sampling(config))
     only = adaptive.only(len(run.block_sizes), run.rules.num_choices)
-    run.cycle_seconds, run._statistics = tuple(only.tolist()), None
+    run.cycle_seconds, run._statistics = tuple(only.tolist()), (None, None)
     engines()["none"].update_params(nnx.state(policy(), nnx.Param))
     wanted = engines()["none"].generate(prompts, config).tokens
     for one, other in zip(engine.generate(prompts, config).tokens, wanted, strict=True):

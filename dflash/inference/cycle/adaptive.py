@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash.inference.cycle import backlog, block_choice
 from dflash.inference.cycle.backlog import Backlog
-from dflash.inference.cycle.block_choice import BlockChoice, Pool
+from dflash.inference.cycle.block_choice import BlockChoice
 from dflash.inference.cycle.choices import WHOLE, Division
 from dflash.parallel.sharding import Sharding
 
@@ -135,18 +135,6 @@ def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
         return None
     choice = dataclasses.replace(state.choice, seconds=seconds[-1, 0])
     return dataclasses.replace(state, choice=choice, seconds=seconds)
-
-
-def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
-    """Returns the state with the statistics of earlier sequences; without any, a trial is due."""
-    if state is None:
-        return None
-    if pool is None:
-        return dataclasses.replace(state, choice=block_choice.with_trial(state.choice))
-    # Copy the statistics, because a dispatch donates its state.
-    tried, accepted = map(jnp.copy, pool)
-    choice = dataclasses.replace(state.choice, pool_tried=tried, pool_accepted=accepted)
-    return dataclasses.replace(state, choice=choice)
 
 
 def timed_lengths(max_length: int) -> tuple[int, int]:

@@ -76,15 +76,6 @@ class BlockChoice:
     trees: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-# How often each draft was verified, and accepted, of all sequences; float32 [G] each.
-Pool = tuple[jax.Array, jax.Array]
-
-
-def pool(choice: BlockChoice) -> Pool:
-    """Returns the pooled statistics of all sequences."""
-    return choice.pool_tried, choice.pool_accepted
-
-
 def abstract(
     batch: int,
     sizes: tuple[int, ...],

@@ -2,14 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.inference.cycle import adaptive, block_choice
+from dflash.inference.cycle import block_choice
 from dflash.inference.cycle.adaptive import Adaptive
+from dflash.inference.cycle.block_choice import BlockChoice
 from dflash.inference.cycle.lookup import Lookup
 from dflash.inference.cycle.window_choice import WindowChoice
 from dflash.inference.logits.controls import Controls
@@ -17,8 +18,9 @@ from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
 
-# Acceptance statistics of a run, for block sizes and for windows; None for what is not chosen.
-Statistics = tuple[block_choice.Pool | None, WindowChoice | None]
+Choice = TypeVar("Choice", BlockChoice, WindowChoice)
+# Choices of block sizes and of windows at the end of a run; None for what is not chosen.
+Statistics = tuple[BlockChoice | None, WindowChoice | None]
 
 
 @jax.tree_util.register_dataclass
@@ -69,22 +71,31 @@ class DecodeState:
     @property
     def statistics(self) -> Statistics:
         """Acceptance statistics of all sequences, with which another run may start."""
-        chosen = self.adaptive and block_choice.pool(self.adaptive.choice)
-        return chosen, self.windows
+        return self.adaptive and self.adaptive.choice, self.windows
 
     def with_statistics(self, statistics: Statistics) -> "DecodeState":
         """Returns the state of a run that starts with statistics of earlier ones."""
         of_sizes, of_windows = statistics
-        return dataclasses.replace(
-            self,
-            adaptive=adaptive.with_pool(self.adaptive, of_sizes),
-            windows=self.windows and self.windows.with_pool(of_windows),
-        )
+        adaptive, windows = self.adaptive, self.windows
+        if adaptive is not None:
+            own = adaptive.choice
+            choice = block_choice.with_trial(own) if of_sizes is None else _with_pool(own, of_sizes)
+            adaptive = dataclasses.replace(adaptive, choice=choice)
+        if windows is not None and of_windows is not None:
+            windows = _with_pool(windows, of_windows)
+        return dataclasses.replace(self, adaptive=adaptive, windows=windows)
 
     def mean_length(self) -> jax.Array:
         """Returns the mean length of the active sequences, float32 []; 0 without any."""
         total = jnp.where(self.active, self.length, 0).sum().astype(jnp.float32)
         return total / jnp.maximum(self.active.sum(), 1)
+
+
+def _with_pool(choice: Choice, earlier: Choice) -> Choice:
+    """Returns a choice with the statistics of all sequences of an earlier run."""
+    names = "pool_tried", "pool_accepted"
+    # Copy the statistics, because a dispatch donates its state.
+    return dataclasses.replace(choice, **{name: jnp.copy(getattr(earlier, name)) for name in names})
 
 
 @jax.tree_util.register_dataclass

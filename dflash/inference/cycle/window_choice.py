@@ -110,14 +110,6 @@ class WindowChoice:
             pool_accepted=self.pool_accepted * pool_fade + pooled(accepted),
         )
 
-    def with_pool(self, other: "WindowChoice | None") -> "WindowChoice":
-        """Returns the choice with the pool of another one, copied; as it is if that is None."""
-        if other is None:
-            return self
-        names = "pool_tried", "pool_accepted"
-        # Copy the statistics, because a dispatch donates its state.
-        return dataclasses.replace(self, **{name: jnp.copy(getattr(other, name)) for name in names})
-
 
 def abstract(batch: int, windows: tuple[int, ...], sharding: Sharding) -> WindowChoice | None:
     """Returns an abstract choice, zero-initialized; None if there are no windows.
