@@ -1,7 +1,8 @@
 """The batch of an engine: its device state, and the requests that hold its slots and pages."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest
 from dflash.inference.logits.logprobs import Logprobs
+from dflash.inference.observation import Observation, resumes
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.prefill import PrefillChunk
 from dflash.inference.prefix_cache import PrefixCache
@@ -42,6 +44,7 @@ class Batch:
         self.running: dict[int, ActiveRequest] = {}
         self.pool = PagePool(layout.num_replicas, layout.pages_per_replica)
         self.plain = False
+        self._observation = Observation(layout.batch_size)
         self._cache = PrefixCache(engine, self.pool)
         self._state: DecodeState = jax.block_until_ready(engine.new_state())
         self._prefill_state = jax.block_until_ready(engine.new_prefill_state())
@@ -85,9 +88,12 @@ class Batch:
                 adapter=request.request.adapter,
             )
             request.prefilled, request.touched = end, True
-        self._state, self._prefill_state, anchors, logprobs = self._engine.prefill(
-            self._state, self._prefill_state, chunks
-        )
+        if any(request.observed for request in requests.values()):
+            self._state, self._prefill_state, anchors, logprobs = self._engine.prefill(
+                self._state, self._prefill_state, chunks
+            )
+        else:
+            self._state, anchors, logprobs = self._engine.prefill_unobserved(self._state, chunks)
         ran = {}
         for prefill_slot, request in requests.items():
             complete = request.prefilled == request.context
@@ -108,6 +114,7 @@ class Batch:
             Slot(request.slot, request.pages),
             request.request,
             request.output_ids,
+            observed=request.observed,
         )
         self.running[request.slot] = request
         self._publish(request)
@@ -126,16 +133,19 @@ class Batch:
         others = any(request.matcher is None for _, request in running)
         if not (ready or others):
             return []
-        self._state, reports = constrained.generate(
-            self._engine,
-            self._state,
-            ready,
-            others=others,
-            bucket=self._layout.bucket_for(self.running),
-            plain=self.plain and not ready,
-            max_idle=self._layout.batch_size // 2 if queued else dispatch.ANY,
-        )
+        most_idle = self._layout.batch_size // 2 if queued else dispatch.ANY
+        others = self._dispatch(masked=bool(ready), max_idle=most_idle) if others else None
+        self._state, reports = constrained.generate(self._engine, self._state, ready, others)
         return reports
+
+    def _dispatch(self, *, masked: bool, max_idle: int) -> Callable[..., Any]:
+        """Returns the dispatch of the running requests, as a function of the state."""
+        bucket, how = self._layout.bucket_for(self.running), {"max_idle": max_idle}
+        whole = bucket in (None, self._layout.slots_per_replica)
+        if whole and not any(request.observed for request in self.running.values()):
+            return functools.partial(self._engine.generate_unobserved, **how)
+        plain = self.plain and not masked
+        return functools.partial(self._engine.generate, bucket=bucket, plain=plain, **how)
 
     def close(self) -> None:
         """Hands the acceptance statistics of block sizes to the engine."""
@@ -174,10 +184,14 @@ class Batch:
 
     # --- slots and pages ------------------------------------------------------------------------
 
-    def admit(self, request: ActiveRequest) -> bool:
+    def admit(self, request: ActiveRequest, *, waiting: int = 0) -> bool:
         """Gives a request a slot and pages, and starts its prefill; False if none are free.
 
         Among several replicas it prefers the one that has most of the prompt's pages cached.
+
+        Args:
+          request: Request without a slot.
+          waiting: Number of requests that wait behind it.
         """
         taken = {held.slot for held in self.requests}
         free: dict[int, int] = {}  # First free slot by replica.
@@ -189,6 +203,8 @@ class Batch:
         cached = {replica: self._cache.find(replica, *wanted) for replica in free}
         for replica in sorted(free, key=lambda replica: -len(cached[replica])):
             if self._take_pages(request, replica, cached[replica]):
+                if self._engine.may_rest:
+                    request.observed = self._observation.admit(plain=self.plain, waiting=waiting)
                 self._start_prefill(request, free[replica], replica, cached[replica])
                 return True
         return False
@@ -255,6 +271,21 @@ class Batch:
             slots = [Slot(slot, request.pages) for slot, request in self.running.items()]
             self._state = self._engine.set_pages(self._state, slots)
         return preempted
+
+    def resume(self) -> list[ActiveRequest]:
+        """Vacates unobserved requests that the drafter may yet help; see `observation.resumes`.
+
+        Returns:
+          The requests, in the order of admission.
+        """
+        unobserved = [
+            request
+            for request in self.running.values()
+            if not request.observed and resumes(request.length, request.request.limit)
+        ]
+        for request in unobserved:
+            self.vacate(request)
+        return unobserved
 
     def _youngest(self, replica: int) -> ActiveRequest:
         """Returns the youngest request; one in prefill is younger than all running ones."""

@@ -5,13 +5,12 @@ dispatch stops between draft and verification: the host reads the drafts and com
 allowed tokens for each row. The other sequences then continue to the end of the dispatch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
 from dflash.inference import first_token
-from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest
@@ -21,11 +20,7 @@ def generate(
     engine: Engine,
     state: DecodeState,
     ready: Mapping[int, ActiveRequest],
-    *,
-    others: bool,
-    bucket: int | None = None,
-    plain: bool = False,
-    max_idle: int = dispatch.ANY,
+    others: Callable[[DecodeState], tuple[DecodeState, Report]] | None,
 ) -> tuple[DecodeState, list[Report]]:
     """Runs one dispatch; consumes `state`.
 
@@ -35,10 +30,7 @@ def generate(
       ready: Constrained sequences by slot, with matchers that have consumed all of their output.
         Other constrained sequences wait, and so does a sequence whose matcher raises an exception,
         which becomes the sequence's error.
-      others: Whether there are unconstrained sequences.
-      bucket: Batch bucket that holds all sequences; see `Engine.generate`.
-      plain: Only decode plainly; see `Engine.generate`.
-      max_idle: Most cycles that slots may be idle; see `Engine.generate`.
+      others: Runs the dispatch of unconstrained sequences; None if there are none.
     Returns:
       The new state, and the reports of the parts of the dispatch.
     """
@@ -47,7 +39,7 @@ def generate(
         state, report = _masked_cycle(engine, state, ready)
         reports.append(report)
     if others:
-        state, report = engine.generate(state, bucket, plain=plain, max_idle=max_idle)
+        state, report = others(state)
         reports.append(report)
     return state, reports
 

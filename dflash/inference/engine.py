@@ -113,6 +113,11 @@ class Engine:
         """Number of the target's token ids."""
         return self.target.arch.vocab_size
 
+    @property
+    def may_rest(self) -> bool:
+        """Whether the drafter may leave out requests; see `observation`."""
+        return program_table.may_rest(self.shapes)
+
     def has_room(self, max_length: int, num_stop_ids: int) -> bool:
         """Returns whether sequences of `max_length` tokens with `num_stop_ids` stop ids fit."""
         return max_length <= self.layout.max_length and num_stop_ids <= self.num_stop_ids
@@ -151,19 +156,28 @@ class Engine:
         Raises:
           ValueError: A chunk is empty or too long.
         """
-        run, inputs, *of_prompts = self._prompt_inputs(chunks)
+        inputs, *of_prompts = self._prompt_inputs(chunks)
         weights = self.target_params, self.drafter_params
+        run = self.program("prefill", inputs.tokens.shape[1])
         cache, *results = run(*weights, state.cache, prefill_state, inputs, *of_prompts)
         return dataclasses.replace(state, cache=cache), *results
 
+    def prefill_unobserved(
+        self, state: DecodeState, chunks: Mapping[int, PrefillChunk]
+    ) -> tuple[DecodeState, jax.Array, Logprobs]:
+        """Runs chunks that the drafter does not observe; see `prefill` and `may_rest`."""
+        inputs, *of_prompts = self._prompt_inputs(chunks)
+        run = self.program("prefill_unobserved", inputs.tokens.shape[1])
+        cache, *results = run(self.target_params, state.cache, inputs, *of_prompts)
+        return dataclasses.replace(state, cache=cache), *results
+
     def _prompt_inputs(self, chunks: Mapping[int, PrefillChunk]) -> tuple:
-        """Returns the program for the next chunks; the chunks; their constraints and sampling."""
+        """Returns the next chunks, their constraints and their sampling."""
         inputs = pack(chunks, self.num_prefill_slots, self.layout)
         slots = range(self.num_prefill_slots)
         samplings = [chunks[slot].sampling if slot in chunks else GREEDY for slot in slots]
         params = jax.tree.map(lambda *rows: np.stack(rows), *map(SamplingParams.of, samplings))
-        run = self.program("prefill", inputs.tokens.shape[1])
-        return run, inputs, self._constraints(chunks), params
+        return inputs, self._constraints(chunks), params
 
     def _constraints(self, chunks: Mapping[int, PrefillChunk]) -> FirstTokenConstraints:
         """Returns the first-token constraints of all prefill slots."""
@@ -192,6 +206,8 @@ class Engine:
         slot: Slot,
         request: Request,
         output_ids: Sequence[int] = (),
+        *,
+        observed: bool = True,
     ) -> DecodeState:
         """Puts a prefilled sequence into a slot; consumes `state` (its buffers are donated).
 
@@ -207,6 +223,7 @@ class Engine:
           request: Request of the sequence; its limit and stop ids end the sequence.
           output_ids: Known output so far; empty for a new sequence, whose anchor the host does not
             know yet.
+          observed: Whether the drafter has observed the sequence, and goes on doing so.
         Raises:
           ValueError: The slot has more pages than a sequence may own.
         """
@@ -222,6 +239,7 @@ class Engine:
             state, prefill_state, anchors, *where, self.page_row(slot), np.int32(length),
             np.int32(request.limit), stop_ids, stated, SamplingParams.of(request.sampling),
             np.int32(request.adapter) if self.target.adapters else None,
+            np.bool_(observed) if len(self.block_sizes) > 1 else None,
         )  # fmt: skip
 
     def generate(
@@ -245,6 +263,14 @@ class Engine:
         run = self.program("generate_plain" if plain else "generate", *sizes)
         return run(self.target_params, self.drafter_params, state, np.int32(max_idle))
 
+    def generate_unobserved(
+        self, state: DecodeState, *, max_idle: int = dispatch.ANY
+    ) -> tuple[DecodeState, Report]:
+        """Decodes plainly in all slots, none of which the drafter observes; see `generate`."""
+        run = self.program("generate_unobserved")
+        of_target, report = run(self.target_params, state.of_target(), np.int32(max_idle))
+        return state.with_target(of_target), report
+
     def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
         """Drafts for every slot, for `conclude` to verify; consumes `state`."""
         return self.program("draft")(self.target_params, self.drafter_params, state)
@@ -265,7 +291,7 @@ class Engine:
 
     def release(self, state: DecodeState, slot: int) -> DecodeState:
         """Empties a slot, so that its pages can be reused."""
-        return self.program("release")(state, np.int32(slot))
+        return state.with_occupancy(self.program("release")(state.occupancy, np.int32(slot)))
 
     def set_pages(self, state: DecodeState, slots: Sequence[Slot]) -> DecodeState:
         """Sets the pages of all slots, none for those not listed; consumes `state`."""

@@ -38,6 +38,7 @@ class ActiveRequest:
       preemptions: Number of times that it lost its slot.
       cached_tokens: Prompt tokens found in the prefix cache.
       recomputed: Whether it was computed again after non-finite logits that it did not explain.
+      observed: Whether the drafter observes it while it holds a slot.
       error: Error that ends this request alone; None if it has not failed.
     """
 
@@ -59,6 +60,7 @@ class ActiveRequest:
     preemptions: int = 0
     cached_tokens: int = 0
     recomputed: bool = False
+    observed: bool = True
     error: errors.UserError | None = None
 
     @property

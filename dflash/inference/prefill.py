@@ -149,28 +149,26 @@ def padded(numbers: Sequence[int], length: int) -> np.ndarray:
     return row
 
 
-def prefill_chunk(
+def run_chunk(
     target: Decoder,
-    drafter: Drafter,
+    feature_layers: tuple[int, ...],
     cache: PagedCache,
-    prefill_state: Any,
     chunk: ChunkInputs,
     sampling: SamplingParams,
     constraints: FirstTokenConstraints,
-) -> tuple[PagedCache, Any, jax.Array, Logprobs]:
-    """Runs one chunk of each prompt.
+) -> tuple[PagedCache, jax.Array, Logprobs, jax.Array]:
+    """Runs one chunk of each prompt by the target alone.
 
     Args:
       target: Target model.
-      drafter: Drafter, which observes the rows.
+      feature_layers: Layers whose features are returned; see `Drafter`.
       cache: Cache of the batch; its page table is not used and not changed.
-      prefill_state: The drafter's state of the n sequences.
       chunk: Chunks to run.
       sampling: Sampling parameters of the n sequences.
       constraints: Constraints on their first tokens.
     Returns:
-      The cache; the prefill state; the token after each chunk, int32 [n], `nonfinite.NO_TOKEN` if
-      its logits are not finite; and log-probabilities [n] of the sampled tokens.
+      The cache; the token after each chunk, int32 [n], `nonfinite.NO_TOKEN` if its logits are not
+      finite; log-probabilities [n] of the sampled tokens; and features of the rows.
     """
     rows = jnp.arange(chunk.tokens.shape[1])
     begins = (chunk.start == 0) & (chunk.count > 0)
@@ -179,7 +177,7 @@ def prefill_chunk(
             chunk.tokens,
             chunk.start[:, None] + rows,
             cache.at_slots(chunk.slot, begins, chunk.table, target.sharding),
-            feature_layers=drafter.feature_layers,
+            feature_layers=feature_layers,
             count=chunk.count,
             adapters=chunk.adapter,
         )
@@ -188,8 +186,29 @@ def prefill_chunk(
     end = chunk.start + chunk.count
     drawn, logprobs = first_token.draw(logits, end, sampling, constraints)
     following = jnp.where(chunk.following >= 0, chunk.following, drawn)
-    prefill_state = observe_chunk(drafter, prefill_state, chunk, following, output.features, target)
     cache = cache.with_slots(output.cache, chunk.slot, target.sharding)
+    return cache, following, logprobs, output.features
+
+
+def prefill_chunk(
+    target: Decoder, drafter: Drafter, cache: PagedCache, prefill_state: Any, chunk, *of_prompts
+) -> tuple[PagedCache, Any, jax.Array, Logprobs]:
+    """Runs one chunk of each prompt, which the drafter observes.
+
+    Args:
+      target: Target model.
+      drafter: Drafter.
+      cache: Cache of the batch.
+      prefill_state: The drafter's state of the n sequences.
+      chunk: Chunks to run.
+      *of_prompts: Further arguments of `run_chunk`.
+    Returns:
+      The cache; the prefill state; and the token after each chunk with its log-probabilities, as
+      `run_chunk` returns them.
+    """
+    layers = drafter.feature_layers
+    cache, following, logprobs, features = run_chunk(target, layers, cache, chunk, *of_prompts)
+    prefill_state = observe_chunk(drafter, prefill_state, chunk, following, features, target)
     return cache, prefill_state, following, logprobs
 
 

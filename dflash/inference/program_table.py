@@ -137,6 +137,9 @@ def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = Fal
     if len(shapes.block_sizes) > 1:
         needed += [("generate_plain",)]
         needed += [("generate_plain", bucket) for bucket in layout.bucket_sizes[:-1]]
+    if may_rest(shapes):
+        needed += [("generate_unobserved",)]
+        needed += [("prefill_unobserved", rows) for rows in chunks]
     if grammars:
         needed += [("draft",), ("conclude",)]
     if layout.overcommits:
@@ -148,6 +151,14 @@ def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = Fal
     if len(shapes.block_sizes) > 1:
         needed.append(("occupied",))
     return needed
+
+
+def may_rest(shapes: Shapes) -> bool:
+    """Returns whether the drafter may leave out requests; see `observation`.
+
+    With a prefix cache it must not, since cached pages contain its rows too.
+    """
+    return len(shapes.block_sizes) > 1 and not shapes.layout.prefix_cache
 
 
 def keeps_rows(shapes: Shapes) -> bool:
@@ -208,15 +219,21 @@ def _insert_arguments(shapes: Shapes) -> tuple:
     stop_ids = shapes.whole((shapes.num_stop_ids,))
     where = number, number, shapes.table_row(), number, number, stop_ids
     default = shapes.constraints(1).controls
-    of_request = default, shapes.one_sampling(), number if shapes.target.adapters else None
+    adapter = number if shapes.target.adapters else None
+    observed = shapes.whole((), jnp.bool_) if len(shapes.block_sizes) > 1 else None
+    of_request = default, shapes.one_sampling(), adapter, observed
     return shapes.state(), shapes.prefill_state(), anchors, *where, *of_request
 
 
 def prefill_arguments(shapes: Shapes, rows: int) -> tuple:
     """Returns the arguments of a prefill chunk of `rows` tokens."""
-    count = shapes.num_prefill_slots
-    prompts = shapes.chunk(rows), shapes.constraints(count), shapes.sampling(count)
+    prompts = _prompt_arguments(shapes, rows)
     return *shapes.weights, shapes.state().cache, shapes.prefill_state(), *prompts
+
+
+def _prompt_arguments(shapes: Shapes, rows: int) -> tuple:
+    count = shapes.num_prefill_slots
+    return shapes.chunk(rows), shapes.constraints(count), shapes.sampling(count)
 
 
 def _prefill_results(shapes: Shapes, rows: int) -> tuple:
@@ -293,10 +310,17 @@ TABLE: dict[str, Program] = {
     ),
     "generate": _generate(plain=False),
     "generate_plain": _generate(plain=True),
+    "generate_unobserved": Program(
+        lambda shapes: shapes.over_target(programs.generate_unobserved(shapes)),
+        lambda shapes: (shapes.weights[0], shapes.state().of_target(), shapes.scalar()),
+        lambda shapes: (places(shapes.state().of_target()), shapes.replicated),
+        donated=(1,),
+        loops=True,
+    ),
     "release": Program(
         lambda shapes: programs.release,
-        lambda shapes: (shapes.state(), shapes.scalar()),
-        lambda shapes: places(shapes.state()),
+        lambda shapes: (shapes.state().occupancy, shapes.scalar()),
+        lambda shapes: places(shapes.state().occupancy),
         donated=(0,),
     ),
     "set_pages": Program(
@@ -340,6 +364,16 @@ TABLE: dict[str, Program] = {
         prefill_arguments,
         _prefill_results,
         donated=(2, 3),
+    ),
+    "prefill_unobserved": Program(
+        lambda shapes, rows: shapes.over_target(programs.prefill_unobserved),
+        lambda shapes, rows: (
+            shapes.weights[0],
+            shapes.state().cache,
+            *_prompt_arguments(shapes, rows),
+        ),
+        lambda shapes, rows: (places(shapes.state().cache), shapes.replicated, shapes.replicated),
+        donated=(1,),
     ),
     # The prefix cache.
     "new_context": Program(

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
+from dflash.drafters.none import NoDrafter
 from dflash.inference import batch_buckets, first_token, timing
 from dflash.inference.cycle import adaptive, dispatch
-from dflash.inference.cycle.state import DecodeState
+from dflash.inference.cycle.rules import Rules
+from dflash.inference.cycle.state import DecodeState, Occupancy
 from dflash.inference.logits import controls, nonfinite
 from dflash.inference.logits.controls import Controls
 from dflash.inference.logits.sampling import SamplingParams
-from dflash.inference.prefill import ChunkInputs, prefill_chunk, replay_chunk
+from dflash.inference.prefill import ChunkInputs, prefill_chunk, replay_chunk, run_chunk
 from dflash.inference.request import RequestSampling
 from dflash.inference.shapes import Shapes
 from dflash.layers.cache import PagedCache
@@ -57,6 +59,7 @@ def insert(
     stated: Controls,
     sampling: SamplingParams,
     adapter: jax.Array | None,
+    observed: jax.Array | None,
 ) -> DecodeState:
     """Puts a prefilled sequence into a slot, and decides whether it has ended already.
 
@@ -74,6 +77,7 @@ def insert(
       stated: Its logit controls, with a batch axis of size 1.
       sampling: Its sampling parameters, without a batch axis.
       adapter: Number of its adapter; None if the target has none.
+      observed: bool []; whether the drafter observes it; None if it observes every sequence.
     """
     anchor = anchors[prefill_slot]
     # The host does not know the anchor of a new sequence yet.
@@ -97,7 +101,7 @@ def insert(
         controls=jax.tree.map(put, state.controls, stated),
         cache=dataclasses.replace(state.cache, page_table=page_table),
         drafter=drafter.insert(state.drafter, prefill_state, prefill_slot, slot),
-        adaptive=state.adaptive and state.adaptive.insert(slot),
+        adaptive=state.adaptive and state.adaptive.insert(slot, observed),
         lookup=state.lookup and state.lookup.insert(slot),
         windows=state.windows and state.windows.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),
@@ -106,18 +110,15 @@ def insert(
     )
 
 
-def release(state: DecodeState, slot: jax.Array) -> DecodeState:
+def release(occupancy: Occupancy, slot: jax.Array) -> Occupancy:
     """Empties a slot, so that its pages can be reused."""
-    table = state.cache.page_table.at[slot].set(0)
-    # An empty slot is greedy, so that a batch of greedy sequences skips all noise.
-    temperature = state.sampling.temperature.at[slot].set(0)
-    return dataclasses.replace(
-        state,
-        length=state.length.at[slot].set(1),
-        anchor=state.anchor.at[slot].set(0),
-        active=state.active.at[slot].set(False),
-        sampling=dataclasses.replace(state.sampling, temperature=temperature),
-        cache=dataclasses.replace(state.cache, page_table=table),
+    return Occupancy(
+        length=occupancy.length.at[slot].set(1),
+        anchor=occupancy.anchor.at[slot].set(0),
+        active=occupancy.active.at[slot].set(False),
+        # An empty slot is greedy, so that a batch of greedy sequences skips all noise.
+        temperature=occupancy.temperature.at[slot].set(0),
+        page_table=occupancy.page_table.at[slot].set(0),
     )
 
 
@@ -154,6 +155,19 @@ def generate(shapes: Shapes, bucket: int | None = None, *, plain: bool = False) 
     return batch_buckets.over_first_slots(run, shapes.state(bucket), shapes.layout.num_replicas)
 
 
+def generate_unobserved(shapes: Shapes) -> Callable:
+    """Returns a dispatch of plain decoding over all slots, given `DecodeState.of_target`."""
+    return functools.partial(
+        _decode_plainly,
+        max_cycles=shapes.config.sync_every,
+        rules=Rules((1,), verify=shapes.rules.verify),
+    )
+
+
+def _decode_plainly(target: Decoder, state: DecodeState, max_idle: jax.Array, **how) -> tuple:
+    return dispatch.run_cycles(target, NoDrafter(), state, max_idle=max_idle, **how)
+
+
 def occupied(shapes: Shapes) -> Callable:
     """Returns `timing.occupy` for the engine's layout and default sampling."""
     return functools.partial(
@@ -179,6 +193,14 @@ def prefill(
     """Runs one chunk of each prompt; see `prefill_chunk`."""
     sampling = sampling.with_keys()
     return prefill_chunk(target, drafter, cache, prefill_state, chunk, sampling, constraints)
+
+
+def prefill_unobserved(
+    target: Decoder, cache: PagedCache, chunk: ChunkInputs, constraints, sampling
+) -> tuple:
+    """Runs one chunk of each prompt that the drafter does not observe; see `run_chunk`."""
+    cache, *drawn, _ = run_chunk(target, (), cache, chunk, sampling.with_keys(), constraints)
+    return cache, *drawn
 
 
 def unconstrained(shapes: Shapes, count: int) -> first_token.FirstTokenConstraints:

@@ -175,6 +175,8 @@ class Scheduler:
         batch = self._batch
         for request in batch.grow():
             self._requeue([request])
+        if not (self._queue or self.paused):
+            self._requeue(batch.resume())
         left = self._layout.prefill_chunk
         while self._admit():
             rows, decoding = batch.next_rows(), bool(batch.running)
@@ -196,7 +198,7 @@ class Scheduler:
         """
         while self._queue and not (self.paused or self._must_wait(self._queue[0])):
             request = self._queue[0]
-            if not self._batch.admit(request):
+            if not self._batch.admit(request, waiting=len(self._queue) - 1):
                 break
             self._queue.popleft()
             if self._engine.prefix_cache:

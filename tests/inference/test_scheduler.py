@@ -330,8 +330,8 @@ class Slow:
         state, lanes, anchors, logprobs = self._inner.prefill(*args)
         return state, lanes, self._later(anchors, self._prefill_s), logprobs
 
-    def insert(self, state, lanes, anchors, *args):
-        return self._inner.insert(state, lanes, anchors.array, *args)
+    def insert(self, state, lanes, anchors, *args, **how):
+        return self._inner.insert(state, lanes, anchors.array, *args, **how)
 
     def generate(self, state, *bucket, **how):
         state, report = self._inner.generate(state, *bucket, **how)

@@ -204,15 +204,17 @@ def choose(
     left: jax.Array,
     sizes: tuple[int, ...],
     division: Division = WHOLE,
+    observed: jax.Array | None = None,
 ) -> BlockChoice:
     """Chooses the size of the next cycle, one for the whole batch, or a division of its rows.
 
     Args:
       choice: Acceptance statistics and cycle times.
       active: bool [B]; sequences to take into account.
-      left: int32 [B]; tokens until each one's limit.
+      left: int32 [B]; tokens until each one's limit, 1 for one that decodes plainly.
       sizes: S block sizes.
       division: Cycles that divide their rows.
+      observed: bool [B]; sequences that the drafter observes. None for all.
     """
     chances = survival(rates(choice), active, left, trees=choice.trees)
     drafts = jnp.cumsum(jnp.pad(chances.sum(axis=0), (1, 0)))
@@ -225,11 +227,15 @@ def choose(
     speeds = tokens / choice.seconds
     best = jnp.argmax(speeds).astype(jnp.int32)
     chosen = dataclasses.replace(choice, best=best, promise=speeds[best])
-    return _with_credit(chosen, choice.credit, sizes, division)
+    return _with_credit(chosen, choice.credit, sizes, division, _informs(active, observed))
 
 
 def earn(
-    choice: BlockChoice, num_active: jax.Array, sizes: tuple[int, ...], division: Division = WHOLE
+    choice: BlockChoice,
+    active: jax.Array,
+    sizes: tuple[int, ...],
+    division: Division = WHOLE,
+    observed: jax.Array | None = None,
 ) -> BlockChoice:
     """Goes on after a cycle of size 1, which tells nothing about drafts: a trial may be due.
 
@@ -238,16 +244,23 @@ def earn(
 
     Args:
       choice: Statistics before the cycle.
-      num_active: int32 []; number of sequences in the cycle.
+      active: bool [B]; sequences in the cycle.
       sizes: S block sizes.
       division: Cycles that divide their rows.
+      observed: bool [B]; sequences that the drafter observes. None for all.
     """
-    earned = _trials(num_active) * choice.seconds[choice.best]
+    earned = _trials(active.sum()) * choice.seconds[choice.best]
     choice = dataclasses.replace(choice, gains=by_confidence.idle(choice.gains))
-    return _with_credit(choice, choice.credit + earned, sizes, division)
+    credit, informs = choice.credit + earned, _informs(active, observed)
+    return _with_credit(choice, credit, sizes, division, informs)
 
 
-def _with_credit(choice, credit, sizes, division) -> BlockChoice:
+def _informs(active: jax.Array, observed: jax.Array | None) -> jax.Array | bool:
+    """Returns whether a trial tells enough: the drafter observes at least half the sequences."""
+    return True if observed is None else 2 * (active & observed).sum() >= active.sum()
+
+
+def _with_credit(choice, credit, sizes, division, informs) -> BlockChoice:
     """Returns the choice with this credit, and with the next cycle's size, the best or a trial's.
 
     Credit is capped at one trial, so that saved credit does not cause a burst of trials.
@@ -255,7 +268,7 @@ def _with_credit(choice, credit, sizes, division) -> BlockChoice:
     larger = _larger(sizes, division)[choice.best]
     most = jnp.maximum(choice.seconds[larger] - choice.seconds[choice.best], 0)
     most = jnp.where(larger == choice.best, 0, most)
-    index = jnp.where(credit >= most, larger, choice.best)
+    index = jnp.where((credit >= most) & informs, larger, choice.best)
     return dataclasses.replace(choice, credit=jnp.minimum(credit, most), index=index)
 
 
@@ -276,6 +289,7 @@ def learn(
     rows: jax.Array | None = None,
     on_path: jax.Array | None = None,
     confidence: jax.Array | None = None,
+    observed: jax.Array | None = None,
 ) -> BlockChoice:
     """Updates the statistics with the outcome of the cycle that `choice` chose.
 
@@ -290,6 +304,8 @@ def learn(
         of committed tokens tells.
       confidence: float32 [B, n]; the drafter's confidence in the first drafts, if rows were divided
         by it.
+      observed: bool [B]; sequences that the drafter observes; the others tell nothing. None for
+        all.
     """
     means = jnp.array((*sizes, *division.mean_rows))
     idle, gains = jnp.zeros_like(num_committed, bool), by_confidence.idle(choice.gains)
@@ -298,7 +314,8 @@ def learn(
     elif rows is not None:
         idle = (rows == 1) & (num_committed > 0)
     drafts = ((means[choice.index] if rows is None else rows) - 1).reshape(-1, 1)
-    tried, accepted = _outcomes(choice, num_committed, left, drafts, on_path, confidence)
+    told = num_committed if observed is None else jnp.where(observed, num_committed, 0)
+    tried, accepted = _outcomes(choice, told, left, drafts, on_path, confidence)
     fade = 1 - tried / MEMORY - idle[:, None] / IDLE_MEMORY
     pool_fade = (1 - 1 / POOL_MEMORY) ** tried[:, :1].sum()
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]

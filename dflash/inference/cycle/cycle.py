@@ -224,7 +224,7 @@ def _learn(state, proposal, result, num_committed, rules, rows):
         return None
     sizes, num_drafts = (rules.block_sizes, rules.division), proposal.tokens.shape[1]
     if not num_drafts:
-        return state.adaptive.earn(jnp.sum(state.active), *sizes)
+        return state.adaptive.earn(state.active, *sizes)
     left = state.limit - state.length
     counts = confidence = on_path = None
     if rows is not None:
@@ -241,6 +241,8 @@ def _learn_windows(state, drafter, outcome, active, num_drafts):
     if state.windows is None or not num_drafts:
         return state.windows
     # Where an output ends tells nothing about its drafts.
+    if state.adaptive is not None:
+        active &= ~state.adaptive.unobserved
     verified = jnp.where(active, jnp.minimum(outcome.rows, drafter.longest_path) - 1, 0)
     if state.lookup is not None:
         verified = jnp.where(state.lookup.copies, 0, verified)

@@ -97,9 +97,11 @@ class Rules:
         """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].
 
         That is the number of tokens until its limit, or until its drafter's longest context, from
-        which on it decodes plainly.
+        which on it decodes plainly; 1 if the drafter does not observe it.
         """
         left = state.limit - state.length
+        if state.adaptive is not None:
+            left = jnp.where(state.adaptive.unobserved, 1, left)
         if self.longest_context is None:
             return left
         return jnp.minimum(left, jnp.maximum(self.longest_context - state.length, 1))

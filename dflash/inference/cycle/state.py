@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,15 @@ class DecodeState:
     concluded: jax.Array
     adapter: jax.Array | None = None
 
+    def of_target(self) -> "DecodeState":
+        """Returns the state of plain decoding by the target alone."""
+        return dataclasses.replace(self, drafter=(), adaptive=None, lookup=None, windows=None)
+
+    def with_target(self, state: "DecodeState") -> "DecodeState":
+        """Returns this state after plain decoding, given what has become of its `of_target`."""
+        own = "drafter", "adaptive", "lookup", "windows"
+        return dataclasses.replace(state, **{name: getattr(self, name) for name in own})
+
     @property
     def statistics(self) -> Statistics:
         """Acceptance statistics of all sequences, with which another run may start."""
@@ -85,6 +94,23 @@ class DecodeState:
             windows = _with_pool(windows, of_windows)
         return dataclasses.replace(self, adaptive=adaptive, windows=windows)
 
+    @property
+    def occupancy(self) -> "Occupancy":
+        """The arrays that tell occupied slots from empty ones."""
+        table, temperature = self.cache.page_table, self.sampling.temperature
+        return Occupancy(self.length, self.anchor, self.active, temperature, table)
+
+    def with_occupancy(self, arrays: "Occupancy") -> "DecodeState":
+        """Returns the state with these arrays."""
+        return dataclasses.replace(
+            self,
+            length=arrays.length,
+            anchor=arrays.anchor,
+            active=arrays.active,
+            sampling=dataclasses.replace(self.sampling, temperature=arrays.temperature),
+            cache=dataclasses.replace(self.cache, page_table=arrays.page_table),
+        )
+
     def mean_length(self) -> jax.Array:
         """Returns the mean length of the active sequences, float32 []; 0 without any."""
         total = jnp.where(self.active, self.length, 0).sum().astype(jnp.float32)
@@ -96,6 +122,16 @@ def _with_pool(choice: Choice, earlier: Choice) -> Choice:
     names = "pool_tried", "pool_accepted"
     # Copy the statistics, because a dispatch donates its state.
     return dataclasses.replace(choice, **{name: jnp.copy(getattr(earlier, name)) for name in names})
+
+
+class Occupancy(NamedTuple):
+    """Arrays of a `DecodeState` that tell occupied slots from empty ones."""
+
+    length: jax.Array
+    anchor: jax.Array
+    active: jax.Array
+    temperature: jax.Array
+    page_table: jax.Array
 
 
 @jax.tree_util.register_dataclass

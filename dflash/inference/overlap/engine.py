@@ -110,7 +110,8 @@ class OverlappedEngine(Engine):
         self, state: OverlappedState, prefill_state: Observed, chunks: Mapping[int, PrefillChunk]
     ) -> tuple[OverlappedState, Observed, jax.Array, Logprobs]:
         """Runs the next chunk of every prompt; see `Engine.prefill`."""
-        run, inputs, *of_prompts = self._prompt_inputs(chunks)
+        inputs, *of_prompts = self._prompt_inputs(chunks)
+        run = self.program("prefill", inputs.tokens.shape[1])
         weights, cache = (self.target_params, self.drafter_params), state.decode.cache
         cache, mail, anchors, logprobs = run(*weights, cache, inputs, *of_prompts)
         observe = self._drafting.get("prefill", inputs.tokens.shape[1])
@@ -127,6 +128,8 @@ class OverlappedEngine(Engine):
         slot: Slot,
         request: Request,
         output_ids: Sequence[int] = (),
+        *,
+        observed: bool = True,
     ) -> OverlappedState:
         """Puts a prefilled sequence into a slot; see `Engine.insert`."""
         decode = super().insert(state.decode, (), anchors, prefill_slot, slot, request, output_ids)

@@ -1,0 +1,51 @@
+"""Decides which requests a drafter observes, and for which it rests.
+
+A drafter that observes a request computes its own rows for every token of it, whether drafts are
+verified or not. Where plain decoding is the fastest, that is work for nothing but trials. So while
+many requests wait, the drafter rests, and those that are admitted decode plainly to their end.
+
+It goes on with the last requests, because fewer sequences leave more to gain: from when the queue
+is shorter than the batch, every new request is observed. When the queue is empty, requests that
+still run unobserved return to it, to be prefilled again, if they may have many tokens left.
+"""
+
+import dataclasses
+
+PERIOD = 8  # While plain decoding is the fastest, one batch in so many is observed, for trials.
+LEFT = 0.25  # Tokens left, over the tokens of the context, from which another prefill is worth it.
+
+
+@dataclasses.dataclass
+class Observation:
+    """Counts admissions, and decides whether each request is observed.
+
+    Attributes:
+      slots: Number of slots of the batch.
+      rested: Requests admitted since the drafter began to rest; 0 while it does not.
+    """
+
+    slots: int
+    rested: int = 0
+
+    def admit(self, *, plain: bool, waiting: int) -> bool:
+        """Returns whether the drafter observes the request that is being admitted.
+
+        Args:
+          plain: Whether plain decoding has been the fastest.
+          waiting: Number of requests that wait behind it.
+        """
+        if not plain or waiting < self.slots:
+            self.rested = 0
+            return True
+        self.rested += 1
+        return (self.rested - 1) % (PERIOD * self.slots) >= (PERIOD - 1) * self.slots
+
+
+def resumes(length: int, limit: int) -> bool:
+    """Returns whether a request is worth another prefill, so that its drafter observes it.
+
+    Args:
+      length: Number of committed tokens of prompt and output.
+      limit: Largest number that it may reach.
+    """
+    return limit - length >= LEFT * length

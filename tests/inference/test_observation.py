@@ -1,0 +1,193 @@
+"""Tests of requests that the drafter does not observe."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from support.engines import decode, engine, expected, make_requests, random_prompts
+from support.models import drafter
+
+from dflash.inference import observation
+from dflash.inference.cycle import adaptive
+from dflash.inference.engine import Engine
+from dflash.inference.observation import PERIOD, Observation, resumes
+from dflash.inference.request import RequestOutput
+from dflash.inference.scheduler import Scheduler
+
+PROMPTS = random_prompts([3, 16, 9, 17, 5, 2, 8, 4, 21, 6])
+LIMITS = [20, 9, 1, 18, 2, 23, 12, 7, 15, 30]
+
+
+def admitted(count: int, *, slots: int, plain: bool = True) -> list[bool]:
+    """Which of `count` requests that wait at once are observed."""
+    one = Observation(slots)
+    return [one.admit(plain=plain, waiting=left) for left in reversed(range(count))]
+
+
+@pytest.mark.parametrize("slots", [1, 4, 32])
+def test_where_drafting_pays_every_request_is_observed(slots):
+    assert all(admitted(20 * slots, slots=slots, plain=False))
+
+
+@pytest.mark.parametrize("slots", [1, 4, 32])
+def test_one_batch_in_a_period_and_the_last_ones_are_observed(slots):
+    found = admitted(2 * PERIOD * slots + slots, slots=slots)
+    (whole, rest), last = np.split(np.array(found[: 2 * PERIOD * slots]), 2), found[-slots:]
+    for period in (whole, rest):
+        assert period.sum() == slots
+        assert period[-slots:].all()
+    assert all(last)
+
+
+def test_a_shorter_queue_than_the_batch_is_observed():
+    assert all(admitted(4, slots=4))
+
+
+def test_a_rest_begins_anew_after_drafts():
+    one = Observation(2)
+    for _ in range(2):
+        found = [one.admit(plain=True, waiting=99) for _ in range(2 * PERIOD)]
+        assert found == [False] * (2 * PERIOD - 2) + [True] * 2
+        assert not one.admit(plain=True, waiting=99)
+        assert one.admit(plain=False, waiting=99)
+
+
+def test_a_request_resumes_if_its_context_is_short_for_what_is_left():
+    assert resumes(100, 125)
+    assert not resumes(100, 124)
+
+
+# --- with an engine -----------------------------------------------------------------------------
+
+
+@functools.cache
+def adaptive_engine(**options) -> Engine:
+    model = drafter("dflash", block_size=3)
+    return engine(model, batch_size=2, sync_every=3, max_length=64, adaptive_blocks=True, **options)
+
+
+def forced(run: Engine, choice: int) -> Engine:
+    """The engine, all of whose cycles take one choice of rows."""
+    run.cycle_seconds = adaptive.only(choice, run.rules.num_choices)
+    return run
+
+
+def observing(monkeypatch, observed) -> None:
+    """Makes the drafter observe these admissions, whatever is best."""
+    answers = iter(observed)
+    monkeypatch.setattr(Observation, "admit", lambda *_, **__: next(answers, True))
+
+
+@pytest.mark.parametrize("choice", range(4))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_output_is_that_of_plain_decoding_whoever_is_observed(choice, temperature, monkeypatch):
+    """In plain cycles, in blocks of 2 and 3, and with divided rows."""
+    run = forced(adaptive_engine(), choice)
+    assert run.rules.num_choices == 4
+    rng = np.random.default_rng(choice)
+    observing(monkeypatch, rng.integers(0, 2, len(PROMPTS)).astype(bool).tolist())
+    done = decode(run, PROMPTS, LIMITS, temperature=temperature)
+    wanted = expected(PROMPTS, LIMITS, temperature=temperature)
+    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+
+
+def test_unobserved_requests_have_no_row_of_divided_ones(monkeypatch):
+    run = forced(adaptive_engine(), 3)
+    observing(monkeypatch, [False, True])
+    # They end before the queue does, and so never resume.
+    done = decode(run, PROMPTS[:2] * 2, [8, 8, 30, 30])
+    assert set(done[0].block_sizes) == {1}
+    assert max(done[1].block_sizes) > 1
+
+
+class Watch:
+    """An engine that notes its calls, with the number of slots that are observed."""
+
+    def __init__(self, inner: Engine):
+        self._inner, self.calls = inner, []
+
+    def __getattr__(self, name):
+        found = getattr(self._inner, name)
+        if name in ("prefill", "prefill_unobserved", "generate", "generate_unobserved"):
+            self.calls.append(name)
+        return found
+
+
+def finished(run, requests) -> list[RequestOutput]:
+    one, events = Scheduler(run, fill_at_once=True), []
+    for request in requests:
+        one.submit(request)
+    while not one.idle:
+        events += one.step()
+    done = [event for event in events if isinstance(event, RequestOutput)]
+    return sorted(done, key=lambda output: output.id)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_drafter_rests_while_many_requests_wait(temperature):
+    count, watch = 14, Watch(forced(adaptive_engine(), adaptive.PLAIN))
+    prompts = random_prompts([5] * count)
+    requests = make_requests(prompts, 6, temperature=temperature)
+    found = [(one.output_ids, one.finish_reason) for one in finished(watch, requests)]
+    assert found == expected(prompts, [6] * count, temperature=temperature)
+    # Two before anything is known, and the last two.
+    assert watch.calls.count("prefill_unobserved") == count - 4
+    assert watch.calls.count("generate_unobserved") > watch.calls.count("generate")
+
+
+def test_a_long_request_resumes_when_nothing_waits():
+    """One that is admitted during a rest goes on with drafts once the others have ended."""
+    run = forced(adaptive_engine(), adaptive.PLAIN)
+    prompts = random_prompts([5] * 8)
+    requests = make_requests(prompts, [4, 4, 32, 4, 4, 4, 4, 4])
+    done = finished(run, requests)
+    assert [one.preemptions for one in done] == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert [one.output_ids for one in done] == [
+        ids for ids, _ in expected(prompts, [4, 4, 32, 4, 4, 4, 4, 4])
+    ]
+
+
+def test_no_request_resumes_during_a_pause():
+    one = Scheduler(forced(adaptive_engine(), adaptive.PLAIN), fill_at_once=True)
+    for request in make_requests(random_prompts([5] * 8), [4, 4, 32, 4, 4, 4, 4, 4]):
+        one.submit(request)
+    events = []
+    while sum(isinstance(event, RequestOutput) for event in events) < 3:
+        events += one.step()
+    one.paused = True
+    for id in range(4, 8):
+        one.cancel(id)
+    while not one.settled:
+        events += one.step()
+    outputs = {event.id: event for event in events if isinstance(event, RequestOutput)}
+    assert set(outputs) >= {0, 1, 2}
+    assert outputs[2].preemptions == 0
+    assert one.idle
+
+
+def test_a_request_with_little_left_stays(monkeypatch):
+    monkeypatch.setattr(observation, "LEFT", 100.0)
+    run = forced(adaptive_engine(), adaptive.PLAIN)
+    requests = make_requests(random_prompts([5] * 8), [4, 4, 32, 4, 4, 4, 4, 4])
+    assert not any(one.preemptions for one in finished(run, requests))
+
+
+def test_with_a_prefix_cache_or_without_a_choice_it_never_rests():
+    cached = engine(
+        drafter("dflash"), batch_size=2, max_length=64, adaptive_blocks=True, prefix_cache=True
+    )
+    fixed = engine(drafter("dflash"), batch_size=2, max_length=64)
+    for run in (cached, fixed):
+        assert not run.may_rest
+        assert ("generate_unobserved",) not in run.program_names([20])
+    assert ("generate_unobserved",) in adaptive_engine().program_names([20])
+
+
+def test_a_state_keeps_what_plain_decoding_by_the_target_does_not_need():
+    state = adaptive_engine().abstract_state()
+    alone = state.of_target()
+    assert alone.adaptive is None
+    changed = dataclasses.replace(alone, length=state.limit)
+    assert changed != state
+    assert state.with_target(changed) == dataclasses.replace(state, length=state.limit)
