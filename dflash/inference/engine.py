@@ -20,11 +20,10 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import program_table, timing, weight_update
+from dflash.inference import first_token, program_table, timing, weight_update
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report, Statistics
-from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits import controls
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
@@ -99,7 +98,7 @@ class Engine:
         # Seconds per cycle by batch bucket, length and choice of rows, [W, 2, S], or by its last
         # axes only; see `Adaptive`.
         self.cycle_seconds: np.typing.ArrayLike | None = None
-        self._default_constraints: dict[int, FirstTokenConstraints] = {}
+        self._defaults = first_token.Defaults(lambda count: self.program("unconstrained", count)())
         # Acceptance statistics of earlier runs; see `retire`.
         self._statistics: Statistics = (None, None)
 
@@ -115,7 +114,7 @@ class Engine:
 
     @property
     def may_rest(self) -> bool:
-        """Whether the drafter may leave out requests; see `observation`."""
+        """Returns whether the drafter may leave out requests; see `observation`."""
         return program_table.may_rest(self.shapes)
 
     def has_room(self, max_length: int, num_stop_ids: int) -> bool:
@@ -177,25 +176,8 @@ class Engine:
         slots = range(self.num_prefill_slots)
         samplings = [chunks[slot].sampling if slot in chunks else GREEDY for slot in slots]
         params = jax.tree.map(lambda *rows: np.stack(rows), *map(SamplingParams.of, samplings))
-        return inputs, self._constraints(chunks), params
-
-    def _constraints(self, chunks: Mapping[int, PrefillChunk]) -> FirstTokenConstraints:
-        """Returns the first-token constraints of all prefill slots."""
-        default = self._unconstrained(self.num_prefill_slots)
-        asked = ((slot, chunk.constraints) for slot, chunk in chunks.items())
-        stated = {slot: constraints for slot, constraints in asked if constraints is not None}
-        if not stated:
-            return default
-        host = jax.tree.map(np.array, default)
-        for slot, constraints in stated.items():
-            jax.tree.map(lambda all, own, slot=slot: all.__setitem__(slot, own), host, constraints)
-        return host
-
-    def _unconstrained(self, count: int) -> FirstTokenConstraints:
-        """Returns the default constraints of `count` sequences, created on the device once."""
-        if count not in self._default_constraints:
-            self._default_constraints[count] = self.program("unconstrained", count)()
-        return self._default_constraints[count]
+        stated = {slot: chunks[slot].constraints for slot in chunks if chunks[slot].constraints}
+        return inputs, self._defaults.with_stated(self.num_prefill_slots, stated), params
 
     def insert(
         self,
@@ -230,7 +212,7 @@ class Engine:
         stop_ids = np.full(self.num_stop_ids, NO_STOP, np.int32)
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         where = (np.int32(prefill_slot), np.int32(slot.index))
-        stated = self._unconstrained(1).controls
+        stated = self._defaults.of(1).controls
         if self.rules.lookup or not controls.is_default(request):
             stated = controls.of_request(request, output_ids, self.layout.max_length)
             stated = jax.tree.map(lambda x: x[None], stated)

@@ -1,6 +1,8 @@
 """Sampling of the first output token, from the logits of the prefill."""
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +81,30 @@ def abstract(
         controls.abstract(batch, None, max_length, sharding),
         sharding.abstract((batch, num_words(vocab_size)), (None, None), jnp.int32),
     )
+
+
+class Defaults:
+    """Constraints of sequences without any, created on the device once for each number of them."""
+
+    def __init__(self, create: Callable[[int], FirstTokenConstraints]):
+        """Takes a function that creates them; see `unconstrained`."""
+        self._create = functools.cache(create)
+
+    def of(self, count: int) -> FirstTokenConstraints:
+        """Returns the constraints of `count` unconstrained sequences."""
+        return self._create(count)
+
+    def with_stated(
+        self, count: int, stated: Mapping[int, FirstTokenConstraints]
+    ) -> FirstTokenConstraints:
+        """Returns the constraints of `count` sequences, some of which are stated by index."""
+        default = self.of(count)
+        if not stated:
+            return default
+        host = jax.tree.map(np.array, default)
+        for i, one in stated.items():
+            jax.tree.map(lambda all, own, i=i: all.__setitem__(i, own), host, one)
+        return host
 
 
 def unconstrained(batch: int, max_length: int, vocab_size: int) -> FirstTokenConstraints:

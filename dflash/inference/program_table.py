@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from dflash.inference import first_token, programs
+from dflash.inference import program_arguments, programs
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import nonfinite
@@ -202,73 +201,21 @@ def _conclude(shapes: Shapes) -> Callable:
     return shapes.over_models(functools.partial(dispatch.conclude, rules=shapes.rules))
 
 
-def mask_arguments(shapes: Shapes) -> tuple:
-    """Returns the masks of a cycle with grammars, and which of them are valid."""
-    layout, words = shapes.layout, first_token.num_words(shapes.vocab_size)
-    allowed = shapes.whole((layout.batch_size, layout.block_size, words))
-    return allowed, shapes.whole((layout.batch_size,), jnp.bool_)
-
-
-def _conclude_arguments(shapes: Shapes) -> tuple:
-    proposal = shapes.proposal(shapes.propose())
-    return *shapes.weights, shapes.state(), proposal, *mask_arguments(shapes)
-
-
-def _insert_arguments(shapes: Shapes) -> tuple:
-    number, anchors = shapes.scalar(), shapes.whole((shapes.num_prefill_slots,))
-    stop_ids = shapes.whole((shapes.num_stop_ids,))
-    where = number, number, shapes.table_row(), number, number, stop_ids
-    default = shapes.constraints(1).controls
-    adapter = number if shapes.target.adapters else None
-    observed = shapes.whole((), jnp.bool_) if len(shapes.block_sizes) > 1 else None
-    of_request = default, shapes.one_sampling(), adapter, observed
-    return shapes.state(), shapes.prefill_state(), anchors, *where, *of_request
-
-
-def prefill_arguments(shapes: Shapes, rows: int) -> tuple:
-    """Returns the arguments of a prefill chunk of `rows` tokens."""
-    prompts = _prompt_arguments(shapes, rows)
-    return *shapes.weights, shapes.state().cache, shapes.prefill_state(), *prompts
-
-
-def _prompt_arguments(shapes: Shapes, rows: int) -> tuple:
-    count = shapes.num_prefill_slots
-    return shapes.chunk(rows), shapes.constraints(count), shapes.sampling(count)
-
-
 def _prefill_results(shapes: Shapes, rows: int) -> tuple:
     replicated = shapes.replicated
     return places(shapes.state().cache), places(shapes.prefill_state()), replicated, replicated
 
 
-def _store_arguments(shapes: Shapes) -> tuple:
-    state = shapes.state().drafter
-    return shapes.context(), state, shapes.scalar(), shapes.table_row(), shapes.scalar()
-
-
-def _restore_arguments(shapes: Shapes) -> tuple:
-    prefill_state, context = shapes.prefill_state(), shapes.context()
-    return prefill_state, context, shapes.scalar(), shapes.table_row(), shapes.scalar()
-
-
 def _store(shapes: Shapes) -> Callable:
     function = functools.partial(programs.store, shapes)
-    return _per_device(shapes, function, _store_arguments(shapes), places(shapes.context()))
+    return _per_device(shapes, function, program_arguments.store(shapes), places(shapes.context()))
 
 
 def _restore(shapes: Shapes) -> Callable:
     function = functools.partial(programs.restore, shapes)
-    return _per_device(shapes, function, _restore_arguments(shapes), places(shapes.prefill_state()))
-
-
-def _write_sequence_arguments(shapes: Shapes) -> tuple:
-    where = shapes.scalar(), shapes.table_row(), shapes.scalar()
-    return shapes.state().cache, shapes.sequence(), *where
-
-
-def _examine_arguments(shapes: Shapes, rows: int) -> tuple:
-    number = shapes.scalar()
-    return shapes.weights[0], shapes.examined(), shapes.whole((1, rows)), number, number, number
+    return _per_device(
+        shapes, function, program_arguments.restore(shapes), places(shapes.prefill_state())
+    )
 
 
 def _per_device(shapes: Shapes, function: Callable, arguments: tuple, results: Any) -> Callable:
@@ -304,7 +251,7 @@ TABLE: dict[str, Program] = {
     ),
     "insert": Program(
         lambda shapes: functools.partial(programs.insert, shapes.drafter),
-        _insert_arguments,
+        program_arguments.insert,
         lambda shapes: places(shapes.state()),
         donated=(0,),
     ),
@@ -346,7 +293,7 @@ TABLE: dict[str, Program] = {
         donated=(2,),
     ),
     "conclude": Program(
-        _conclude, _conclude_arguments, _state_and_report, donated=(2,), loops=True
+        _conclude, program_arguments.conclude, _state_and_report, donated=(2,), loops=True
     ),
     # Prompts.
     "new_prefill_state": Program(
@@ -361,7 +308,7 @@ TABLE: dict[str, Program] = {
     ),
     "prefill": Program(
         lambda shapes, rows: shapes.over_models(programs.prefill),
-        prefill_arguments,
+        program_arguments.prefill,
         _prefill_results,
         donated=(2, 3),
     ),
@@ -370,7 +317,7 @@ TABLE: dict[str, Program] = {
         lambda shapes, rows: (
             shapes.weights[0],
             shapes.state().cache,
-            *_prompt_arguments(shapes, rows),
+            *program_arguments.prompt(shapes, rows),
         ),
         lambda shapes, rows: (places(shapes.state().cache), shapes.replicated, shapes.replicated),
         donated=(1,),
@@ -382,10 +329,13 @@ TABLE: dict[str, Program] = {
         lambda shapes: places(shapes.context()),
     ),
     "store": Program(
-        _store, _store_arguments, lambda shapes: places(shapes.context()), donated=(0,)
+        _store, program_arguments.store, lambda shapes: places(shapes.context()), donated=(0,)
     ),
     "restore": Program(
-        _restore, _restore_arguments, lambda shapes: places(shapes.prefill_state()), donated=(0,)
+        _restore,
+        program_arguments.restore,
+        lambda shapes: places(shapes.prefill_state()),
+        donated=(0,),
     ),
     "replay": Program(
         lambda shapes, rows: shapes.over_models(programs.replay),
@@ -401,7 +351,7 @@ TABLE: dict[str, Program] = {
     ),
     "write_sequence": Program(
         lambda shapes: functools.partial(programs.write_sequence, shapes),
-        _write_sequence_arguments,
+        program_arguments.write_sequence,
         lambda shapes: places(shapes.state().cache),
         donated=(0,),
     ),
@@ -413,7 +363,7 @@ TABLE: dict[str, Program] = {
     ),
     "examine": Program(
         lambda shapes, rows: shapes.over_target(nonfinite.examine_chunk),
-        _examine_arguments,
+        program_arguments.examine,
         lambda shapes, rows: (places(shapes.examined()), shapes.replicated),
         donated=(1,),
     ),

@@ -175,8 +175,7 @@ class Scheduler:
         batch = self._batch
         for request in batch.grow():
             self._requeue([request])
-        if not (self._queue or self.paused):
-            self._requeue(batch.resume())
+        self._requeue(() if self._queue or self.paused else batch.resume())
         left = self._layout.prefill_chunk
         while self._admit():
             rows, decoding = batch.next_rows(), bool(batch.running)
@@ -225,12 +224,11 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Runs the next chunk of every prompt in prefill."""
-        batch, begin = self._batch, time.perf_counter()
+        batch, begin, others_wait = self._batch, time.perf_counter(), bool(self._batch.running)
         for request in batch.prefilling.values():
             if request.queued_ms is None:
                 request.queued_ms = 1e3 * (begin - request.submitted_at)
         before = sum(request.prefilled for request in batch.prefilling.values())
-        others_wait = bool(batch.running)
         requests, anchors, logprobs = batch.prefill()
         tokens = sum(request.prefilled for request, _ in requests.values()) - before
         self._counts.update(prefill_tokens=tokens, prefill_chunks=len(requests))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Proposal
-from dflash.inference import batch_buckets, program_table
+from dflash.inference import batch_buckets, program_arguments, program_table
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.overlap.overlap import Overlap
@@ -124,7 +124,7 @@ def _prefill(target, relay, cache, chunk, constraints, sampling):
 
 
 def _prefill_arguments(shapes: Shapes, rows: int) -> tuple:
-    target, relay, cache, _, *prompts = program_table.prefill_arguments(shapes, rows)
+    target, relay, cache, _, *prompts = program_arguments.prefill(shapes, rows)
     return target, relay, cache, *prompts
 
 
@@ -174,7 +174,7 @@ def target_table(overlap: Overlap) -> dict[str, Program]:
             lambda shapes: (
                 *shapes.weights, shapes.state(),
                 shapes.drafter.proposal(shapes.layout.batch_size, shapes.whole),
-                *program_table.mask_arguments(shapes),
+                *program_arguments.mask(shapes),
             ),
             lambda shapes: _cycle_results(shapes, 2),
             donated=(2,),
