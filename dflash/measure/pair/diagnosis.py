@@ -73,7 +73,7 @@ class Acceptance:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Acceptance of a drafter as its files describe it, and the texts that were decoded."""
+    """Acceptance of a drafter as its files describe it, and the texts of all prompts, in order."""
 
     acceptance: Acceptance
     texts: tuple[Text, ...]
@@ -135,14 +135,11 @@ def measure(engine: Engine, job: Job) -> Decoded:
       engine: Engine of the job's models, with compiled programs for its prompts.
       job: Job with prompts and loaded weights.
     """
-    prompts = {prompt.index: prompt.ids for prompt in job.prompts}
-    cycles: Counter[int] = Counter()
-    texts = []
-    for event in decode(engine, job.requests(job.prompts)):
-        if isinstance(event, RequestOutput):
-            cycles.update(event.acceptance_lengths)
-            texts.append(Text(prompts[event.id], event.output_ids))
-    return Decoded(Acceptance(cycles), tuple(texts))
+    events = decode(engine, job.requests(job.prompts))
+    done = {event.id: event for event in events if isinstance(event, RequestOutput)}
+    lengths = (done[prompt.index].acceptance_lengths for prompt in job.prompts)
+    texts = tuple(Text(prompt.ids, done[prompt.index].output_ids) for prompt in job.prompts)
+    return Decoded(Acceptance(Counter(itertools.chain(*lengths))), texts)
 
 
 def with_prompts(job: Job, alternative: Alternative) -> Job:

@@ -164,7 +164,7 @@ def _run(drafter: Drafter, heads: Heads, texts: Texts, most: int, everywhere: bo
         )
         return _Step(state, step.anchor + steps, step.number + 1, recorded)
 
-    state = _observe_prompts(drafter, heads, texts, length + rows)
+    state = observe_prompts(drafter, heads, texts, length + rows)
     *_, form = jax.eval_shape(cycle, state, texts.prompt)
     empty = jax.tree.map(lambda x: jnp.zeros((batch, most, *x.shape[1:]), x.dtype), form)
     first = _Step(state, texts.prompt, jnp.int32(0), empty)
@@ -172,7 +172,7 @@ def _run(drafter: Drafter, heads: Heads, texts: Texts, most: int, everywhere: bo
     return last.cycles
 
 
-def _observe_prompts(drafter: Drafter, heads: Heads, texts: Texts, room: int) -> Any:
+def observe_prompts(drafter: Drafter, heads: Heads, texts: Texts, room: int) -> Any:
     """Returns the drafter's state after the prompts, which cover the positions before anchors."""
     batch, length = texts.tokens.shape
     size = max(_MIN_CHUNK, min(_MAX_CHUNK, 1 << (length - 1).bit_length()))
@@ -187,6 +187,8 @@ def _observe_prompts(drafter: Drafter, heads: Heads, texts: Texts, room: int) ->
         features = _slice(texts.features, start, size)
         return drafter.observe(state, start, tokens, count, features, heads)
 
+    # Padded chunks must not exceed the state: a write past its end would land on earlier rows.
+    room = max(room, -(-length // size) * size)
     state = jax.tree.map(zeros, drafter.init_state(batch, room))
     return jax.lax.fori_loop(0, -(-texts.prompt.max() // size), observe, state)
 

@@ -172,6 +172,7 @@ def test_a_replay_accepts_what_the_engine_does(name):
     job.load_weights()
     engine = diagnosis.compiled_engine(job, [], lambda ready, total: None)
     decoded = diagnosis.measure(engine, job)
+    assert [text.prompt for text in decoded.texts] == [prompt.ids for prompt in job.prompts]
     texts = replay.compute(job.target, decoded.texts, job.drafter.feature_layers)
     found = replay.cycles(job.drafter, job.target, texts)
     assert found.counts == decoded.acceptance.cycles

@@ -1,0 +1,41 @@
+"""Replays of cycles: what a drafter sees of its prompts, and what is accepted of its drafts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash.config import loader, schema
+from dflash.loading import job as jobs
+from dflash.measure.pair import replay
+
+
+@pytest.mark.parametrize("prompt", [40, 256, 300])
+def test_a_prompt_is_observed_in_chunks_of_any_number(prompt):
+    """The last chunk of a long prompt has rows past the text's end."""
+    config = loader.load("configs/tiny_dflash.yml", ["dtype=float32"], schema.DecodeRun)
+    job = jobs.prepare_models(config)
+    job.load_weights()
+    drafter = job.drafter
+    length = -(-(prompt + 4) // 64) * 64
+    generator = np.random.default_rng(0)
+    width = len(drafter.feature_layers) * job.target.arch.hidden_size
+    texts = replay.Texts(
+        jnp.array(generator.integers(8, 100, (1, length)), jnp.int32),
+        jnp.array([prompt]),
+        jnp.array([prompt + 4]),
+        jnp.array(generator.normal(size=(1, length, width)), jnp.float32),
+        (),
+    )
+    found = replay.observe_prompts(drafter, job.target, texts, length + drafter.block_size)
+    empty = replay.observe_prompts(
+        drafter, job.target, dataclasses.replace(texts, prompt=jnp.array([0])), 2 * length
+    )
+    whole = drafter.observe(
+        empty, jnp.array([0]), texts.tokens, texts.prompt, texts.features, job.target
+    )
+    rows = [state.read_rows(0, 0, prompt) for state in (found, whole)]
+    for some, other in zip(*map(jax.tree.leaves, rows), strict=True):
+        np.testing.assert_allclose(some, other, rtol=1e-5, atol=1e-5)
