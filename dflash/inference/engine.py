@@ -217,12 +217,15 @@ class Engine:
             stated = controls.of_request(request, output_ids, self.layout.max_length)
             stated = jax.tree.map(lambda x: x[None], stated)
         length = len(request.prompt) + max(1, len(output_ids))
-        return self.program("insert")(
-            state, prefill_state, anchors, *where, self.page_row(slot), np.int32(length),
-            np.int32(request.limit), stop_ids, stated, SamplingParams.of(request.sampling),
+        of_request = (
+            anchors, *where, self.page_row(slot), np.int32(length), np.int32(request.limit),
+            stop_ids, stated, SamplingParams.of(request.sampling),
             np.int32(request.adapter) if self.target.adapters else None,
-            np.bool_(observed) if len(self.block_sizes) > 1 else None,
         )  # fmt: skip
+        if observed:
+            return self.program("insert")(state, prefill_state, *of_request)
+        run = self.program("insert_unobserved")
+        return state.with_target(run(state.of_target(), (), *of_request))
 
     def generate(
         self,

@@ -25,10 +25,14 @@ def insert(shapes: Shapes) -> tuple:
     stop_ids = shapes.whole((shapes.num_stop_ids,))
     where = number, number, shapes.table_row(), number, number, stop_ids
     default = shapes.constraints(1).controls
-    adapter = number if shapes.target.adapters else None
-    observed = shapes.whole((), jnp.bool_) if len(shapes.block_sizes) > 1 else None
-    of_request = default, shapes.one_sampling(), adapter, observed
+    of_request = default, shapes.one_sampling(), number if shapes.target.adapters else None
     return shapes.state(), shapes.prefill_state(), anchors, *where, *of_request
+
+
+def insert_unobserved(shapes: Shapes) -> tuple:
+    """Returns the arguments of `programs.insert` without a drafter."""
+    state, _, *others = insert(shapes)
+    return state.of_target(), (), *others
 
 
 def prefill(shapes: Shapes, rows: int) -> tuple:

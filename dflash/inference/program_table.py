@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from dflash.drafters.none import NoDrafter
 from dflash.inference import program_arguments, programs
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState
@@ -137,7 +138,7 @@ def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = Fal
         needed += [("generate_plain",)]
         needed += [("generate_plain", bucket) for bucket in layout.bucket_sizes[:-1]]
     if may_rest(shapes):
-        needed += [("generate_unobserved",)]
+        needed += [("insert_unobserved",), ("generate_unobserved",)]
         needed += [("prefill_unobserved", rows) for rows in chunks]
     if grammars:
         needed += [("draft",), ("conclude",)]
@@ -253,6 +254,12 @@ TABLE: dict[str, Program] = {
         lambda shapes: functools.partial(programs.insert, shapes.drafter),
         program_arguments.insert,
         lambda shapes: places(shapes.state()),
+        donated=(0,),
+    ),
+    "insert_unobserved": Program(
+        lambda shapes: functools.partial(programs.insert, NoDrafter()),
+        program_arguments.insert_unobserved,
+        lambda shapes: places(shapes.state().of_target()),
         donated=(0,),
     ),
     "generate": _generate(plain=False),

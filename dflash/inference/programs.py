@@ -59,7 +59,6 @@ def insert(
     stated: Controls,
     sampling: SamplingParams,
     adapter: jax.Array | None,
-    observed: jax.Array | None,
 ) -> DecodeState:
     """Puts a prefilled sequence into a slot, and decides whether it has ended already.
 
@@ -77,7 +76,6 @@ def insert(
       stated: Its logit controls, with a batch axis of size 1.
       sampling: Its sampling parameters, without a batch axis.
       adapter: Number of its adapter; None if the target has none.
-      observed: bool []; whether the drafter observes it; None if it observes every sequence.
     """
     anchor = anchors[prefill_slot]
     # The host does not know the anchor of a new sequence yet.
@@ -101,7 +99,7 @@ def insert(
         controls=jax.tree.map(put, state.controls, stated),
         cache=dataclasses.replace(state.cache, page_table=page_table),
         drafter=drafter.insert(state.drafter, prefill_state, prefill_slot, slot),
-        adaptive=state.adaptive and state.adaptive.insert(slot, observed),
+        adaptive=state.adaptive and state.adaptive.insert(slot),
         lookup=state.lookup and state.lookup.insert(slot),
         windows=state.windows and state.windows.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),
@@ -119,6 +117,7 @@ def release(occupancy: Occupancy, slot: jax.Array) -> Occupancy:
         # An empty slot is greedy, so that a batch of greedy sequences skips all noise.
         temperature=occupancy.temperature.at[slot].set(0),
         page_table=occupancy.page_table.at[slot].set(0),
+        observed=None if occupancy.observed is None else occupancy.observed.at[slot].set(False),
     )
 
 

@@ -47,6 +47,8 @@ def occupy(
     table = jnp.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
     params = state.sampling.filled(sampling)
     empty = jax.tree.map(jnp.zeros_like, state.adaptive)
+    if empty is not None:
+        empty = dataclasses.replace(empty, observed=jnp.ones_like(empty.observed))
     # Depends on an argument, so that XLA does not fold the caches into constants of the program.
     phase = state.length[0].astype(jnp.float32)
     layers, drafter = jax.tree.map(lambda x: _fill(x, phase), (state.cache.layers, state.drafter))

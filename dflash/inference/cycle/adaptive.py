@@ -26,28 +26,22 @@ class Adaptive:
       backlog: Rows that the drafter has not observed yet.
       seconds: float32 [W, 2, S]; seconds of a cycle for each batch bucket, each of two lengths of
         all sequences (see `timed_lengths`), and each block size or division of rows.
-      unobserved: bool [B]; sequences that the drafter does not observe, which decode plainly to
-        their end.
+      observed: bool [B]; sequences that the drafter observes. Others decode plainly to their end.
     """
 
     choice: BlockChoice
     backlog: Backlog
     seconds: jax.Array
-    unobserved: jax.Array
+    observed: jax.Array
 
-    def insert(self, slot: jax.Array, observed: jax.Array) -> "Adaptive":
-        """Resets the statistics and the backlog of a slot for a new sequence.
-
-        Args:
-          slot: int32 []; index of the slot.
-          observed: bool []; whether the drafter observes the sequence.
-        """
+    def insert(self, slot: jax.Array) -> "Adaptive":
+        """Resets the statistics and the backlog of slot `slot` for a sequence that is observed."""
         count = self.backlog.count.at[slot].set(0)
         return dataclasses.replace(
             self,
             choice=block_choice.forget(self.choice, slot),
             backlog=dataclasses.replace(self.backlog, count=count),
-            unobserved=self.unobserved.at[slot].set(~observed),
+            observed=self.observed.at[slot].set(True),
         )
 
     def timed(self, bucket: int, length: jax.Array, lengths: tuple[int, int]) -> "Adaptive":
@@ -70,7 +64,7 @@ class Adaptive:
 
     def choose(self, *args: Any) -> "Adaptive":
         """Chooses the block size of the next cycle; see `block_choice.choose`."""
-        choice = block_choice.choose(self.choice, *args, observed=~self.unobserved)
+        choice = block_choice.choose(self.choice, *args, observed=self.observed)
         return dataclasses.replace(self, choice=choice)
 
     def at(self, index: int) -> "Adaptive":
@@ -80,19 +74,19 @@ class Adaptive:
 
     def learn(self, *args: Any) -> "Adaptive":
         """Updates the statistics with the outcome of a cycle; see `block_choice.learn`."""
-        choice = block_choice.learn(self.choice, *args, observed=~self.unobserved)
+        choice = block_choice.learn(self.choice, *args, observed=self.observed)
         return dataclasses.replace(self, choice=choice)
 
     def earn(self, *args: Any) -> "Adaptive":
         """Goes on after a plain cycle; see `block_choice.earn`."""
-        choice = block_choice.earn(self.choice, *args, observed=~self.unobserved)
+        choice = block_choice.earn(self.choice, *args, observed=self.observed)
         return dataclasses.replace(self, choice=choice)
 
     def put_aside(
         self, tokens: jax.Array, num_committed: jax.Array, features: jax.Array
     ) -> "Adaptive":
         """Stores a plain cycle's rows in the backlog; see `Backlog.append`."""
-        num_committed = jnp.where(self.unobserved, 0, num_committed)
+        num_committed = jnp.where(self.observed, num_committed, 0)
         return dataclasses.replace(
             self, backlog=self.backlog.append(tokens, num_committed, features)
         )

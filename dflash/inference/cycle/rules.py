@@ -101,7 +101,7 @@ class Rules:
         """
         left = state.limit - state.length
         if state.adaptive is not None:
-            left = jnp.where(state.adaptive.unobserved, 1, left)
+            left = jnp.where(state.adaptive.observed, left, 1)
         if self.longest_context is None:
             return left
         return jnp.minimum(left, jnp.maximum(self.longest_context - state.length, 1))

@@ -98,7 +98,8 @@ class DecodeState:
     def occupancy(self) -> "Occupancy":
         """The arrays that tell occupied slots from empty ones."""
         table, temperature = self.cache.page_table, self.sampling.temperature
-        return Occupancy(self.length, self.anchor, self.active, temperature, table)
+        observed = self.adaptive and self.adaptive.observed
+        return Occupancy(self.length, self.anchor, self.active, temperature, table, observed)
 
     def with_occupancy(self, arrays: "Occupancy") -> "DecodeState":
         """Returns the state with these arrays."""
@@ -109,6 +110,7 @@ class DecodeState:
             active=arrays.active,
             sampling=dataclasses.replace(self.sampling, temperature=arrays.temperature),
             cache=dataclasses.replace(self.cache, page_table=arrays.page_table),
+            adaptive=self.adaptive and dataclasses.replace(self.adaptive, observed=arrays.observed),
         )
 
     def mean_length(self) -> jax.Array:
@@ -132,6 +134,7 @@ class Occupancy(NamedTuple):
     active: jax.Array
     temperature: jax.Array
     page_table: jax.Array
+    observed: jax.Array | None
 
 
 @jax.tree_util.register_dataclass

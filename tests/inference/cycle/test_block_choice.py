@@ -264,7 +264,7 @@ def test_confidence_divides_rows_unless_a_rule_forbids_it():
     rates[0] = 0.95
     state = types.SimpleNamespace(
         active=EVERYONE, length=jnp.ones(BATCH, jnp.int32), limit=FAR,
-        adaptive=types.SimpleNamespace(choice=knowing(rates, np.ones(5)), unobserved=~EVERYONE),
+        adaptive=types.SimpleNamespace(choice=knowing(rates, np.ones(5)), observed=EVERYONE),
     )  # fmt: skip
     layout = types.SimpleNamespace(slots_per_replica=BATCH, num_replicas=1)
 
