@@ -204,10 +204,17 @@ class Batch:
         for replica in sorted(free, key=lambda replica: -len(cached[replica])):
             if self._take_pages(request, replica, cached[replica]):
                 if self._engine.may_rest:
-                    request.observed = self._observation.admit(plain=self.plain, waiting=waiting)
+                    self._observe(request, waiting)
                 self._start_prefill(request, free[replica], replica, cached[replica])
                 return True
         return False
+
+    def _observe(self, request: ActiveRequest, waiting: int) -> None:
+        """Decides whether the drafter observes a request; a trial is due when a rest ends."""
+        rested = self._observation.resting
+        request.observed = self._observation.admit(plain=self.plain, waiting=waiting)
+        if rested and request.observed:
+            self._state = self._state.with_trial()
 
     def _take_pages(self, request: ActiveRequest, replica: int, cached: Sequence[int]) -> bool:
         """Holds the cached pages, and takes the others that the request needs."""

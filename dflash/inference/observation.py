@@ -4,9 +4,10 @@ A drafter that observes a request computes its own rows for every token of it, w
 verified or not. Where plain decoding is the fastest, that is work for nothing but trials. So while
 many requests wait, the drafter rests, and those that are admitted decode plainly to their end.
 
-It goes on with the last requests, because fewer sequences leave more to gain: from when the queue
-is shorter than the batch, every new request is observed. When the queue is empty, requests that
-still run unobserved return to it, to be prefilled again, if they may have many tokens left.
+A trial is due when a rest ends. The drafter goes on with the last requests, because fewer sequences
+leave more to gain: from when the queue is shorter than the batch, every new request is observed.
+When the queue is empty, requests that still run unobserved return to it, to be prefilled again, if
+they may have many tokens left.
 """
 
 import dataclasses
@@ -21,11 +22,13 @@ class Observation:
 
     Attributes:
       slots: Number of slots of the batch.
-      rested: Requests admitted since the drafter began to rest; 0 while it does not.
+      rested: Requests admitted since the drafter began to rest; 0 while drafting pays.
+      resting: Whether the last request that was admitted is not observed.
     """
 
     slots: int
     rested: int = 0
+    resting: bool = False
 
     def admit(self, *, plain: bool, waiting: int) -> bool:
         """Returns whether the drafter observes the request that is being admitted.
@@ -34,11 +37,12 @@ class Observation:
           plain: Whether plain decoding has been the fastest.
           waiting: Number of requests that wait behind it.
         """
-        if not plain or waiting < self.slots:
-            self.rested = 0
-            return True
-        self.rested += 1
-        return (self.rested - 1) % (PERIOD * self.slots) >= (PERIOD - 1) * self.slots
+        if plain and waiting >= self.slots:
+            self.resting = self.rested % (PERIOD * self.slots) < (PERIOD - 1) * self.slots
+            self.rested += 1
+        else:
+            self.resting, self.rested = False, 0
+        return not self.resting
 
 
 def resumes(length: int, limit: int) -> bool:

@@ -79,6 +79,21 @@ def observing(monkeypatch, observed) -> None:
     monkeypatch.setattr(Observation, "admit", lambda *_, **__: next(answers, True))
 
 
+@pytest.mark.parametrize("count", [60, 20])
+def test_a_trial_is_made_when_a_rest_ends(count):
+    """Trials cost too much to come by themselves; one is made at first, and one after each rest."""
+    run = adaptive_engine()
+    run.cycle_seconds = np.array([1.0, *[1e5] * (run.rules.num_choices - 1)], np.float32)
+    prompts = random_prompts([5] * count)
+    done = finished(run, make_requests(prompts, 6))
+    drafted = [max(one.block_sizes) > 1 for one in done]
+    begins = [i for i, now in enumerate(drafted) if now and not any(drafted[max(i - 2, 0) : i])]
+    assert [one.output_ids for one in done] == [ids for ids, _ in expected(prompts, [6] * count)]
+    assert len(begins) == {60: 5, 20: 2}[count], begins
+    assert begins[0] == 0
+    assert begins[-1] >= count - 4, "the last ones are observed"
+
+
 @pytest.mark.parametrize("choice", range(4))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_output_is_that_of_plain_decoding_whoever_is_observed(choice, temperature, monkeypatch):

@@ -117,7 +117,7 @@ def abstract(
 
 
 def with_trial(choice: BlockChoice) -> BlockChoice:
-    """Returns the choice with a trial due; without statistics, the sooner one comes the better."""
+    """Returns the choice with a trial due, whatever it costs."""
     return dataclasses.replace(choice, credit=choice.credit + _AMPLE)
 
 

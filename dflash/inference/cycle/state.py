@@ -83,16 +83,25 @@ class DecodeState:
         return self.adaptive and self.adaptive.choice, self.windows
 
     def with_statistics(self, statistics: Statistics) -> "DecodeState":
-        """Returns the state of a run that starts with statistics of earlier ones."""
+        """Returns the state of a run that starts with statistics of earlier ones.
+
+        A trial is due, since its prompts may be of another kind.
+        """
         of_sizes, of_windows = statistics
         adaptive, windows = self.adaptive, self.windows
         if adaptive is not None:
-            own = adaptive.choice
-            choice = block_choice.with_trial(own) if of_sizes is None else _with_pool(own, of_sizes)
+            choice = adaptive.choice if of_sizes is None else _with_pool(adaptive.choice, of_sizes)
             adaptive = dataclasses.replace(adaptive, choice=choice)
         if windows is not None and of_windows is not None:
             windows = _with_pool(windows, of_windows)
-        return dataclasses.replace(self, adaptive=adaptive, windows=windows)
+        return dataclasses.replace(self, adaptive=adaptive, windows=windows).with_trial()
+
+    def with_trial(self) -> "DecodeState":
+        """Returns the state with a trial of more rows due, if there is a choice of rows."""
+        if self.adaptive is None:
+            return self
+        choice = block_choice.with_trial(self.adaptive.choice)
+        return dataclasses.replace(self, adaptive=dataclasses.replace(self.adaptive, choice=choice))
 
     @property
     def occupancy(self) -> "Occupancy":
