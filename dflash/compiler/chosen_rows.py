@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash.compiler.compile_points import PointSpec
 from dflash.compiler.forecast import PLAIN, Forecast
-from dflash.inference.cycle import block_choice
+from dflash.inference.cycle import block_choice, divided_rows
 from dflash.inference.cycle.block_choice import BlockChoice
 from dflash.inference.cycle.choices import Division
 from dflash.measure import plots
@@ -230,19 +230,9 @@ def simulate(
       cycles: Acceptance in each cycle. Rows are divided by confidence if there is any.
     """
     batch = cycles.lengths.shape[1]
-    per_sequence, pool = jnp.zeros((batch, sizes[-1] - 1)), jnp.zeros(sizes[-1] - 1)
-    state = BlockChoice(
-        tried=per_sequence,
-        accepted=per_sequence,
-        pool_tried=pool,
-        pool_accepted=pool,
-        seconds=jnp.asarray(times, jnp.float32),
-        credit=jnp.float32(0),
-        best=jnp.int32(0),
-        promise=jnp.float32(0),
-        index=jnp.int32(0),
-        gains=None if cycles.confidence is None else jnp.zeros((2, len(division.mean_rows))),
-    )
+    gains = None if cycles.confidence is None else jnp.zeros((2, len(division.mean_rows)))
+    seconds = jnp.asarray(times, jnp.float32)
+    state = block_choice.new(batch, sizes[-1] - 1, seconds, gains)
     state = block_choice.with_trial(state)
     tokens, spent = _run(state, cycles, sizes=sizes, division=division)
     return float(tokens / spent)
@@ -269,7 +259,7 @@ def _run(state: BlockChoice, cycles: Cycles, *, sizes, division) -> tuple[jax.Ar
         rates = block_choice.rates(state) if cycle.confidence is None else cycle.confidence
         rates = rates[:, : division.drafted(sizes, mean_rows) - 1]
         chances = block_choice.survival(rates, active, left)
-        rows = block_choice.divide(chances, active, mean_rows, division.num_replicas)
+        rows = divided_rows.divide(chances, active, mean_rows, division.num_replicas)
         committed = jnp.minimum(jnp.minimum(cycle.lengths, rows), left)
         confidence = None if cycle.confidence is None else rates
         how = sizes, division, rows, None, confidence

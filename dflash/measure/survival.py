@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.inference.cycle import block_choice
-from dflash.inference.cycle.block_choice import BlockChoice
+from dflash.inference.cycle import block_choice, divided_rows
 from dflash.measure.pair.replay import Cycles
 
 BINS = 10
@@ -79,9 +78,7 @@ def online_rates(cycles: Cycles, num_drafts: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=2)
 def _online_rates(committed: jax.Array, left: jax.Array, num_drafts: int) -> jax.Array:
     sizes = (num_drafts + 1,)
-    per_text = jnp.zeros((committed.shape[0], num_drafts))
-    pool, zero, index = jnp.zeros(num_drafts), jnp.float32(0), jnp.int32(0)
-    first = BlockChoice(per_text, per_text, pool, pool, jnp.ones(1), zero, index, zero + 1, index)
+    first = block_choice.new(committed.shape[0], num_drafts, jnp.ones(1))
 
     def step(choice, cycle):
         return block_choice.learn(choice, *cycle, sizes), block_choice.rates(choice)
@@ -177,6 +174,6 @@ def divided_tokens(rates: np.ndarray, cycles: Cycles, mean_rows: int) -> float:
 
     def committed(rates, tokens, left):
         chance = block_choice.survival(rates, active, left)
-        return jnp.minimum(tokens, block_choice.divide(chance, active, mean_rows, 1))
+        return jnp.minimum(tokens, divided_rows.divide(chance, active, mean_rows, 1))
 
     return float(jax.vmap(committed)(rates, tokens, left).mean())

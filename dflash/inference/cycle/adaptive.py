@@ -77,9 +77,9 @@ class Adaptive:
         choice = block_choice.learn(self.choice, *args, observed=self.observed)
         return dataclasses.replace(self, choice=choice)
 
-    def earn(self, *args: Any) -> "Adaptive":
+    def earn(self, active: jax.Array) -> "Adaptive":
         """Goes on after a plain cycle; see `block_choice.earn`."""
-        choice = block_choice.earn(self.choice, *args, observed=self.observed)
+        choice = block_choice.earn(self.choice, active, observed=self.observed)
         return dataclasses.replace(self, choice=choice)
 
     def put_aside(

@@ -5,11 +5,11 @@ conditional acceptance rates: how often draft g was accepted when all drafts bef
 chance that draft g is accepted is the product of these rates up to g. The drafts of a tree are
 ordered by their chance of acceptance, so its first ones are a tree too, and the rate of draft g is
 its chance. A draft that was not verified, or that followed a rejected one in a chain, carries no
-information, so short blocks give no estimate for longer ones. Occasional trials of the next larger
-size do. A trial takes longer but commits no fewer tokens, so it loses at most the difference of the
-two times; it is made once the fraction `TRIALS` of the time spent covers that loss. Tokens
-committed beyond the smaller block are credited at the expected speed, so successful trials follow
-each other and a better size soon wins.
+information, so short blocks give no estimate for longer ones. Occasional trials of a larger size
+do, of the one with the most expected tokens per second. A trial takes longer than a cycle of the
+best size but commits no fewer tokens, and what it commits beyond them is credited at the expected
+speed. It is made once the fraction `TRIALS` of the time spent covers its expected loss, so
+successful trials follow each other and a better size soon wins.
 
 A cycle may also divide a fixed number of rows among the sequences of a replica, so that each one
 verifies the drafts that are worth it: those with the largest chances of acceptance, over all
@@ -24,12 +24,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dflash.inference.cycle import by_confidence
+from dflash.inference.cycle import by_confidence, divided_rows
 from dflash.inference.cycle.choices import WHOLE, Division
 from dflash.parallel.sharding import Sharding
 
 _AMPLE = 1e9  # Credit in seconds, more than any trial costs.
+_LEAST_SPEED = 1e-9  # Tokens per second of an empty batch, whose speed is 0.
 TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 
 # The prior of a sequence's rate is the pooled rate of all sequences; the prior of a pooled rate is
@@ -57,7 +59,9 @@ class BlockChoice:
       credit: float32 []; seconds that trials may currently cost.
       best: int32 []; index of the size with the highest expected speed.
       promise: float32 []; expected tokens per second of that size, summed over all sequences.
-      index: int32 []; index of the next cycle's size: the best, or the next larger for a trial.
+      trial: int32 []; index of the larger size that is tried next; the best's if there is none.
+      loss: float32 []; seconds that its trial is expected to cost.
+      index: int32 []; index of the next cycle's size: the best, or that of a trial.
       gains: float32 [2, P]; gain by confidence of each division; see `by_confidence`. None unless
         rows are divided by confidence.
       trees: Whether drafts form trees.
@@ -71,6 +75,8 @@ class BlockChoice:
     credit: jax.Array
     best: jax.Array
     promise: jax.Array
+    trial: jax.Array
+    loss: jax.Array
     index: jax.Array
     gains: jax.Array | None = None
     trees: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -110,9 +116,40 @@ def abstract(
         credit=number,
         best=index,
         promise=number,
+        trial=index,
+        loss=number,
         index=index,
         gains=gains,
         trees=trees,
+    )
+
+
+def new(
+    batch: int, num_drafts: int, seconds: jax.Array, gains: jax.Array | None = None
+) -> BlockChoice:
+    """Returns a choice of size 1 without statistics.
+
+    Args:
+      batch: Batch size B.
+      num_drafts: Number G of drafts in the largest block.
+      seconds: float32 [S]; seconds of a cycle of each size and division.
+      gains: See `BlockChoice`.
+    """
+    per_sequence, pool = jnp.zeros((batch, num_drafts)), jnp.zeros(num_drafts)
+    number, index = jnp.float32(0), jnp.int32(0)
+    return BlockChoice(
+        tried=per_sequence,
+        accepted=per_sequence,
+        pool_tried=pool,
+        pool_accepted=pool,
+        seconds=seconds,
+        credit=number,
+        best=index,
+        promise=jnp.float32(1),
+        trial=index,
+        loss=number,
+        index=index,
+        gains=gains,
     )
 
 
@@ -155,49 +192,6 @@ def survival(
     return jnp.where(active[:, None] & within, chances, 0)
 
 
-def divide(survival: jax.Array, active: jax.Array, mean_rows: int, num_replicas: int) -> jax.Array:
-    """Divides rows among sequences: to the drafts with the largest chances in their replica.
-
-    Args:
-      survival: float32 [B, G]; chance that each draft is committed, descending in each sequence.
-      active: bool [B]; each of these sequences has a row for its anchor.
-      mean_rows: Mean number of rows per slot.
-      num_replicas: Number of replicas.
-    Returns:
-      Rows of each sequence, int32 [B], anchor included; 0 for inactive ones.
-    """
-    chances = survival.reshape(num_replicas, -1)
-    order = jnp.argsort(-chances, axis=1, stable=True)
-    # Of equal chances the first come first, so that every sequence gets a prefix of its drafts.
-    rank = jnp.argsort(order, axis=1)
-    drafts = _drafts_per_replica(active, mean_rows, num_replicas)
-    chosen = ((rank < drafts) & (chances > 0)).reshape(survival.shape)
-    return active + chosen.sum(axis=1, dtype=jnp.int32)
-
-
-def _divided_tokens(
-    survival: jax.Array, active: jax.Array, sizes: tuple[int, ...], division: Division
-) -> jax.Array:
-    """Returns the expected number of tokens that a cycle of each division commits, float32 [P]."""
-    num_replicas = division.num_replicas
-    chances = survival.reshape(num_replicas, -1)
-    draft = jnp.arange(chances.shape[1]) % survival.shape[1]
-    negative, draft = jax.lax.sort((-chances, jnp.broadcast_to(draft, chances.shape)), num_keys=1)
-
-    def tokens(mean_rows):
-        drafts = _drafts_per_replica(active, mean_rows, num_replicas)
-        drafted = draft < division.drafted(sizes, mean_rows) - 1
-        counted = drafted & (jnp.cumsum(drafted, axis=1) <= drafts)
-        return active.sum() - jnp.where(counted, negative, 0).sum()
-
-    return jnp.stack([tokens(mean_rows) for mean_rows in division.mean_rows])
-
-
-def _drafts_per_replica(active: jax.Array, mean_rows: int, num_replicas: int) -> int:
-    """Returns the number of drafts that each replica verifies, anchors not counted."""
-    return active.shape[0] // num_replicas * (mean_rows - 1)
-
-
 def choose(
     choice: BlockChoice,
     active: jax.Array,
@@ -220,21 +214,29 @@ def choose(
     drafts = jnp.cumsum(jnp.pad(chances.sum(axis=0), (1, 0)))
     tokens = active.sum() + drafts[jnp.array(sizes) - 1]
     if division.mean_rows:
-        divided = _divided_tokens(chances, active, sizes, division)
+        divided = divided_rows.expected_tokens(chances, active, sizes, division)
         if choice.gains is not None:
             divided *= by_confidence.gain(choice.gains)
         tokens = jnp.concatenate([tokens, divided])
     speeds = tokens / choice.seconds
     best = jnp.argmax(speeds).astype(jnp.int32)
-    chosen = dataclasses.replace(choice, best=best, promise=speeds[best])
-    return _with_credit(chosen, choice.credit, sizes, division, _informs(active, observed))
+    larger = _larger(sizes, division)[best]
+    trial = jnp.where(larger.any(), jnp.argmax(jnp.where(larger, speeds, -1)), best)
+    gained = (tokens[trial] - tokens[best]) / jnp.maximum(speeds[best], _LEAST_SPEED)
+    loss = choice.seconds[trial] - choice.seconds[best] - gained
+    chosen = dataclasses.replace(
+        choice,
+        best=best,
+        promise=speeds[best],
+        trial=trial.astype(jnp.int32),
+        loss=jnp.where(trial == best, 0, jnp.maximum(loss, 0)),
+    )
+    return _with_credit(chosen, choice.credit, _informs(active, observed))
 
 
 def earn(
     choice: BlockChoice,
     active: jax.Array,
-    sizes: tuple[int, ...],
-    division: Division = WHOLE,
     observed: jax.Array | None = None,
 ) -> BlockChoice:
     """Goes on after a cycle of size 1, which tells nothing about drafts: a trial may be due.
@@ -245,14 +247,11 @@ def earn(
     Args:
       choice: Statistics before the cycle.
       active: bool [B]; sequences in the cycle.
-      sizes: S block sizes.
-      division: Cycles that divide their rows.
       observed: bool [B]; sequences that the drafter observes. None for all.
     """
     earned = _trials(active.sum()) * choice.seconds[choice.best]
     choice = dataclasses.replace(choice, gains=by_confidence.idle(choice.gains))
-    credit, informs = choice.credit + earned, _informs(active, observed)
-    return _with_credit(choice, credit, sizes, division, informs)
+    return _with_credit(choice, choice.credit + earned, _informs(active, observed))
 
 
 def _informs(active: jax.Array, observed: jax.Array | None) -> jax.Array | bool:
@@ -260,16 +259,13 @@ def _informs(active: jax.Array, observed: jax.Array | None) -> jax.Array | bool:
     return True if observed is None else 2 * (active & observed).sum() >= active.sum()
 
 
-def _with_credit(choice, credit, sizes, division, informs) -> BlockChoice:
+def _with_credit(choice: BlockChoice, credit: jax.Array, informs: jax.Array | bool) -> BlockChoice:
     """Returns the choice with this credit, and with the next cycle's size, the best or a trial's.
 
     Credit is capped at one trial, so that saved credit does not cause a burst of trials.
     """
-    larger = _larger(sizes, division)[choice.best]
-    most = jnp.maximum(choice.seconds[larger] - choice.seconds[choice.best], 0)
-    most = jnp.where(larger == choice.best, 0, most)
-    index = jnp.where((credit >= most) & informs, larger, choice.best)
-    return dataclasses.replace(choice, credit=jnp.minimum(credit, most), index=index)
+    index = jnp.where((credit >= choice.loss) & informs, choice.trial, choice.best)
+    return dataclasses.replace(choice, credit=jnp.minimum(credit, choice.loss), index=index)
 
 
 def _trials(num_active: jax.Array) -> jax.Array:
@@ -370,8 +366,14 @@ def _learn_gain(choice: BlockChoice, num_committed: jax.Array, num_sizes: int) -
 
 
 def _larger(sizes: tuple[int, ...], division: Division) -> jax.Array:
-    """Returns the index that a trial takes instead of each index: the next larger, or the same."""
-    last, divisions = len(sizes) - 1, len(division.mean_rows)
-    of_sizes = [min(i + 1, last) for i in range(len(sizes))]
-    of_divisions = [last + 1 + i if i < divisions else last for i in range(1, divisions + 1)]
-    return jnp.array(of_sizes + of_divisions, jnp.int32)
+    """Returns which choices a trial may take instead of each one, bool [S, S].
+
+    These are the larger ones of its kind, and after the largest division the largest size.
+    """
+    count, last = len(sizes), len(sizes) - 1
+    index = np.arange(count + len(division.mean_rows))
+    is_size = index < count
+    larger = (index > index[:, None]) & (is_size == is_size[:, None])
+    if division.mean_rows:
+        larger[-1, last] = True
+    return jnp.array(larger)

@@ -224,7 +224,7 @@ def _learn(state, proposal, result, num_committed, rules, rows):
         return None
     sizes, num_drafts = (rules.block_sizes, rules.division), proposal.tokens.shape[1]
     if not num_drafts:
-        return state.adaptive.earn(state.active, *sizes)
+        return state.adaptive.earn(state.active)
     left = state.limit - state.length
     counts = confidence = on_path = None
     if rows is not None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Proposal
-from dflash.inference.cycle import block_choice, verify
+from dflash.inference.cycle import block_choice, divided_rows, verify
 from dflash.inference.cycle import tree as trees
 from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState
@@ -42,7 +42,7 @@ def divide(
     rules: Rules,
     confidence: jax.Array | None = None,
 ) -> Rows:
-    """Divides the rows of a cycle among its sequences; see `block_choice.divide`.
+    """Divides the rows of a cycle among its sequences; see `divided_rows.divide`.
 
     Args:
       state: State before verification, with statistics of acceptance.
@@ -55,7 +55,7 @@ def divide(
     if rates is None:
         rates = block_choice.rates(choice)[:, :num_drafts]
     survival = block_choice.survival(rates, state.active, rules.left(state), trees=choice.trees)
-    counts = block_choice.divide(survival, state.active, mean_rows, replicas)
+    counts = divided_rows.divide(survival, state.active, mean_rows, replicas)
     slots = state.active.shape[0] // replicas
     return Rows(
         counts,

@@ -127,11 +127,13 @@ def test_rows_that_cost_less_beside_long_contexts_are_drafted_there():
     table = [[1.0, 90.0, 90.0, 24.0], [13.0, 90.0, 90.0, 24.0]]
     options = {"batch_size": 1, "temperature": 0.0, "index": 90}
     (one, *_) = decode_scripted(False, [32] * 6, **options, seconds=table)
-    first = one.block_sizes.index(8)
-    length = len(PROMPTS[0]) + 1 + sum(one.acceptance_lengths[:first])
+    trial, *sizes = one.block_sizes
+    assert trial == 8, "the first trial has the size that promises most"
+    first = sizes.index(8)
+    length = len(PROMPTS[0]) + 1 + sum(one.acceptance_lengths[: first + 1])
     assert 12 < length < 28
-    assert one.block_sizes[:first].count(1) == first - 1, "a trial has the next larger size"
-    assert set(one.block_sizes[first:-1]) == {8}
+    assert set(sizes[:first]) == {1}
+    assert sizes[first : first + 2] == [8, 8]
 
 
 def test_a_run_begins_with_what_the_run_before_has_found_out():
