@@ -19,7 +19,7 @@ class StudyConfig:
 
     name: Literal[
         *("cycle", "verify", "draft", "block", "layers", "taps", "batch", "load", "serve"),
-        "survival",
+        *("survival", "trees"),
     ] = "cycle"
     # Values of the quantity; an empty list uses the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)

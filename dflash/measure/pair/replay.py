@@ -6,6 +6,7 @@ runs, cycle by cycle.
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.drafters.base import Drafter, Heads
+from dflash.drafters.base import Drafter, Heads, Proposal
+from dflash.inference.cycle import tree as trees
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.measure.pair.foresight import Foresight
 from dflash.models.decoder import Decoder
 
 _MAX_CHUNK = 256  # Prompt rows that a drafter observes at once.
@@ -72,6 +75,11 @@ class Cycles:
         lengths, counts = np.unique(self.committed[self.committed > 0], return_counts=True)
         return Counter(dict(zip(lengths.tolist(), counts.tolist(), strict=True)))
 
+    @property
+    def anchors(self) -> np.ndarray:
+        """Tokens of the answer before each cycle's anchor, int [B, C]."""
+        return np.cumsum(self.committed, axis=1) - self.committed
+
 
 class _Step(NamedTuple):
     state: Any
@@ -108,26 +116,38 @@ def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Te
     return Texts(tokens, prompt, total, features(weights, tokens, total), tapped)
 
 
-def cycles(drafter: Drafter, target: Decoder, texts: Texts, *, everywhere: bool = False) -> Cycles:
+def cycles(
+    drafter: Drafter,
+    target: Decoder,
+    texts: Texts,
+    *,
+    everywhere: bool = False,
+    foresight: int | None = None,
+) -> Cycles:
     """Returns the cycles that decode the texts, as NumPy arrays.
 
     Args:
-      drafter: Drafter of chains, with weights.
+      drafter: Drafter with weights.
       target: Target, whose embedding and output head the drafter may use.
       texts: Texts with the features that the drafter needs.
       everywhere: Begin a cycle at every token of the answers, as if each committed only one.
+      foresight: Number of likeliest candidates among which the text's own token is drafted first;
+        None or 1 to draft greedily.
     """
     (graph, weights), (heads_graph, heads) = nnx.split(drafter), nnx.split(target)
     longest = int((texts.total - texts.prompt).max())
     most = max(1, -(-longest // _MULTIPLE)) * _MULTIPLE
-
-    @jax.jit
-    def run(weights, heads, texts):
-        models = nnx.merge(graph, weights), nnx.merge(heads_graph, heads)
-        return _run(*models, texts, most, everywhere)
-
-    found = run(weights, heads, _of_layers(texts, drafter.feature_layers, target))
+    texts = _of_layers(texts, drafter.feature_layers, target)
+    count = None if foresight is None else jnp.int32(foresight)
+    found = _compiled(graph, heads_graph, most, everywhere, weights, heads, texts, count)
     return jax.tree.map(np.asarray, found)
+
+
+@functools.partial(jax.jit, static_argnums=range(4))
+def _compiled(graph, heads_graph, most, everywhere, weights, heads, texts, foresight) -> Cycles:
+    """Computes `cycles`; other numbers of candidates run the same program."""
+    models = nnx.merge(graph, weights), nnx.merge(heads_graph, heads)
+    return _run(*models, texts, most, everywhere, foresight)
 
 
 def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
@@ -140,18 +160,26 @@ def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
     return dataclasses.replace(texts, features=features, layers=())
 
 
-def _run(drafter: Drafter, heads: Heads, texts: Texts, most: int, everywhere: bool) -> Cycles:
+def _run(
+    drafter: Drafter,
+    heads: Heads,
+    texts: Texts,
+    most: int,
+    everywhere: bool,
+    foresight: jax.Array | None,
+) -> Cycles:
     """Runs cycles over all texts, each of which has at most `most`."""
     batch, length = texts.tokens.shape
-    rows = drafter.block_size
+    rows = drafter.longest_path
     sampler = SequenceSampler(_greedy(batch))
+    if foresight is not None:
+        sampler = Foresight(sampler, texts.tokens, foresight)
 
     def cycle(state: Any, anchor: jax.Array) -> tuple[Any, jax.Array, Cycles]:
         left = jnp.maximum(texts.total - 1 - anchor, 0)
         tokens = _slice(texts.tokens, anchor, rows + 1)
         proposal, state = drafter.draft(state, tokens[:, 0], anchor, sampler, heads)
-        hits = proposal.tokens == tokens[:, 1:rows]
-        committed = jnp.minimum(jnp.cumprod(hits, axis=1).sum(axis=1) + 1, left)
+        committed = jnp.minimum(num_accepted(proposal, tokens) + 1, left)
         features = _slice(texts.features, anchor, rows)
         steps = jnp.minimum(committed, 1) if everywhere else committed
         state = drafter.observe(state, anchor, tokens, steps, features, heads)
@@ -164,12 +192,27 @@ def _run(drafter: Drafter, heads: Heads, texts: Texts, most: int, everywhere: bo
         )
         return _Step(state, step.anchor + steps, step.number + 1, recorded)
 
-    state = observe_prompts(drafter, heads, texts, length + rows)
+    state = observe_prompts(drafter, heads, texts, length + drafter.block_size)
     *_, form = jax.eval_shape(cycle, state, texts.prompt)
     empty = jax.tree.map(lambda x: jnp.zeros((batch, most, *x.shape[1:]), x.dtype), form)
     first = _Step(state, texts.prompt, jnp.int32(0), empty)
     last = jax.lax.while_loop(lambda step: (step.anchor < texts.total - 1).any(), advance, first)
     return last.cycles
+
+
+def num_accepted(proposal: Proposal, tokens: jax.Array) -> jax.Array:
+    """Returns how many drafts are tokens of the text, int32 [B].
+
+    Args:
+      proposal: Chain or tree after the anchor.
+      tokens: The anchor and the text after it, int32 [B, longest path + 1].
+    """
+    drafts = proposal.tokens
+    if proposal.parents is None:
+        return jnp.cumprod(drafts == tokens[:, 1 : 1 + drafts.shape[1]], axis=1).sum(axis=1)
+    tree = trees.from_parents(proposal.parents, tokens.shape[1] - 2)
+    own = jnp.take_along_axis(tokens, tree.depth[:, 1:], axis=1)
+    return trees.accepted_path(tree, drafts == own)[1]
 
 
 def observe_prompts(drafter: Drafter, heads: Heads, texts: Texts, room: int) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.measure.studies import serving, survival, throughput, timings, variants
+from dflash.measure.studies import serving, survival, throughput, timings, trees, variants
 from dflash.measure.studies.result import Step
 from dflash.measure.studies.result import StudyResult as StudyResult
 
@@ -19,8 +19,9 @@ STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
     "load": throughput.load,
     "serve": serving.serve,
     "survival": survival.survival,
+    "trees": trees.trees,
 }
 
 # Studies that cut acceptance lengths to the block of each variant, and all that decode prompts.
 CUTTING = frozenset(("block", "layers", "taps"))
-DECODING = CUTTING | {"batch", "load", "serve", "survival"}
+DECODING = CUTTING | {"batch", "load", "serve", "survival", "trees"}

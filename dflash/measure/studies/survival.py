@@ -1,6 +1,5 @@
 """Study of survival estimates: predicted beside observed acceptance of drafts."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +10,11 @@ from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.loading import weights
 from dflash.loading.job import Job
-from dflash.measure import bench as benches
 from dflash.measure import survival as estimates
 from dflash.measure.pair import replay
 from dflash.measure.pair.replay import Cycles, Text
 from dflash.measure.plots import Line
+from dflash.measure.studies import replayed
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
 from dflash.measure.survival import Bin
 
@@ -30,23 +29,9 @@ def survival(config: BenchmarkRun) -> Iterator[Step]:
     The baseline decodes the prompts, and each drafter's cycles are replayed on these texts.
     Temperatures are fitted to every other text, and all figures are those of the texts between.
     """
-    _check(config)
-    yield Step("loading weights", 0)
-    plain = benches.prepare(dataclasses.replace(config, strategies={}))
-    drafting = _drafting(config, plain)
-    plain.load()
-    plain.decode_later_turns()
-    yield Step("compiling", 0)
-    plain.compile()
-    texts: list[Text] = []
-    tasks: list[str] = []
-    for task in plain.workload.tasks:
-        for queue in plain.queues(task):
-            yield Step(f"decoding {task}", len(texts) / len(plain.workload.items) / 2)
-            prompts = {item.prompt.index: item.prompt.ids for item in queue}
-            done = plain.decode(plain.baseline, queue)
-            texts += [Text(prompts[one.id], one.output_ids) for one in done]
-            tasks += [task] * len(done)
+    plain, drafting = replayed.prepare(config)
+    _check_chains(drafting)
+    texts, tasks = yield from replayed.decode(plain)
     rows, notes, files = [], [], {}
     for number, (name, job) in enumerate(drafting.items()):
         yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
@@ -75,30 +60,14 @@ def _trace(tasks: Sequence[str], texts: Sequence[Text], cycles: Cycles) -> list[
     return found
 
 
-def _check(config: BenchmarkRun) -> None:
-    """Raises ConfigError if the run does not decode greedily, or drafts nothing of its own."""
-    if config.forced:
-        raise errors.ConfigError(
-            "study.name: survival measures what is accepted; leave trace and acceptance out"
-        )
-    if config.decode.temperature:
-        raise errors.ConfigError(
-            "decode.temperature: survival replays greedy decoding; leave it out"
-        )
-    if not config.strategies:
-        raise errors.ConfigError("strategies: survival needs at least one strategy that drafts")
-
-
-def _drafting(config: BenchmarkRun, plain: benches.Bench) -> dict[str, Job]:
-    """Returns the jobs of the strategies that draft; raises ConfigError if one drafts trees."""
-    jobs = benches.prepare_models(config, plain.target)
-    for name, job in jobs.items():
+def _check_chains(drafting: Mapping[str, Job]) -> None:
+    """Raises ConfigError if a strategy drafts trees."""
+    for name, job in drafting.items():
         if job.drafter.drafts_trees:
             raise errors.ConfigError(
                 f"strategies.{name}: survival replays chains, and this strategy drafts trees; "
                 "leave its tree out"
             )
-    return {name: job for name, job in jobs.items() if job.drafter.num_draft_tokens}
 
 
 def _rows(

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 
 from dflash.config import loader, schema
+from dflash.drafters.base import Proposal
 from dflash.loading import job as jobs
 from dflash.measure.pair import replay
+
+
+def test_the_longest_path_of_a_tree_that_the_text_takes_is_accepted():
+    """Text 5 6 7 8; the tree has 5, 9 and 5 6 besides 4, and 9 6 7."""
+    tokens = jnp.array([[1, 5, 6, 7, 8]])
+    tree = Proposal(jnp.array([[9, 5, 6, 6, 7, 4]]), jnp.array([[0, 0, 1, 2, 3, 4]]))
+    assert replay.num_accepted(tree, tokens).tolist() == [2]
+    chain = Proposal(jnp.array([[5, 6, 4]]))
+    assert replay.num_accepted(chain, tokens[:, :4]).tolist() == [2]
 
 
 @pytest.mark.parametrize("prompt", [40, 256, 300])
