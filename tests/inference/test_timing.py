@@ -15,10 +15,10 @@ from dflash.inference.request import RequestSampling
 SIZES, LENGTHS = (1, 4, 16), (8, 32)
 
 
-def test_medians_over_rounds_in_which_each_size_has_its_turn(monkeypatch):
+def test_the_fastest_of_rounds_in_which_each_size_has_its_turn(monkeypatch):
     table, order = measure([[1, 20, 60], [2, 10, 40], [3, 15, 500]], monkeypatch)
     assert table.dtype == np.float32
-    assert table.tolist() == [[1.0, 7.5, 30.0]] * 2
+    assert table.tolist() == [[0.5, 5.0, 20.0]] * 2
     assert order == [(length, size) for length in LENGTHS for size in SIZES] * 3
 
 
