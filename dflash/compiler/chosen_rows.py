@@ -230,9 +230,9 @@ def simulate(
       cycles: Acceptance in each cycle. Rows are divided by confidence if there is any.
     """
     batch = cycles.lengths.shape[1]
-    gains = None if cycles.confidence is None else jnp.zeros((2, len(division.mean_rows)))
-    seconds = jnp.asarray(times, jnp.float32)
-    state = block_choice.new(batch, sizes[-1] - 1, seconds, gains)
+    by_confidence = cycles.confidence is not None
+    division = dataclasses.replace(division, by_confidence=by_confidence)
+    state = block_choice.new(batch, sizes, jnp.asarray(times, jnp.float32), division)
     state = block_choice.with_trial(state)
     tokens, spent = _run(state, cycles, sizes=sizes, division=division)
     return float(tokens / spent)

@@ -148,7 +148,7 @@ class Batch:
         return functools.partial(self._engine.generate, bucket=bucket, plain=plain, **how)
 
     def close(self) -> None:
-        """Hands the acceptance statistics of block sizes to the engine."""
+        """Hands the acceptance statistics to the engine."""
         self._engine.retire(self._state)
 
     # --- prompts that another engine decodes, or has prefilled ------------------------------------

@@ -89,7 +89,8 @@ def insert(
     def put(batch, one):
         return batch.at[slot].set(one[0])
 
-    return DecodeState(
+    return dataclasses.replace(
+        state,
         length=state.length.at[slot].set(length),
         limit=state.limit.at[slot].set(limit),
         anchor=state.anchor.at[slot].set(anchor),
@@ -103,7 +104,6 @@ def insert(
         lookup=state.lookup and state.lookup.insert(slot),
         windows=state.windows and state.windows.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),
-        concluded=state.concluded,
         adapter=None if adapter is None else state.adapter.at[slot].set(adapter),
     )
 
@@ -156,15 +156,14 @@ def generate(shapes: Shapes, bucket: int | None = None, *, plain: bool = False) 
 
 def generate_unobserved(shapes: Shapes) -> Callable:
     """Returns a dispatch of plain decoding over all slots, given `DecodeState.of_target`."""
-    return functools.partial(
-        _decode_plainly,
-        max_cycles=shapes.config.sync_every,
-        rules=Rules((1,), verify=shapes.rules.verify),
-    )
+    rules = Rules((1,), verify=shapes.rules.verify)
 
+    def run(target: Decoder, state: DecodeState, max_idle: jax.Array):
+        max_cycles = shapes.config.sync_every
+        how = {"max_cycles": max_cycles, "rules": rules, "max_idle": max_idle}
+        return dispatch.run_cycles(target, NoDrafter(), state, **how)
 
-def _decode_plainly(target: Decoder, state: DecodeState, max_idle: jax.Array, **how) -> tuple:
-    return dispatch.run_cycles(target, NoDrafter(), state, max_idle=max_idle, **how)
+    return run
 
 
 def occupied(shapes: Shapes) -> Callable:

@@ -119,9 +119,9 @@ def cycle_seconds(
 ) -> np.ndarray:
     """Measures seconds per cycle of each choice of rows, the least over interleaved rounds.
 
-    Other work on the machine only ever adds time. The second of two dispatches counts: the first one reads its weights and rows from far memory,
-    because filling the caches has displaced them from near memory.
-
+    Other work on the machine only ever adds time. The second of two dispatches counts: the first
+    one reads its weights and rows from far memory, because filling the caches has displaced them
+    from near memory.
     Args:
       groups: Numbers of choices, S together, whose rows ascend: block sizes, and divisions.
       lengths: Two lengths of the sequences, ascending.

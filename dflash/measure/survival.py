@@ -78,7 +78,7 @@ def online_rates(cycles: Cycles, num_drafts: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=2)
 def _online_rates(committed: jax.Array, left: jax.Array, num_drafts: int) -> jax.Array:
     sizes = (num_drafts + 1,)
-    first = block_choice.new(committed.shape[0], num_drafts, jnp.ones(1))
+    first = block_choice.new(committed.shape[0], sizes, jnp.ones(1))
 
     def step(choice, cycle):
         return block_choice.learn(choice, *cycle, sizes), block_choice.rates(choice)

@@ -99,43 +99,28 @@ def abstract(
       division: Cycles that divide their rows.
       trees: Whether drafts form trees.
     """
-    num_choices = len(sizes) + len(division.mean_rows)
-    per_sequence = sharding.abstract((batch, sizes[-1] - 1), ("batch", None), jnp.float32)
-    pool = sharding.abstract((sizes[-1] - 1,), (None,), jnp.float32)
-    number = sharding.abstract((), (), jnp.float32)
-    index = sharding.abstract((), (), jnp.int32)
-    gains = None
-    if division.by_confidence and division.mean_rows:
-        gains = by_confidence.abstract(len(division.mean_rows), sharding)
-    return BlockChoice(
-        tried=per_sequence,
-        accepted=per_sequence,
-        pool_tried=pool,
-        pool_accepted=pool,
-        seconds=sharding.abstract((num_choices,), (None,), jnp.float32),
-        credit=number,
-        best=index,
-        promise=number,
-        trial=index,
-        loss=number,
-        index=index,
-        gains=gains,
-        trees=trees,
+    form = jax.eval_shape(
+        lambda: new(batch, sizes, jnp.zeros(len(sizes) + len(division.mean_rows)), division)
     )
+    placed = jax.tree.map(lambda x: sharding.abstract(x.shape, (None,) * x.ndim, x.dtype), form)
+    of_sequences = sharding.abstract(form.tried.shape, ("batch", None), form.tried.dtype)
+    return dataclasses.replace(placed, tried=of_sequences, accepted=of_sequences, trees=trees)
 
 
 def new(
-    batch: int, num_drafts: int, seconds: jax.Array, gains: jax.Array | None = None
+    batch: int, sizes: tuple[int, ...], seconds: jax.Array, division: Division = WHOLE
 ) -> BlockChoice:
     """Returns a choice of size 1 without statistics.
 
     Args:
       batch: Batch size B.
-      num_drafts: Number G of drafts in the largest block.
+      sizes: Block sizes, ascending.
       seconds: float32 [S]; seconds of a cycle of each size and division.
-      gains: See `BlockChoice`.
+      division: Cycles that divide their rows.
     """
+    num_drafts, num_divisions = sizes[-1] - 1, len(division.mean_rows)
     per_sequence, pool = jnp.zeros((batch, num_drafts)), jnp.zeros(num_drafts)
+    by_gain = division.by_confidence and num_divisions
     number, index = jnp.float32(0), jnp.int32(0)
     return BlockChoice(
         tried=per_sequence,
@@ -149,7 +134,7 @@ def new(
         trial=index,
         loss=number,
         index=index,
-        gains=gains,
+        gains=by_confidence.new(num_divisions) if by_gain else None,
     )
 
 

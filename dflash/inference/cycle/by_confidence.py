@@ -9,21 +9,19 @@ rates. So drafts without a row count too: as accepted in part, by their confiden
 import jax
 import jax.numpy as jnp
 
-from dflash.parallel.sharding import Sharding
-
 # The prior is high enough that divisions are tried. Its weight and MEMORY count cycles that divide;
 # IDLE_MEMORY counts others, after which divisions are tried again.
 PRIOR, WEIGHT = 1.25, 2.0
 MEMORY, IDLE_MEMORY = 16.0, 256.0
 
 
-def abstract(num_divisions: int, sharding: Sharding) -> jax.Array:
-    """Returns abstract gains, float32 [2, P]; zeros mean that nothing was measured.
+def new(num_divisions: int) -> jax.Array:
+    """Returns the gains before anything was measured, float32 [2, P].
 
     The rows are the number of cycles of each division, and the sum of their gains, both with
     exponential decay.
     """
-    return sharding.abstract((2, num_divisions), (None, None), jnp.float32)
+    return jnp.zeros((2, num_divisions))
 
 
 def gain(gains: jax.Array) -> jax.Array:
