@@ -22,6 +22,7 @@ from dflash.inference.logits import nonfinite
 from dflash.inference.shapes import Shapes, places
 from dflash.layers.products import matmul_precision
 from dflash.parallel.sharding import zeros
+from dflash.runs import cpu_memory
 
 Name = tuple  # Entry of the table, followed by its sizes.
 _MAX_THREADS = 4  # Most programs that compile at once.
@@ -47,6 +48,8 @@ class Program:
 
     def compile(self, shapes: Shapes, *sizes: int) -> jax.stages.Compiled:
         """Compiles the function for the shapes of an engine."""
+        if shapes.sharding.platform == "cpu":
+            cpu_memory.keep_freed()
         jitted = jax.jit(
             self.function(shapes, *sizes),
             donate_argnums=self.donated,

@@ -122,6 +122,7 @@ def cycle_seconds(
     Other work on the machine only ever adds time. The second of two dispatches counts: the first
     one reads its weights and rows from far memory, because filling the caches has displaced them
     from near memory.
+
     Args:
       groups: Numbers of choices, S together, whose rows ascend: block sizes, and divisions.
       lengths: Two lengths of the sequences, ascending.
