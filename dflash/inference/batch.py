@@ -13,7 +13,7 @@ from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.adaptive import spare_rows
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
-from dflash.inference.in_flight import ActiveRequest
+from dflash.inference.in_flight import ActiveRequest, was_plain
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.observation import Observation, resumes
 from dflash.inference.pages import PagePool, Slot
@@ -147,6 +147,15 @@ class Batch:
         plain = self.plain and not masked
         return functools.partial(self._engine.generate, bucket=bucket, plain=plain, **how)
 
+    def learn(self, report: Report) -> None:
+        """Notes whether a dispatch drafted, from its report on the host."""
+        if self._engine.rules.num_choices == 1:
+            return
+        self.plain = was_plain(report)
+        if any(request.observed for request in self.running.values()):
+            rows = report.block_sizes[: int(report.cycles)]
+            self._observation.learn(len(rows), int((rows > 1).any(axis=1).sum()))
+
     def close(self) -> None:
         """Hands the acceptance statistics to the engine."""
         self._engine.retire(self._state)
@@ -212,7 +221,7 @@ class Batch:
     def _observe(self, request: ActiveRequest, waiting: int) -> None:
         """Decides whether the drafter observes a request; a trial is due when a rest ends."""
         rested = self._observation.resting
-        request.observed = self._observation.admit(plain=self.plain, waiting=waiting)
+        request.observed = self._observation.admit(waiting=waiting)
         if rested and request.observed:
             self._state = self._state.with_trial()
 

@@ -2,7 +2,9 @@
 
 A drafter that observes a request computes its own rows for every token of it, whether drafts are
 verified or not. Where plain decoding is the fastest, that is work for nothing but trials. So while
-many requests wait, the drafter rests, and those that are admitted decode plainly to their end.
+many requests wait, the drafter rests, and those that are admitted decode plainly to their end. It
+rests only if hardly any cycle has drafted of late: of a mix of requests, some may profit though
+most do not.
 
 A trial is due when a rest ends. The drafter goes on with the last requests, because fewer sequences
 leave more to gain: from when the queue is shorter than the batch, every new request is observed.
@@ -12,7 +14,9 @@ they may have many tokens left.
 
 import dataclasses
 
-PERIOD = 8  # While plain decoding is the fastest, one batch in so many is observed, for trials.
+PERIOD = 8  # While the drafter rests, one batch in so many is observed, for trials.
+MEMORY = 32.0  # Observed cycles that count.
+LITTLE = 1 / 16  # Fraction of them that drafted, below which the drafter rests.
 LEFT = 0.25  # Tokens left, over the tokens of the context, from which another prefill is worth it.
 
 
@@ -22,22 +26,29 @@ class Observation:
 
     Attributes:
       slots: Number of slots of the batch.
+      drafted: Fraction of the observed cycles that drafted; older ones count less.
       rested: Requests admitted since the drafter began to rest; 0 while drafting pays.
       resting: Whether the last request that was admitted is not observed.
     """
 
     slots: int
+    drafted: float = 1.0
     rested: int = 0
     resting: bool = False
 
-    def admit(self, *, plain: bool, waiting: int) -> bool:
+    def learn(self, cycles: int, drafted: int) -> None:
+        """Updates the fraction with a number of observed cycles, some of which drafted."""
+        if cycles:
+            fade = (1 - 1 / MEMORY) ** cycles
+            self.drafted = fade * self.drafted + (1 - fade) * drafted / cycles
+
+    def admit(self, *, waiting: int) -> bool:
         """Returns whether the drafter observes the request that is being admitted.
 
         Args:
-          plain: Whether plain decoding has been the fastest.
           waiting: Number of requests that wait behind it.
         """
-        if plain and waiting >= self.slots:
+        if self.drafted < LITTLE and waiting >= self.slots:
             self.resting = self.rested % (PERIOD * self.slots) < (PERIOD - 1) * self.slots
             self.rested += 1
         else:

@@ -35,7 +35,6 @@ from dflash.inference.in_flight import (
     count_cycles,
     grammar_error,
     rejected,
-    was_plain,
 )
 from dflash.inference.logits import controls, nonfinite
 from dflash.inference.request import Event, Request, RequestOutput, TokenLogprobs, Tokens
@@ -297,7 +296,7 @@ class Scheduler:
         self._clock_s += end - begin
         counts = count_cycles(report)
         self._counts.update(dispatches=1, decode_seconds=end - begin, **counts)
-        self._batch.plain = self._engine.rules.num_choices > 1 and was_plain(report)
+        self._batch.learn(report)
         if work.queued:
             self._counts.update(
                 queued_cycles=counts["cycles"], queued_slot_cycles=counts["slot_cycles"]

@@ -21,8 +21,8 @@ LIMITS = [20, 9, 1, 18, 2, 23, 12, 7, 15, 30]
 
 def admitted(count: int, *, slots: int, plain: bool = True) -> list[bool]:
     """Which of `count` requests that wait at once are observed."""
-    one = Observation(slots)
-    return [one.admit(plain=plain, waiting=left) for left in reversed(range(count))]
+    one = Observation(slots, drafted=0.0 if plain else 1.0)
+    return [one.admit(waiting=left) for left in reversed(range(count))]
 
 
 @pytest.mark.parametrize("slots", [1, 4, 32])
@@ -45,12 +45,37 @@ def test_a_shorter_queue_than_the_batch_is_observed():
 
 
 def test_a_rest_begins_anew_after_drafts():
-    one = Observation(2)
+    one = Observation(2, drafted=0.0)
     for _ in range(2):
-        found = [one.admit(plain=True, waiting=99) for _ in range(2 * PERIOD)]
+        found = [one.admit(waiting=99) for _ in range(2 * PERIOD)]
         assert found == [False] * (2 * PERIOD - 2) + [True] * 2
-        assert not one.admit(plain=True, waiting=99)
-        assert one.admit(plain=False, waiting=99)
+        assert not one.admit(waiting=99)
+        one.learn(8, 8)
+        assert one.admit(waiting=99)
+        one.learn(1000, 0)
+
+
+@pytest.mark.parametrize(("every", "rests"), [(100, True), (8, False), (1, False)])
+def test_it_rests_only_if_hardly_any_cycle_drafts(every, rests):
+    """Of a mix, the requests that profit draft in some cycles, whatever is best in most."""
+    one = Observation(4)
+    for i in range(400):
+        one.learn(1, i % every == 0)
+    assert one.admit(waiting=99) is not rests
+
+
+def test_a_dispatch_without_a_cycle_tells_nothing():
+    one = Observation(4, drafted=0.5)
+    one.learn(0, 0)
+    assert one.drafted == 0.5
+
+
+def test_it_takes_some_plain_cycles_until_it_rests():
+    one, waited = Observation(4), 0
+    while one.admit(waiting=99):
+        one.learn(8, 0)
+        waited += 8
+    assert 64 <= waited <= 128
 
 
 def test_a_request_resumes_if_its_context_is_short_for_what_is_left():
@@ -73,12 +98,19 @@ def forced(run: Engine, choice: int) -> Engine:
     return run
 
 
+@pytest.fixture
+def forgetful(monkeypatch) -> None:
+    """The drafter rests after one plain dispatch."""
+    monkeypatch.setattr(observation, "MEMORY", 1.0)
+
+
 def observing(monkeypatch, observed) -> None:
     """Makes the drafter observe these admissions, whatever is best."""
     answers = iter(observed)
     monkeypatch.setattr(Observation, "admit", lambda *_, **__: next(answers, True))
 
 
+@pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("count", [60, 20])
 def test_a_trial_is_made_when_a_rest_ends(count):
     """Trials cost too much to come by themselves; one is made at first, and one after each rest."""
@@ -139,6 +171,7 @@ def finished(run, requests) -> list[RequestOutput]:
     return sorted(done, key=lambda output: output.id)
 
 
+@pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_drafter_rests_while_many_requests_wait(temperature):
     count, watch = 14, Watch(forced(adaptive_engine(), adaptive.PLAIN))
@@ -151,6 +184,7 @@ def test_the_drafter_rests_while_many_requests_wait(temperature):
     assert watch.calls.count("generate_unobserved") > watch.calls.count("generate")
 
 
+@pytest.mark.usefixtures("forgetful")
 def test_a_long_request_resumes_when_nothing_waits():
     """One that is admitted during a rest goes on with drafts once the others have ended."""
     run = forced(adaptive_engine(), adaptive.PLAIN)
@@ -163,6 +197,7 @@ def test_a_long_request_resumes_when_nothing_waits():
     ]
 
 
+@pytest.mark.usefixtures("forgetful")
 def test_no_request_resumes_during_a_pause():
     one = Scheduler(forced(adaptive_engine(), adaptive.PLAIN), fill_at_once=True)
     for request in make_requests(random_prompts([5] * 8), [4, 4, 32, 4, 4, 4, 4, 4]):
@@ -181,6 +216,7 @@ def test_no_request_resumes_during_a_pause():
     assert one.idle
 
 
+@pytest.mark.usefixtures("forgetful")
 def test_a_request_with_little_left_stays(monkeypatch):
     monkeypatch.setattr(observation, "LEFT", 100.0)
     run = forced(adaptive_engine(), adaptive.PLAIN)
