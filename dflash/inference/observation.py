@@ -7,16 +7,17 @@ rests only if hardly any cycle has drafted of late: of a mix of requests, some m
 most do not.
 
 A trial is due when a rest ends. The drafter goes on with the last requests, because fewer sequences
-leave more to gain: from when the queue is shorter than the batch, every new request is observed.
-When the queue is empty, requests that still run unobserved return to it, to be prefilled again, if
-they may have many tokens left.
+leave more to gain: all are observed from when fewer requests wait than half the batch. When the
+queue is empty, requests that still run unobserved return to it, to be prefilled again, if they may
+have many tokens left.
 """
 
 import dataclasses
 
 PERIOD = 8  # While the drafter rests, one batch in so many is observed, for trials.
-MEMORY = 32.0  # Observed cycles that count.
-LITTLE = 1 / 16  # Fraction of them that drafted, below which the drafter rests.
+MEMORY = 256.0  # Observed cycles that count, times slots: more sequences tell more.
+UNKNOWN = 1 / 4  # Fraction of cycles that draft, before any is known.
+LITTLE = 1 / 16  # Fraction of cycles that draft, below which the drafter rests.
 LEFT = 0.25  # Tokens left, over the tokens of the context, from which another prefill is worth it.
 
 
@@ -32,14 +33,14 @@ class Observation:
     """
 
     slots: int
-    drafted: float = 1.0
+    drafted: float = UNKNOWN
     rested: int = 0
     resting: bool = False
 
     def learn(self, cycles: int, drafted: int) -> None:
         """Updates the fraction with a number of observed cycles, some of which drafted."""
         if cycles:
-            fade = (1 - 1 / MEMORY) ** cycles
+            fade = (1 - 1 / MEMORY) ** (self.slots * cycles)
             self.drafted = fade * self.drafted + (1 - fade) * drafted / cycles
 
     def admit(self, *, waiting: int) -> bool:
@@ -48,7 +49,7 @@ class Observation:
         Args:
           waiting: Number of requests that wait behind it.
         """
-        if self.drafted < LITTLE and waiting >= self.slots:
+        if self.drafted < LITTLE and 2 * waiting >= self.slots:
             self.resting = self.rested % (PERIOD * self.slots) < (PERIOD - 1) * self.slots
             self.rested += 1
         else:
