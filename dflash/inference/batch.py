@@ -289,11 +289,13 @@ class Batch:
         return preempted
 
     def resume(self) -> list[ActiveRequest]:
-        """Vacates unobserved requests that the drafter may yet help; see `observation.resumes`.
+        """Vacates unobserved requests that the drafter may yet help; see `observation`.
 
         Returns:
           The requests, in the order of admission.
         """
+        if not self._observation.pays:
+            return []
         unobserved = [
             request
             for request in self.running.values()

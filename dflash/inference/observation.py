@@ -8,8 +8,8 @@ most do not.
 
 A trial is due when a rest ends. The drafter goes on with the last requests, because fewer sequences
 leave more to gain: all are observed from when fewer requests wait than half the batch. When the
-queue is empty, requests that still run unobserved return to it, to be prefilled again, if they may
-have many tokens left.
+queue is empty and most cycles draft, requests that still run unobserved return to it, to be
+prefilled again, if they may have many tokens left.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ PERIOD = 8  # While the drafter rests, one batch in so many is observed, for tri
 MEMORY = 256.0  # Observed cycles that count, times slots: more sequences tell more.
 UNKNOWN = 1 / 4  # Fraction of cycles that draft, before any is known.
 LITTLE = 1 / 16  # Fraction of cycles that draft, below which the drafter rests.
+MUCH = 1 / 2  # Fraction of cycles that draft, from which another prefill may be worth it.
 LEFT = 0.25  # Tokens left, over the tokens of the context, from which another prefill is worth it.
 
 
@@ -55,6 +56,11 @@ class Observation:
         else:
             self.resting, self.rested = False, 0
         return not self.resting
+
+    @property
+    def pays(self) -> bool:
+        """Returns whether most cycles draft."""
+        return self.drafted >= MUCH
 
 
 def resumes(length: int, limit: int) -> bool:

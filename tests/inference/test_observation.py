@@ -186,21 +186,23 @@ def test_the_drafter_rests_while_many_requests_wait(temperature):
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_a_long_request_resumes_when_nothing_waits():
-    """One that is admitted during a rest goes on with drafts once the others have ended."""
-    run = forced(adaptive_engine(), adaptive.PLAIN)
+@pytest.mark.parametrize("choice", [adaptive.PLAIN, 1])
+def test_a_long_request_resumes_when_nothing_waits_and_drafts_pay(choice, monkeypatch):
+    run = forced(adaptive_engine(), choice)
+    observing(monkeypatch, [True, True, False])
     prompts = random_prompts([5] * 8)
     requests = make_requests(prompts, [4, 4, 32, 4, 4, 4, 4, 4])
     done = finished(run, requests)
-    assert [one.preemptions for one in done] == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert [one.preemptions for one in done] == [0, 0, choice, 0, 0, 0, 0, 0]
     assert [one.output_ids for one in done] == [
         ids for ids, _ in expected(prompts, [4, 4, 32, 4, 4, 4, 4, 4])
     ]
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_no_request_resumes_during_a_pause():
-    one = Scheduler(forced(adaptive_engine(), adaptive.PLAIN), fill_at_once=True)
+def test_no_request_resumes_during_a_pause(monkeypatch):
+    one = Scheduler(forced(adaptive_engine(), 1), fill_at_once=True)
+    observing(monkeypatch, [True, True, False])
     for request in make_requests(random_prompts([5] * 8), [4, 4, 32, 4, 4, 4, 4, 4]):
         one.submit(request)
     events = []
@@ -220,7 +222,8 @@ def test_no_request_resumes_during_a_pause():
 @pytest.mark.usefixtures("forgetful")
 def test_a_request_with_little_left_stays(monkeypatch):
     monkeypatch.setattr(observation, "LEFT", 100.0)
-    run = forced(adaptive_engine(), adaptive.PLAIN)
+    observing(monkeypatch, [True, True, False])
+    run = forced(adaptive_engine(), 1)
     requests = make_requests(random_prompts([5] * 8), [4, 4, 32, 4, 4, 4, 4, 4])
     assert not any(one.preemptions for one in finished(run, requests))
 
