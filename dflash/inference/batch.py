@@ -294,7 +294,7 @@ class Batch:
         Returns:
           The requests, in the order of admission.
         """
-        if not self._observation.pays:
+        if not self._observation.pays and any(request.observed for request in self.requests):
             return []
         unobserved = [
             request

@@ -8,8 +8,8 @@ most do not.
 
 A trial is due when a rest ends. The drafter goes on with the last requests, because fewer sequences
 leave more to gain: all are observed from when fewer requests wait than half the batch. When the
-queue is empty and most cycles draft, requests that still run unobserved return to it, to be
-prefilled again, if they may have many tokens left.
+queue is empty and most cycles draft, or only requests are left that are not observed, these return
+to the queue, to be prefilled again, if they may have many tokens left.
 """
 
 import dataclasses

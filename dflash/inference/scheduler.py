@@ -151,7 +151,7 @@ class Scheduler:
         self._batch.pool.forget()
 
     def close(self) -> None:
-        """Hands the acceptance statistics of block sizes to the engine; must be the last call."""
+        """Hands the acceptance statistics to the engine; must be the last call."""
         self._batch.close()
 
     # --- giving the device work -----------------------------------------------------------------

@@ -9,6 +9,7 @@ from support.engines import decode, engine, expected, make_requests, random_prom
 from support.models import drafter
 
 from dflash.inference import observation
+from dflash.inference.batch import Batch
 from dflash.inference.cycle import adaptive
 from dflash.inference.engine import Engine
 from dflash.inference.observation import PERIOD, Observation, resumes
@@ -187,16 +188,22 @@ def test_the_drafter_rests_while_many_requests_wait(temperature):
 
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("choice", [adaptive.PLAIN, 1])
-def test_a_long_request_resumes_when_nothing_waits_and_drafts_pay(choice, monkeypatch):
-    run = forced(adaptive_engine(), choice)
+def test_a_long_request_resumes_when_nothing_waits(choice, monkeypatch):
+    """Beside another one if drafts pay, and else when it is alone."""
+    run, others, resume = forced(adaptive_engine(), choice), [], Batch.resume
     observing(monkeypatch, [True, True, False])
-    prompts = random_prompts([5] * 8)
-    requests = make_requests(prompts, [4, 4, 32, 4, 4, 4, 4, 4])
-    done = finished(run, requests)
-    assert [one.preemptions for one in done] == [0, 0, choice, 0, 0, 0, 0, 0]
-    assert [one.output_ids for one in done] == [
-        ids for ids, _ in expected(prompts, [4, 4, 32, 4, 4, 4, 4, 4])
-    ]
+
+    def watched(batch):
+        found = resume(batch)
+        others.extend([len(batch.running)] * bool(found))
+        return found
+
+    monkeypatch.setattr(Batch, "resume", watched)
+    prompts, limits = random_prompts([5] * 4), [4, 4, 32, 12]
+    done = finished(run, make_requests(prompts, limits))
+    assert others == [choice]
+    assert [one.preemptions for one in done] == [0, 0, 1, 0]
+    assert [one.output_ids for one in done] == [ids for ids, _ in expected(prompts, limits)]
 
 
 @pytest.mark.usefixtures("forgetful")
