@@ -84,7 +84,7 @@ def insert(
     )
     ended = (length >= limit) | jnp.any(anchor == stop_ids) | (anchor == nonfinite.NO_TOKEN)
     params = jax.tree.map(lambda x: x[None], sampling).with_keys()
-    page_table = state.cache.page_table.at[slot].set(table)
+    state = set_pages(state, state.cache.page_table.at[slot].set(table))
 
     def put(batch, one):
         return batch.at[slot].set(one[0])
@@ -98,7 +98,6 @@ def insert(
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
         sampling=jax.tree.map(put, state.sampling, params),
         controls=jax.tree.map(put, state.controls, stated),
-        cache=dataclasses.replace(state.cache, page_table=page_table),
         drafter=drafter.insert(state.drafter, prefill_state, prefill_slot, slot),
         adaptive=state.adaptive and state.adaptive.insert(slot),
         lookup=state.lookup and state.lookup.insert(slot),
@@ -157,13 +156,12 @@ def generate(shapes: Shapes, bucket: int | None = None, *, plain: bool = False) 
 def generate_unobserved(shapes: Shapes) -> Callable:
     """Returns a dispatch of plain decoding over all slots, given `DecodeState.of_target`."""
     rules = Rules((1,), verify=shapes.rules.verify)
+    run = functools.partial(dispatch.run_cycles, max_cycles=shapes.config.sync_every, rules=rules)
 
-    def run(target: Decoder, state: DecodeState, max_idle: jax.Array):
-        max_cycles = shapes.config.sync_every
-        how = {"max_cycles": max_cycles, "rules": rules, "max_idle": max_idle}
-        return dispatch.run_cycles(target, NoDrafter(), state, **how)
+    def plainly(target: Decoder, state: DecodeState, max_idle: jax.Array):
+        return run(target, NoDrafter(), state, max_idle=max_idle)
 
-    return run
+    return plainly
 
 
 def occupied(shapes: Shapes) -> Callable:
