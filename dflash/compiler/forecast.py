@@ -146,7 +146,8 @@ class Forecast:
     """Costs and acceptance of several strategies.
 
     Attributes:
-      points: Costs of plain decoding and of every strategy, by name and batch size.
+      points: Costs of plain decoding and of every strategy, by name and batch size. Rows are
+        divided only where there are several sequences, so some strategies lack some batch sizes.
       tokens: Mean acceptance length (τ) by strategy and task. Strategies of unknown acceptance are
         missing.
       capacity_bytes: Memory of a device in bytes.
@@ -173,8 +174,10 @@ class Forecast:
         return sorted({batch for _, batch in self.points})
 
     def fits(self, strategy: str, batch: int, context: int) -> bool:
-        """Returns whether a strategy fits in device memory."""
-        point = self.points[strategy, batch]
+        """Returns whether a strategy exists for this batch size and fits in device memory."""
+        point = self.points.get((strategy, batch))
+        if point is None:
+            return False
         return point.memory.at(context + point.rows) <= self.capacity_bytes
 
     def expected(
@@ -210,8 +213,15 @@ class Forecast:
         known = [(name, mean) for name, mean in means if mean is not None]
         return max(known, key=lambda pair: pair[1], default=None)
 
-    def needed_tokens(self, strategy: str, batch: int, context: int, speedup: float = 1.0) -> float:
-        """Returns the mean acceptance length (τ) that a speed-up requires, by roofline."""
+    def needed_tokens(
+        self, strategy: str, batch: int, context: int, speedup: float = 1.0
+    ) -> float | None:
+        """Returns the mean acceptance length (τ) that a speed-up requires, by roofline.
+
+        It is None if the strategy lacks this batch size.
+        """
+        if (strategy, batch) not in self.points:
+            return None
         own = self.points[strategy, batch].cost(context)
         return speedup * own.roofline_ms / self.points[PLAIN, batch].cost(context).roofline_ms
 

@@ -80,7 +80,9 @@ def _costs(forecast: Forecast, context: int) -> list[str]:
     for batch in forecast.batches:
         plain = forecast.points[PLAIN, batch].cost(context)
         for name in forecast.strategies:
-            point = forecast.points[name, batch]
+            point = forecast.points.get((name, batch))
+            if point is None:
+                continue
             cost = point.cost(context)
             memory = f"{point.memory.at(context + point.rows) / 1e9:.1f} GB"
             if not forecast.fits(name, batch, context):
@@ -183,7 +185,7 @@ def _unknown(forecast: Forecast, contexts: Sequence[int]) -> list[str]:
             for batch in forecast.batches:
                 even = forecast.needed_tokens(name, batch, context)
                 best = forecast.best_on_average(batch, context) if forecast.tasks else None
-                other = f" / {even * best[1]:.2f}" if best else ""
-                cells.append(f"{even:.2f}{other}")
+                other = f" / {even * best[1]:.2f}" if even and best else ""
+                cells.append(f"{even:.2f}{other}" if even else "–")
             text.append(f"    {name:<20}" + "".join(f"{cell:>16}" for cell in cells))
     return text

@@ -108,6 +108,18 @@ def test_plain_decoding_is_the_choice_if_drafting_does_not_pay(found):
     assert "drafting is not expected to pay on average at batch 1, 8" in text
 
 
+def test_a_strategy_may_lack_a_batch_size(found):
+    """A single sequence has nothing to divide its rows with."""
+    points = {key: one for key, one in found.points.items() if key != ("other", 1)}
+    some = Forecast(points, found.tokens, found.capacity_bytes)
+    assert not some.fits("other", 1, 0)
+    assert some.needed_tokens("other", 1, 0) is None
+    words = [line.split() for line in forecast_table.lines(some, [0])]
+    assert [line[0] for line in words if line[1:2] == ["other"]] == ["8"]
+    assert words[-1] == ["other", "–", "1.50", "/", "3.00"]
+    assert len(forecast_table.to_json(some, [0])["cells"]) == len(points)
+
+
 def test_without_acceptance_only_costs_are_reported(found):
     bare = Forecast(found.points, {}, found.capacity_bytes)
     text = "\n".join(forecast_table.lines(bare, [0]))
