@@ -176,9 +176,7 @@ class Forecast:
     def fits(self, strategy: str, batch: int, context: int) -> bool:
         """Returns whether a strategy exists for this batch size and fits in device memory."""
         point = self.points.get((strategy, batch))
-        if point is None:
-            return False
-        return point.memory.at(context + point.rows) <= self.capacity_bytes
+        return point is not None and point.memory.at(context + point.rows) <= self.capacity_bytes
 
     def expected(
         self, strategy: str, task: str, batch: int, context: int

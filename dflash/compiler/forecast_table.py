@@ -79,10 +79,9 @@ def _costs(forecast: Forecast, context: int) -> list[str]:
     ]
     for batch in forecast.batches:
         plain = forecast.points[PLAIN, batch].cost(context)
-        for name in forecast.strategies:
-            point = forecast.points.get((name, batch))
-            if point is None:
-                continue
+        existing = [name for name in forecast.strategies if (name, batch) in forecast.points]
+        for name in existing:
+            point = forecast.points[name, batch]
             cost = point.cost(context)
             memory = f"{point.memory.at(context + point.rows) / 1e9:.1f} GB"
             if not forecast.fits(name, batch, context):

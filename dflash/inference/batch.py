@@ -13,7 +13,7 @@ from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.adaptive import spare_rows
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
-from dflash.inference.in_flight import ActiveRequest, was_plain
+from dflash.inference.in_flight import ActiveRequest, stays_plain
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.observation import Observation, resumes
 from dflash.inference.pages import PagePool, Slot
@@ -151,7 +151,7 @@ class Batch:
         """Notes whether a dispatch drafted, from its report on the host."""
         if self._engine.rules.num_choices == 1:
             return
-        self.plain = was_plain(report)
+        self.plain = stays_plain(report)
         if any(request.observed for request in self.running.values()):
             rows = report.block_sizes[: int(report.cycles)]
             self._observation.learn(len(rows), int((rows > 1).any(axis=1).sum()))

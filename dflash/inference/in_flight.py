@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dflash import errors
+from dflash.inference.cycle.adaptive import PLAIN
 from dflash.inference.cycle.state import Report
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits.logprobs import Logprobs
@@ -179,11 +180,11 @@ def count_cycles(report: Report) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items()}
 
 
-def was_plain(report: Report) -> bool:
-    """Returns whether a dispatch verified no draft, and did not end because one was chosen."""
-    whole = int(report.cycles) == len(report.block_sizes)
-    some_ended = bool(((report.num_committed[0] > 0) & ~report.active).any())
-    return (whole or some_ended) and bool((report.block_sizes <= 1).all())
+def stays_plain(report: Report) -> bool:
+    """Returns whether the later half of a dispatch verified no draft, nor will the next cycle."""
+    cycles = int(report.cycles)
+    later = report.block_sizes[cycles // 2 : cycles]
+    return cycles > 0 and int(report.next_choice) == PLAIN and bool((later <= 1).all())
 
 
 def committed(report: Report, slot: int, cycles: np.ndarray) -> list[int]:

@@ -135,6 +135,7 @@ def _empty_report(
         num_accepted=jnp.zeros(shape[:2], jnp.int32),
         active=state.active,
         block_sizes=jnp.zeros(shape[:2], jnp.int32),
+        next_choice=jnp.int32(0),
         nonfinite_at=state.nonfinite_at,
         logprobs=logprobs.zeros(shape, target.arch.vocab_size),
         rejected=jnp.full((*shape[:2], rows - 1), -1, jnp.int32),
@@ -151,6 +152,7 @@ def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
         num_accepted=report.num_accepted.at[i].set(outcome.accepted),
         active=state.active,
         block_sizes=report.block_sizes.at[i].set(outcome.rows),
+        next_choice=jnp.int32(0) if state.adaptive is None else state.adaptive.choice.index,
         nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
             lambda all, one: all.at[i, :, :length].set(one), report.logprobs, outcome.logprobs

@@ -158,6 +158,8 @@ class Report:
       num_accepted: int32 [C, B]; number of accepted drafts among the valid tokens.
       active: bool [B]; slots that are still active after the dispatch.
       block_sizes: int32 [C, B]; rows that each cycle verified of each sequence.
+      next_choice: int32 []; index of the choice of rows for the next cycle, unless other sequences
+        enter; 0 without a choice.
       nonfinite_at: int32 [B]; same as in `DecodeState`.
       logprobs: Log-probabilities of the tokens; None if they were dropped before the transfer.
       rejected: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they
@@ -172,6 +174,7 @@ class Report:
     num_accepted: jax.Array
     active: jax.Array
     block_sizes: jax.Array
+    next_choice: jax.Array
     nonfinite_at: jax.Array
     logprobs: Logprobs | None
     rejected: jax.Array | None
@@ -189,7 +192,7 @@ class Report:
 
     def by_cycle(self) -> dict[str, Any]:
         """Returns the fields with one entry per cycle."""
-        whole = "cycles", "active", "nonfinite_at"
+        whole = "cycles", "active", "next_choice", "nonfinite_at"
         names = (field.name for field in dataclasses.fields(self) if field.name not in whole)
         return {name: getattr(self, name) for name in names}
 
