@@ -49,7 +49,7 @@ class Program:
     def compile(self, shapes: Shapes, *sizes: int) -> jax.stages.Compiled:
         """Compiles the function for the shapes of an engine."""
         if shapes.sharding.platform == "cpu":
-            cpu_memory.keep_freed()
+            cpu_memory.tune_malloc()
         jitted = jax.jit(
             self.function(shapes, *sizes),
             donate_argnums=self.donated,

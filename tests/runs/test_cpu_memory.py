@@ -1,4 +1,4 @@
-"""Tests of the memory that the C library keeps."""
+"""Tests of the settings of the C library's allocator."""
 
 import subprocess
 import sys
@@ -8,15 +8,17 @@ import pytest
 from dflash.runs import cpu_memory
 
 SIZE = 64 * 2**20
-FAULTS = f"""
+BEGIN = """
 import ctypes, resource, sys
 from dflash.runs import cpu_memory
 
-if sys.argv[1] == "keep" and not cpu_memory.keep_freed():
+if sys.argv[1] == "tuned" and not cpu_memory.tune_malloc():
     sys.exit("refused")
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
+"""
+FAULTS = f"""
 for _ in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     block = libc.malloc({SIZE})
@@ -24,22 +26,41 @@ for _ in range(2):
     libc.free(block)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+UNMERGED = """
+import re, tempfile
+
+libc.fopen.restype = ctypes.c_void_p
+libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+with tempfile.NamedTemporaryFile() as file:
+    stream = libc.fopen(file.name.encode(), b"w")
+    libc.malloc_info(0, stream)  # Allocates the large buffer of the stream.
+    for block in [libc.malloc(64) for _ in range(1000)]:
+        libc.free(block)
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    print(re.findall('type="fast" count="([0-9]+)"', file.read().decode())[-1])
+"""
 
 
-def faults(mode):
-    """Page faults of the second use of a block of 64 MiB, in a new process."""
-    done = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True)
+def run(program, mode):
+    """Returns the number that a program prints in a process of its own."""
+    command = [sys.executable, "-c", BEGIN + program, mode]
+    done = subprocess.run(command, capture_output=True, text=True)
     if "refused" in done.stderr:
-        pytest.skip("this C library refuses the threshold")
+        pytest.skip("this C library refuses a setting")
     assert not done.returncode, done.stderr
     return int(done.stdout)
 
 
 def test_a_block_is_used_again_without_page_faults():
     # Pages of a block of this size are 16,384 small ones, or 32 large ones.
-    assert faults("keep") < 16 < faults("default")
+    assert run(FAULTS, "tuned") < 16 < run(FAULTS, "default")
+
+
+def test_small_blocks_are_merged_when_they_are_freed():
+    assert run(UNMERGED, "tuned") == 0 < run(UNMERGED, "default")
 
 
 def test_a_c_library_without_the_function_is_left_alone(monkeypatch):
     monkeypatch.setattr(cpu_memory.ctypes, "CDLL", lambda _: object())
-    assert not cpu_memory.keep_freed.__wrapped__()
+    assert not cpu_memory.tune_malloc.__wrapped__()

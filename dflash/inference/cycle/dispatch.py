@@ -77,7 +77,9 @@ def run_cycles(
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
     )
-    return state, dataclasses.replace(report, active=state.active)
+    return state, dataclasses.replace(
+        report, active=state.active, next_choice=_next_choice(state)
+    )
 
 
 def propose(
@@ -135,7 +137,7 @@ def _empty_report(
         num_accepted=jnp.zeros(shape[:2], jnp.int32),
         active=state.active,
         block_sizes=jnp.zeros(shape[:2], jnp.int32),
-        next_choice=jnp.int32(0),
+        next_choice=_next_choice(state),
         nonfinite_at=state.nonfinite_at,
         logprobs=logprobs.zeros(shape, target.arch.vocab_size),
         rejected=jnp.full((*shape[:2], rows - 1), -1, jnp.int32),
@@ -152,13 +154,17 @@ def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
         num_accepted=report.num_accepted.at[i].set(outcome.accepted),
         active=state.active,
         block_sizes=report.block_sizes.at[i].set(outcome.rows),
-        next_choice=jnp.int32(0) if state.adaptive is None else state.adaptive.choice.index,
+        next_choice=report.next_choice,
         nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
             lambda all, one: all.at[i, :, :length].set(one), report.logprobs, outcome.logprobs
         ),
         rejected=report.rejected.at[i, :, : outcome.rejected.shape[1]].set(outcome.rejected),
     )
+
+
+def _next_choice(state: DecodeState) -> jax.Array:
+    return jnp.int32(0) if state.adaptive is None else state.adaptive.choice.index
 
 
 def _choose(state: DecodeState, rules: Rules) -> DecodeState:

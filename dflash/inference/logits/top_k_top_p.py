@@ -4,12 +4,15 @@ Sorting a vocabulary that is sharded over devices would gather it. Here every de
 its own shard, and devices exchange only these sums.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-# Bits of the cutoff found per step, with 2**_STEP_BITS - 1 sums over the vocabulary.
-_STEP_BITS = 4
 _KEY_BITS = 32
+# Bits of the cutoff found per step, with 2**n - 1 sums over the vocabulary. An accelerator computes
+# these sums in one pass. On a CPU each takes its own time, to run and to compile.
+_STEP_BITS, _STEP_BITS_OF_CPU = 4, 1
 
 
 def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
@@ -97,11 +100,22 @@ def _cutoff(keys: jax.Array, weights: jax.Array, goal: jax.Array, bits: int) -> 
     Returns:
       uint32 [B, T, 1]; 0 if all weights sum to less than `goal`.
     """
-    steps = -(-bits // _STEP_BITS)
+    on_cpu, otherwise = (
+        functools.partial(_search, bits=bits, step_bits=step_bits)
+        for step_bits in (_STEP_BITS_OF_CPU, _STEP_BITS)
+    )
+    return jax.lax.platform_dependent(keys, weights, goal, cpu=on_cpu, default=otherwise)
+
+
+def _search(
+    keys: jax.Array, weights: jax.Array, goal: jax.Array, bits: int, step_bits: int
+) -> jax.Array:
+    """Finds the key of `_cutoff`, `step_bits` of its bits per step."""
+    steps = -(-bits // step_bits)
 
     def find_digit(step, found):
-        shift = ((steps - 1 - step) * _STEP_BITS).astype(jnp.uint32)
-        tried = [found | (jnp.uint32(digit) << shift) for digit in range(1, 2**_STEP_BITS)]
+        shift = ((steps - 1 - step) * step_bits).astype(jnp.uint32)
+        tried = [found | (jnp.uint32(digit) << shift) for digit in range(1, 2**step_bits)]
         enough = [_sum(jnp.where(keys >= key, weights, 0.0)) >= goal for key in tried]
         # Sums decrease with the key, so the digit is the number of keys that reach the goal.
         digit = sum(reached.astype(jnp.uint32) for reached in enough)

@@ -36,6 +36,7 @@ def by_sort(logits, top_k, top_p):
 
 
 by_bits = jax.jit(top_k_top_p.top_k_top_p)
+search = jax.jit(top_k_top_p._search, static_argnums=(3, 4))
 
 
 def arrays(top_k, top_p):
@@ -66,6 +67,20 @@ def test_any_floats_are_ranked(seed, top_k):
     logits = np.where((rng.random(logits.shape) < 0.5) | ~np.isfinite(logits), special, logits)
     limits = arrays((top_k, 3), (1.0, 1.0))
     np.testing.assert_array_equal(by_bits(logits, *limits), by_sort(logits, *limits))
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=8),
+    st.integers(1, 10),
+    st.sampled_from([7, 32]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_any_number_of_bits_per_step_finds_the_same_key(keys, rank, bits, step_bits):
+    """The key of a rank, or 0 if there are not so many; CPUs and accelerators differ in bits."""
+    keys = sorted((key % 2**bits for key in keys), reverse=True)
+    arguments = jnp.array(keys, jnp.uint32), jnp.ones(len(keys)), jnp.full(1, rank, jnp.float32)
+    assert search(*arguments, bits, step_bits).tolist() == [[*keys, 0, 0][rank - 1]]
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
