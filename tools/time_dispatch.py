@@ -1,6 +1,6 @@
 """Times how long a decode program takes to compile, and to start.
 
-    python tools/time_dispatch.py configs/tiny_dflash.yml drafter.block_size=auto decode.batch_size=4
+    python tools/time_dispatch.py configs/tiny_dflash.yml drafter.block_size=auto
 
 No sequence is active, so that a dispatch runs no cycle. Prints for each program that decodes the
 seconds of its compilation, the number of its constants, and the milliseconds of a dispatch: the

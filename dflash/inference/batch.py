@@ -148,13 +148,12 @@ class Batch:
         return functools.partial(self._engine.generate, bucket=bucket, plain=plain, **how)
 
     def learn(self, report: Report) -> None:
-        """Notes whether a dispatch drafted, from its report on the host."""
+        """Notes what drafting saved in a dispatch, from its report on the host."""
         if self._engine.rules.num_choices == 1:
             return
         self.plain = stays_plain(report)
         if any(request.observed for request in self.running.values()):
-            rows = report.block_sizes[: int(report.cycles)]
-            self._observation.learn(len(rows), int((rows > 1).any(axis=1).sum()))
+            self._observation.learn(report.saved[: int(report.cycles)])
 
     def close(self) -> None:
         """Hands the acceptance statistics to the engine."""

@@ -3,22 +3,24 @@
 A drafter that observes a request computes its own rows for every token of it, whether drafts are
 verified or not. Where plain decoding is the fastest, that is work for nothing but trials. So while
 many requests wait, the drafter rests, and those that are admitted decode plainly to their end. It
-rests only if hardly any cycle has drafted of late: of a mix of requests, some may profit though
-most do not.
+rests if drafting has saved less time of late than observing takes: of a mix of requests, some may
+profit though most do not.
 
 A trial is due when a rest ends. The drafter goes on with the last requests, because fewer sequences
 leave more to gain: all are observed from when fewer requests wait than half the batch. When the
-queue is empty and most cycles draft, or only requests are left that are not observed, these return
-to the queue, to be prefilled again, if they may have many tokens left.
+queue is empty and drafting saves much, or only requests are left that are not observed, these
+return to the queue, to be prefilled again, if they may have many tokens left.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 PERIOD = 8  # While the drafter rests, one batch in so many is observed, for trials.
 MEMORY = 256.0  # Observed cycles that count, times slots: more sequences tell more.
-UNKNOWN = 1 / 4  # Fraction of cycles that draft, before any is known.
-LITTLE = 1 / 16  # Fraction of cycles that draft, below which the drafter rests.
-MUCH = 1 / 2  # Fraction of cycles that draft, from which another prefill may be worth it.
+# Plain cycles that drafting saves per observed cycle:
+UNKNOWN = 1 / 4  # Before any is known; also the bound of what is learnt, so that a change is soon.
+LITTLE = 1 / 20  # Below this the drafter rests; about what observing takes.
+MUCH = 1 / 8  # From this on another prefill may be worth it.
 LEFT = 0.25  # Tokens left, over the tokens of the context, from which another prefill is worth it.
 
 
@@ -28,21 +30,22 @@ class Observation:
 
     Attributes:
       slots: Number of slots of the batch.
-      drafted: Fraction of the observed cycles that drafted; older ones count less.
+      saved: Plain cycles saved per observed cycle, a mean in which older ones count less.
       rested: Requests admitted since the drafter began to rest; 0 while drafting pays.
       resting: Whether the last request that was admitted is not observed.
     """
 
     slots: int
-    drafted: float = UNKNOWN
+    saved: float = UNKNOWN
     rested: int = 0
     resting: bool = False
 
-    def learn(self, cycles: int, drafted: int) -> None:
-        """Updates the fraction with a number of observed cycles, some of which drafted."""
-        if cycles:
-            fade = (1 - 1 / MEMORY) ** (self.slots * cycles)
-            self.drafted = fade * self.drafted + (1 - fade) * drafted / cycles
+    def learn(self, saved: Sequence[float]) -> None:
+        """Updates the mean with the plain cycles that each of some observed cycles saved."""
+        if len(saved):
+            fade = (1 - 1 / MEMORY) ** (self.slots * len(saved))
+            mean = fade * self.saved + (1 - fade) * float(sum(saved)) / len(saved)
+            self.saved = min(max(mean, -UNKNOWN), UNKNOWN)
 
     def admit(self, *, waiting: int) -> bool:
         """Returns whether the drafter observes the request that is being admitted.
@@ -50,7 +53,7 @@ class Observation:
         Args:
           waiting: Number of requests that wait behind it.
         """
-        if self.drafted < LITTLE and 2 * waiting >= self.slots:
+        if self.saved < LITTLE and 2 * waiting >= self.slots:
             self.resting = self.rested % (PERIOD * self.slots) < (PERIOD - 1) * self.slots
             self.rested += 1
         else:
@@ -59,8 +62,8 @@ class Observation:
 
     @property
     def pays(self) -> bool:
-        """Returns whether most cycles draft."""
-        return self.drafted >= MUCH
+        """Returns whether drafting saves much."""
+        return self.saved >= MUCH
 
 
 def resumes(length: int, limit: int) -> bool:

@@ -22,7 +22,7 @@ LIMITS = [20, 9, 1, 18, 2, 23, 12, 7, 15, 30]
 
 def admitted(count: int, *, slots: int, plain: bool = True) -> list[bool]:
     """Which of `count` requests that wait at once are observed."""
-    one = Observation(slots, drafted=0.0 if plain else 1.0)
+    one = Observation(slots, saved=0.0 if plain else 0.25)
     return [one.admit(waiting=left) for left in reversed(range(count))]
 
 
@@ -47,35 +47,46 @@ def test_a_queue_shorter_than_half_the_batch_is_observed():
 
 
 def test_a_rest_begins_anew_after_drafts():
-    one = Observation(2, drafted=0.0)
+    one = Observation(2, saved=0.0)
     for _ in range(2):
         found = [one.admit(waiting=99) for _ in range(2 * PERIOD)]
         assert found == [False] * (2 * PERIOD - 2) + [True] * 2
         assert not one.admit(waiting=99)
-        one.learn(16, 16)
+        one.learn([1.0] * 16)
         assert one.admit(waiting=99)
-        one.learn(1000, 0)
+        one.learn([0.0] * 1000)
 
 
-@pytest.mark.parametrize(("every", "rests"), [(100, True), (8, False), (1, False)])
-def test_it_rests_only_if_hardly_any_cycle_drafts(every, rests):
+@pytest.mark.parametrize(
+    ("every", "gain", "rests"),
+    [(100, 1.0, True), (8, 1.0, False), (1, 0.1, False), (1, 0.01, True), (8, -1.0, True)],
+)
+def test_it_rests_unless_drafting_saves_what_observing_takes(every, gain, rests):
     """Of a mix, the requests that profit draft in some cycles, whatever is best in most."""
     one = Observation(4)
     for i in range(400):
-        one.learn(1, i % every == 0)
+        one.learn([gain if i % every == 0 else 0.0])
     assert one.admit(waiting=99) is not rests
 
 
+@pytest.mark.parametrize("gain", [-100.0, 100.0])
+def test_what_was_learnt_is_soon_forgotten(gain):
+    one = Observation(4)
+    one.learn([gain] * 400)
+    one.learn([-gain / 100] * 64)
+    assert one.admit(waiting=99) is (gain < 0)
+
+
 def test_a_dispatch_without_a_cycle_tells_nothing():
-    one = Observation(4, drafted=0.5)
-    one.learn(0, 0)
-    assert one.drafted == 0.5
+    one = Observation(4, saved=0.1)
+    one.learn([])
+    assert one.saved == 0.1
 
 
 def test_it_takes_some_plain_cycles_until_it_rests():
     one, waited = Observation(4), 0
     while one.admit(waiting=99):
-        one.learn(8, 0)
+        one.learn([0.0] * 8)
         waited += 8
     assert 64 <= waited <= 128
 
@@ -126,6 +137,20 @@ def test_a_trial_is_made_when_a_rest_ends(count):
     assert len(begins) == {60: 5, 20: 2}[count], begins
     assert begins[0] == 0
     assert begins[-1] >= count - 4, "the last ones are observed"
+
+
+def test_a_report_says_what_each_cycle_saved(monkeypatch):
+    run, reports = adaptive_engine(), []
+    assert run.rules.num_choices == 4
+    run.cycle_seconds = np.array([2.0, 1.0, 1e5, 1e5], np.float32)
+    monkeypatch.setattr(Batch, "learn", lambda _, report: reports.append(report))
+    decode(run, PROMPTS, LIMITS)
+    for report in reports:
+        for i in range(int(report.cycles)):
+            counts = report.num_committed[i][report.num_committed[i] > 0]
+            ratio = {1: 1.0, 2: 0.5}.get(report.block_sizes[i].max(), 0.5e5)
+            np.testing.assert_allclose(report.saved[i], counts.mean() - ratio, rtol=1e-6)
+    assert sum((one.saved > 0).sum() for one in reports) > 50
 
 
 @pytest.mark.parametrize("choice", range(4))

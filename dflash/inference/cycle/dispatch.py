@@ -53,12 +53,13 @@ def run_cycles(
         return (left > 0) & (now_active > 0) & (idle <= max_idle)
 
     def step(size, mean_rows, carry):
-        state, report = carry
+        before, report = carry
         state, outcome = cycles.cycle(
-            target, drafter, state, rules=rules, block_size=size, mean_rows=mean_rows
+            target, drafter, before, rules=rules, block_size=size, mean_rows=mean_rows
         )
+        report = _record(report, before, state, outcome)
         # A plain cycle has already chosen what follows it.
-        return _choose(state, rules) if size > 1 else state, _record(report, state, outcome)
+        return _choose(state, rules) if size > 1 else state, report
 
     steps = [functools.partial(step, *rules.rows_of(i)) for i in range(rules.num_choices)]
     if state.adaptive is None:
@@ -77,9 +78,7 @@ def run_cycles(
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
     )
-    return state, dataclasses.replace(
-        report, active=state.active, next_choice=_next_choice(state)
-    )
+    return state, dataclasses.replace(report, active=state.active, next_choice=_next_choice(state))
 
 
 def propose(
@@ -119,11 +118,11 @@ def conclude(
     waiting = state.active & state.controls.constrained & ~ready
     state = dataclasses.replace(state, active=state.active & ~waiting)
     report = _empty_report(target, drafter, state, 1, rules.block_sizes[-1])
-    state, outcome = cycles.conclude(target, drafter, state, proposal, rules=rules, allowed=allowed)
-    state = dataclasses.replace(
-        state, active=state.active | waiting, concluded=jnp.ones_like(state.concluded)
+    after, outcome = cycles.conclude(target, drafter, state, proposal, rules=rules, allowed=allowed)
+    after = dataclasses.replace(
+        after, active=after.active | waiting, concluded=jnp.ones_like(after.concluded)
     )
-    return state, _record(report, state, outcome)
+    return after, _record(report, state, after, outcome)
 
 
 def _empty_report(
@@ -137,6 +136,7 @@ def _empty_report(
         num_accepted=jnp.zeros(shape[:2], jnp.int32),
         active=state.active,
         block_sizes=jnp.zeros(shape[:2], jnp.int32),
+        saved=jnp.zeros(shape[0], jnp.float32),
         next_choice=_next_choice(state),
         nonfinite_at=state.nonfinite_at,
         logprobs=logprobs.zeros(shape, target.arch.vocab_size),
@@ -144,7 +144,7 @@ def _empty_report(
     )
 
 
-def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
+def _record(report: Report, before: DecodeState, state: DecodeState, outcome: Outcome) -> Report:
     """Appends a cycle to the report; `state` is the state after it."""
     i, length = report.cycles, outcome.tokens.shape[1]
     return Report(
@@ -154,6 +154,7 @@ def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
         num_accepted=report.num_accepted.at[i].set(outcome.accepted),
         active=state.active,
         block_sizes=report.block_sizes.at[i].set(outcome.rows),
+        saved=report.saved.at[i].set(_saved(before, outcome)),
         next_choice=report.next_choice,
         nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
@@ -161,6 +162,15 @@ def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
         ),
         rejected=report.rejected.at[i, :, : outcome.rejected.shape[1]].set(outcome.rejected),
     )
+
+
+def _saved(before: DecodeState, outcome: Outcome) -> jax.Array:
+    """Returns the plain cycles that a cycle saved; see `Report`."""
+    if before.adaptive is None:
+        return jnp.float32(0)
+    choice, num_active = before.adaptive.choice, (outcome.count > 0).sum()
+    spent = choice.seconds[choice.index] / choice.seconds[PLAIN]
+    return outcome.count.sum() / jnp.maximum(num_active, 1) - spent
 
 
 def _next_choice(state: DecodeState) -> jax.Array:

@@ -158,6 +158,8 @@ class Report:
       num_accepted: int32 [C, B]; number of accepted drafts among the valid tokens.
       active: bool [B]; slots that are still active after the dispatch.
       block_sizes: int32 [C, B]; rows that each cycle verified of each sequence.
+      saved: float32 [C]; plain cycles that each cycle saved: its mean number of tokens per active
+        sequence, less its time in plain cycles. 0 without a choice of rows.
       next_choice: int32 []; index of the choice of rows for the next cycle, unless other sequences
         enter; 0 without a choice.
       nonfinite_at: int32 [B]; same as in `DecodeState`.
@@ -174,6 +176,7 @@ class Report:
     num_accepted: jax.Array
     active: jax.Array
     block_sizes: jax.Array
+    saved: jax.Array
     next_choice: jax.Array
     nonfinite_at: jax.Array
     logprobs: Logprobs | None
