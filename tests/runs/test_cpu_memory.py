@@ -34,8 +34,10 @@ libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p
 with tempfile.NamedTemporaryFile() as file:
     stream = libc.fopen(file.name.encode(), b"w")
     libc.malloc_info(0, stream)  # Allocates the large buffer of the stream.
-    for block in [libc.malloc(64) for _ in range(1000)]:
+    blocks = [libc.malloc(64) for _ in range(1000)]
+    for block in blocks:
         libc.free(block)
+    # To free the list, a large block, would merge them.
     libc.malloc_info(0, stream)
     libc.fclose(stream)
     print(re.findall('type="fast" count="([0-9]+)"', file.read().decode())[-1])
