@@ -42,6 +42,7 @@ PRIOR, PRIOR_WEIGHT = 0.8, 8.0
 POOL_WEIGHT = 8.0
 MEMORY, POOL_MEMORY = 64.0, 64.0
 IDLE_MEMORY = 16.0  # Counts cycles in which a sequence verified no draft, but others did.
+CARRIED = 16.0  # Largest number of verified drafts that the outcomes of earlier runs count as.
 
 
 @jax.tree_util.register_dataclass
@@ -135,6 +136,19 @@ def new(
         loss=number,
         index=index,
         gains=by_confidence.new(num_divisions) if by_gain else None,
+    )
+
+
+def carried(choice: BlockChoice) -> BlockChoice:
+    """Returns the choice for another run, whose prompts may be of another kind.
+
+    The first trials of a run must outweigh what all earlier runs have told.
+    """
+    scale = CARRIED / jnp.maximum(choice.pool_tried.max(), CARRIED)
+    return dataclasses.replace(
+        choice,
+        pool_tried=choice.pool_tried * scale,
+        pool_accepted=choice.pool_accepted * scale,
     )
 
 

@@ -91,7 +91,7 @@ class DecodeState:
         adaptive, windows = self.adaptive, self.windows
         if adaptive is not None:
             choice = adaptive.choice if of_sizes is None else _with_pool(adaptive.choice, of_sizes)
-            adaptive = dataclasses.replace(adaptive, choice=choice)
+            adaptive = dataclasses.replace(adaptive, choice=block_choice.carried(choice))
         if windows is not None and of_windows is not None:
             windows = _with_pool(windows, of_windows)
         return dataclasses.replace(self, adaptive=adaptive, windows=windows).with_trial()

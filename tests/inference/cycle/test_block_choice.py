@@ -210,6 +210,42 @@ def test_a_new_sequence_knows_what_the_pool_knows():
     assert rates[1, 0] > 0.9
 
 
+def new_sequences(choice: BlockChoice) -> BlockChoice:
+    for slot in range(BATCH):
+        choice = block_choice.forget(choice, jnp.int32(slot))
+    return choice
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, 7), (7, 0)])
+def test_the_first_trials_of_a_run_outweigh_earlier_runs(before, now):
+    choice = blank(BATCH, SIZES, [1.0, 2.0, 3.0, 4.0])
+    for _ in range(100):
+        choice = learn(choice, jnp.full(BATCH, before), size=8)
+    kept = new_sequences(choice)
+    choice = block_choice.carried(kept)
+    assert int(choose(choice, EVERYONE, FAR).best) == (3 if before else 0)
+    for _ in range(4):
+        kept, choice = (learn(one, jnp.full(BATCH, now), size=8) for one in (kept, choice))
+    assert int(choose(kept, EVERYONE, FAR).best) == (3 if before else 0)
+    assert int(choose(choice, EVERYONE, FAR).best) == (3 if now else 0)
+
+
+def test_a_run_keeps_the_rates_of_earlier_runs():
+    choice = blank(BATCH, SIZES, np.ones(4))
+    for _ in range(4):
+        choice = learn(choice, jnp.full(BATCH, 2), size=8)
+    assert choice.pool_tried.max() < block_choice.CARRIED
+    few = block_choice.carried(choice)
+    np.testing.assert_array_equal(few.pool_tried, choice.pool_tried)
+    np.testing.assert_array_equal(few.pool_accepted, choice.pool_accepted)
+    for _ in range(40):
+        choice = learn(choice, jnp.full(BATCH, 2), size=8)
+    many = block_choice.carried(choice)
+    np.testing.assert_allclose(many.pool_tried.max(), block_choice.CARRIED, rtol=1e-6)
+    ratios = (one.pool_accepted[:3] / one.pool_tried[:3] for one in (many, choice))
+    np.testing.assert_allclose(*ratios, rtol=1e-6)
+
+
 def test_a_draft_never_tried_is_thought_as_good_as_those_before_it():
     choice = blank(BATCH, SIZES, np.ones(4))
     assert np.asarray(block_choice.rates(choice)) == pytest.approx(block_choice.PRIOR)
