@@ -57,8 +57,9 @@ def run_cycles(
         state, outcome = cycles.cycle(
             target, drafter, before, rules=rules, block_size=size, mean_rows=mean_rows
         )
-        report = _record(report, before, state, outcome)
-        # A plain cycle has already chosen what follows it.
+        # A plain cycle saves nothing, and has already chosen what follows it.
+        saved = _saved(before, outcome) if size > 1 else jnp.float32(0)
+        report = _record(report, state, outcome, saved)
         return _choose(state, rules) if size > 1 else state, report
 
     steps = [functools.partial(step, *rules.rows_of(i)) for i in range(rules.num_choices)]
@@ -68,12 +69,7 @@ def run_cycles(
         catch_up = functools.partial(_catch_up, target, drafter)
         carry = _choose(state, rules), report
         if plain:
-            steps, any_size = steps[:1], go_on
-
-            def go_on(carry):
-                state, _ = carry
-                return any_size(carry) & (state.adaptive.choice.index == PLAIN)
-
+            go_on, steps = functools.partial(_go_on_plainly, go_on), steps[:1]
         state, report = _loop_by_size(go_on, steps, catch_up, carry)
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
@@ -122,7 +118,7 @@ def conclude(
     after = dataclasses.replace(
         after, active=after.active | waiting, concluded=jnp.ones_like(after.concluded)
     )
-    return after, _record(report, state, after, outcome)
+    return after, _record(report, after, outcome, _saved(state, outcome))
 
 
 def _empty_report(
@@ -144,8 +140,8 @@ def _empty_report(
     )
 
 
-def _record(report: Report, before: DecodeState, state: DecodeState, outcome: Outcome) -> Report:
-    """Appends a cycle to the report; `state` is the state after it."""
+def _record(report: Report, state: DecodeState, outcome: Outcome, saved: jax.Array) -> Report:
+    """Appends a cycle, which saved so many plain ones; `state` is the state after it."""
     i, length = report.cycles, outcome.tokens.shape[1]
     return Report(
         cycles=i + 1,
@@ -154,7 +150,7 @@ def _record(report: Report, before: DecodeState, state: DecodeState, outcome: Ou
         num_accepted=report.num_accepted.at[i].set(outcome.accepted),
         active=state.active,
         block_sizes=report.block_sizes.at[i].set(outcome.rows),
-        saved=report.saved.at[i].set(_saved(before, outcome)),
+        saved=report.saved.at[i].set(saved),
         next_choice=report.next_choice,
         nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
@@ -196,6 +192,12 @@ def _catch_up(target: Decoder, drafter: Drafter, carry):
         )
     adaptive = dataclasses.replace(adaptive, backlog=backlog)
     return dataclasses.replace(state, drafter=drafter_state, adaptive=adaptive), report
+
+
+def _go_on_plainly(go_on, carry):
+    """Returns whether a dispatch goes on that ends where drafting is chosen."""
+    state, _ = carry
+    return go_on(carry) & (state.adaptive.choice.index == PLAIN)
 
 
 def _loop_by_size(go_on, steps, catch_up, carry):
