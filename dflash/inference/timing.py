@@ -119,9 +119,9 @@ def cycle_seconds(
 ) -> np.ndarray:
     """Measures seconds per cycle of each choice of rows, the least over interleaved rounds.
 
-    Other work on the machine only ever adds time. The second of two dispatches counts: the first
-    one reads its weights and rows from far memory, because filling the caches has displaced them
-    from near memory.
+    Other work on the machine only ever adds time. The mean of two dispatches counts: the first one
+    reads its weights and rows from far memory, because filling the caches has displaced them from
+    near memory, as a prefill does in a run. That lengthens the shortest cycles most.
 
     Args:
       groups: Numbers of choices, S together, whose rows ascend: block sizes, and divisions.
@@ -138,10 +138,10 @@ def cycle_seconds(
     samples = np.empty((rounds, len(lengths), count), np.float32)
     for i, at, choice in np.ndindex(samples.shape):
         state = occupied(state, adaptive.only(choice, count), lengths[at])
-        state, warm_up = _timed(generate, jax.block_until_ready(state), choice)
-        state, seconds = _timed(generate, state, choice)
+        state, cold = _timed(generate, jax.block_until_ready(state), choice)
+        state, warm = _timed(generate, state, choice)
         # All sequences may have ended in the first dispatch.
-        samples[i, at, choice] = warm_up if seconds is None else seconds
+        samples[i, at, choice] = cold if warm is None else (cold + warm) / 2
     # More rows and longer sequences never take less time, so make each group ascend: noise must not
     # make a larger block look cheaper than plain decoding.
     parts = np.split(samples.min(axis=0), np.cumsum(groups)[:-1], axis=1)

@@ -37,20 +37,25 @@ def test_divisions_are_compared_among_themselves(monkeypatch):
     assert table.tolist() == [[3.0, 4.0, 2.0]] * 2
 
 
-def test_the_first_dispatch_counts_only_if_no_sequence_is_left_for_a_second(monkeypatch):
-    table, _ = measure([[6, 8, 10]] * 3, monkeypatch, cycles=(2, 0))
-    assert table.tolist() == [[45.0, 45.0, 45.0]] * 2
+def test_both_dispatches_count(monkeypatch):
+    table, _ = measure([[2, 8, 20]] * 3, monkeypatch, cold=8)
+    assert table.tolist() == [[3.0, 6.0, 12.0]] * 2
 
 
-def measure(rounds, monkeypatch, groups=(3,), cycles=(2, 2), longer=None):
+def test_the_first_dispatch_counts_alone_if_no_sequence_is_left_for_a_second(monkeypatch):
+    table, _ = measure([[6, 8, 10]] * 3, monkeypatch, cycles=(2, 0), cold=4)
+    assert table.tolist() == [[5.0, 6.0, 7.0]] * 2
+
+
+def measure(rounds, monkeypatch, groups=(3,), cycles=(2, 2), longer=None, cold=0):
     """The table of three rounds, and the order of lengths and sizes.
 
-    The first dispatch of a size takes 90 seconds, and the second one what `rounds` say, or `longer`
-    for the longer sequences; they run this many cycles.
+    The second dispatch of a size takes as many seconds as `rounds` say, or `longer` for the longer
+    sequences, and the first one `cold` seconds more; they run this many cycles.
     """
     now, order = [0.0], []
     both = [each for pair in zip(rounds, longer or rounds, strict=True) for each in pair]
-    seconds = [taken for each in both for one in each for taken in (90, one)]
+    seconds = [taken for each in both for one in each for taken in (one + cold, one)]
     upcoming = list(zip(seconds, cycles * (len(seconds) // 2), strict=True))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 

@@ -9,7 +9,8 @@ information, so short blocks give no estimate for longer ones. Occasional trials
 do, of the one with the most expected tokens per second. A trial takes longer than a cycle of the
 best size but commits no fewer tokens, and what it commits beyond them is credited at the expected
 speed. It is made once the fraction `TRIALS` of the time spent covers its expected loss, so
-successful trials follow each other and a better size soon wins.
+successful trials follow each other and a better size soon wins. The bad luck of one trial puts off
+the next one at most for as long again: where little can be lost, trials go on.
 
 A cycle may also divide a fixed number of rows among the sequences of a replica, so that each one
 verifies the drafts that are worth it: those with the largest chances of acceptance, over all
@@ -261,10 +262,12 @@ def _informs(active: jax.Array, observed: jax.Array | None) -> jax.Array | bool:
 def _with_credit(choice: BlockChoice, credit: jax.Array, informs: jax.Array | bool) -> BlockChoice:
     """Returns the choice with this credit, and with the next cycle's size, the best or a trial's.
 
-    Credit is capped at one trial, so that saved credit does not cause a burst of trials.
+    Credit is capped at one trial, so that saved credit does not cause a burst of trials. Debt is,
+    too: what a trial cost beyond its expected loss is bad luck, of which the rates tell.
     """
     index = jnp.where((credit >= choice.loss) & informs, choice.trial, choice.best)
-    return dataclasses.replace(choice, credit=jnp.minimum(credit, choice.loss), index=index)
+    credit = jnp.clip(credit, -choice.loss, choice.loss)
+    return dataclasses.replace(choice, credit=credit, index=index)
 
 
 def _trials(num_active: jax.Array) -> jax.Array:

@@ -174,6 +174,21 @@ def test_a_trial_that_wins_is_followed_by_another():
     assert int(choose(choice, EVERYONE, FAR).index) == 0
 
 
+def test_bad_luck_puts_off_a_trial_for_no_longer_than_its_expected_loss_does():
+    choice = knowing(np.full((BATCH, DRAFTS), 0.45), [1.0, 1.5, 9.0, 9.0], credit=0.5)
+    choice = choose(choice, EVERYONE, FAR)
+    loss = float(choice.loss)
+    assert int(choice.index) == 1
+    assert 0 < loss < 0.1
+    after = choose(learn(choice, jnp.zeros(BATCH, int)), EVERYONE, FAR)
+    assert float(after.credit) == pytest.approx(-float(after.loss))
+    assert float(after.loss) == pytest.approx(loss, rel=1e-3)
+    earned = float(block_choice.earn(after, EVERYONE).credit) - float(after.credit)
+    for _ in range(round(2 * loss / earned) + 1):
+        after = block_choice.earn(after, EVERYONE)
+    assert int(after.index) == 1
+
+
 def test_what_was_not_tried_is_not_counted():
     choice = blank(BATCH, SIZES, np.ones(4))
     accepted = jnp.array([0, 2, 3])
