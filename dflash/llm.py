@@ -31,6 +31,7 @@ from dflash.drafters.base import Drafter
 from dflash.inference import request as requests
 from dflash.inference import weight_update
 from dflash.inference.engine import Engine
+from dflash.inference.logits import controls
 from dflash.inference.request import Request, TokenLogprobs
 from dflash.loading import job as jobs
 from dflash.loading import selection
@@ -334,8 +335,11 @@ class LLM:
         engine = self._engine
         if engine is None or not engine.has_room(job.max_length, len(job.stop_ids)):
             engine = self._engine = _roomy(job).engine()
-        constrained = any(request.grammar is not None for request in batch)
-        engine.compile((len(prompt.ids) for prompt in encoded), grammars=constrained)
+        needs = {
+            "grammars": any(request.grammar is not None for request in batch),
+            "greedy": all(map(controls.is_greedy, batch)),
+        }
+        engine.compile((len(prompt.ids) for prompt in encoded), **needs)
         return job, engine, batch
 
     @functools.cached_property

@@ -9,6 +9,7 @@ median of all. The memory allocator matters: compare with `LD_PRELOAD=libjemallo
 
 import argparse
 import io
+import itertools
 import re
 import statistics
 import time
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 
 from dflash.config import loader
+from dflash.inference import program_table
 from dflash.inference.cycle import dispatch
 from dflash.loading import job as jobs
 
@@ -37,7 +39,8 @@ def main() -> None:
     engine = job.engine()
     adaptive = engine.rules.num_choices > 1
     seconds = np.ones(engine.shapes.seconds().shape, np.float32)
-    for name in ("generate", "generate_plain") if adaptive else ("generate",):
+    kinds = ("generate", "generate_plain") if adaptive else ("generate",)
+    for name in itertools.chain(*((kind, kind + program_table.GREEDY) for kind in kinds)):
         begin = time.perf_counter()
         program = engine.program(name)
         compiled = time.perf_counter() - begin

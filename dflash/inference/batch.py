@@ -14,6 +14,7 @@ from dflash.inference.cycle.adaptive import spare_rows
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest, stays_plain
+from dflash.inference.logits import controls
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.observation import Observation, resumes
 from dflash.inference.pages import PagePool, Slot
@@ -140,9 +141,11 @@ class Batch:
 
     def _dispatch(self, *, masked: bool, max_idle: int) -> Callable[..., Any]:
         """Returns the dispatch of the running requests, as a function of the state."""
-        bucket, how = self._layout.bucket_for(self.running), {"max_idle": max_idle}
+        bucket, running = self._layout.bucket_for(self.running), self.running.values()
+        greedy = all(controls.is_greedy(request.request) for request in running)
+        how = {"greedy": greedy, "max_idle": max_idle}
         whole = bucket in (None, self._layout.slots_per_replica)
-        if whole and not any(request.observed for request in self.running.values()):
+        if whole and not any(request.observed for request in running):
             return functools.partial(self._engine.generate_unobserved, **how)
         plain = self.plain and not masked
         return functools.partial(self._engine.generate, bucket=bucket, plain=plain, **how)

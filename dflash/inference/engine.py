@@ -6,11 +6,13 @@
     release(state, slot) -> state
 
 Sampling and limits of each sequence are device state, so one set of programs serves all requests.
+Batches of greedy requests alone have smaller ones; see `Engine.generate`.
 `compile` builds them ahead of time; nothing compiles inside a measured call, and none waits.
 """
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk, pack, padded
-from dflash.inference.request import Request, check_request
+from dflash.inference.request import Request, RequestSampling, check_request
 from dflash.inference.roles.role import Role
 from dflash.inference.shapes import Shapes
 from dflash.models.decoder import Decoder
@@ -111,6 +113,11 @@ class Engine:
     def vocab_size(self) -> int:
         """Number of the target's token ids."""
         return self.target.arch.vocab_size
+
+    @property
+    def is_greedy(self) -> bool:
+        """Returns whether the config's sampling is greedy, without logit controls."""
+        return controls.is_greedy(Request(0, (), 1, RequestSampling.from_config(self.config)))
 
     @property
     def may_rest(self) -> bool:
@@ -233,6 +240,7 @@ class Engine:
         bucket: int | None = None,
         *,
         plain: bool = False,
+        greedy: bool = False,
         max_idle: int = dispatch.ANY,
     ) -> tuple[DecodeState, Report]:
         """Runs up to sync_every cycles; consumes `state`.
@@ -242,17 +250,20 @@ class Engine:
           bucket: Batch bucket, one of the layout's: only the first `bucket` slots of each replica
             are computed, and the others must be empty. None computes all slots.
           plain: Decode plainly, and end where drafting is chosen; see `dispatch.run_cycles`.
+          greedy: Each request in the batch `is_greedy`, see `controls`. A program without sampling
+            and logit controls then suffices, which compiles sooner and starts sooner on a CPU.
           max_idle: End before slots would be idle for more cycles; see `dispatch.run_cycles`.
         """
         sizes = () if bucket in (None, self.layout.slots_per_replica) else (bucket,)
-        run = self.program("generate_plain" if plain else "generate", *sizes)
+        kind = "generate_plain" if plain else "generate"
+        run = self._programs.for_requests(kind, *sizes, greedy=greedy)
         return run(self.target_params, self.drafter_params, state, np.int32(max_idle))
 
     def generate_unobserved(
-        self, state: DecodeState, *, max_idle: int = dispatch.ANY
+        self, state: DecodeState, *, greedy: bool = False, max_idle: int = dispatch.ANY
     ) -> tuple[DecodeState, Report]:
         """Decodes plainly in all slots, none of which the drafter observes; see `generate`."""
-        run = self.program("generate_unobserved")
+        run = self._programs.for_requests("generate_unobserved", greedy=greedy)
         of_target, report = run(self.target_params, state.of_target(), np.int32(max_idle))
         return state.with_target(of_target), report
 
@@ -369,6 +380,7 @@ class Engine:
         progress: Callable[[int, int], None] = lambda ready, total: None,
         *,
         grammars: bool = False,
+        greedy: bool = False,
         role: Role = Role.BOTH,
     ) -> None:
         """Compiles every missing program that prompts of these lengths need.
@@ -377,15 +389,17 @@ class Engine:
           prompt_lengths: Lengths in tokens.
           progress: Called with the numbers of programs that are ready and of all, as they change.
           grammars: Include the programs of sequences with grammars.
+          greedy: Compile only the programs for greedy requests; see `generate`.
           role: What the engine is for.
         """
-        names = program_table.names(self.shapes, prompt_lengths, grammars=grammars)
+        needs = {"grammars": grammars, "greedy": greedy}
+        names = program_table.names(self.shapes, prompt_lengths, **needs)
         self._programs.compile_all(self._programs.missing(role.programs(names)), progress)
         self._measured()
 
-    def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
-        """Returns the names of the programs that prompts of these lengths (in tokens) need."""
-        return program_table.names(self.shapes, prompt_lengths)
+    def program_names(self, prompt_lengths: Iterable[int], *, greedy: bool = False) -> list[tuple]:
+        """Returns the names of the programs that prompts need; see `compile`."""
+        return program_table.names(self.shapes, prompt_lengths, greedy=greedy)
 
     def abstract_state(self) -> DecodeState:
         """Returns the shapes, dtypes and shardings of the state, without allocating it."""
@@ -394,6 +408,7 @@ class Engine:
     def _measured(self) -> np.ndarray:
         """Returns times of cycles, float32 [W, 2, S], see `Adaptive`; 1 if the size is fixed."""
         if self.cycle_seconds is None and self.rules.num_choices > 1:
-            self.cycle_seconds = timing.measure(self.shapes, self.program, self.generate)
+            generate = functools.partial(self.generate, greedy=self.is_greedy)
+            self.cycle_seconds = timing.measure(self.shapes, self.program, generate)
         seconds = 1.0 if self.cycle_seconds is None else self.cycle_seconds
         return np.broadcast_to(np.asarray(seconds, np.float32), self.shapes.seconds().shape)

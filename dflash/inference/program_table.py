@@ -25,6 +25,7 @@ from dflash.parallel.sharding import zeros
 from dflash.runs import cpu_memory
 
 Name = tuple  # Entry of the table, followed by its sizes.
+GREEDY = "_greedy"  # Ends the names of programs for greedy requests only.
 _MAX_THREADS = 4  # Most programs that compile at once.
 
 
@@ -92,6 +93,15 @@ class Programs:
             self._compiled[name] = self._table[kind].compile(self._shapes, *sizes)
         return self._compiled[name]
 
+    def for_requests(self, kind: str, *sizes: int, greedy: bool) -> jax.stages.Compiled:
+        """Returns the program `kind`, or the one for greedy requests if they all are.
+
+        Where only the program for all requests is compiled, it serves greedy ones too.
+        """
+        every, special = (kind, *sizes), (kind + GREEDY, *sizes)
+        compiled = every in self._compiled and special not in self._compiled
+        return self.get(*(special if greedy and not compiled else every))
+
     def missing(self, names: Iterable[Name]) -> list[Name]:
         """Returns the names of the programs that are not compiled yet."""
         return [name for name in names if name not in self._compiled]
@@ -119,15 +129,23 @@ class Programs:
                 raise
 
 
-def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[Name]:
+def names(
+    shapes: Shapes,
+    prompt_lengths: Iterable[int],
+    *,
+    grammars: bool = False,
+    greedy: bool = False,
+) -> list[Name]:
     """Returns the names of the programs that prompts of some lengths need.
 
     Args:
       shapes: Shapes of the engine.
       prompt_lengths: Lengths of the prompts, in tokens.
       grammars: Include the programs of sequences with grammars.
+      greedy: Whether all requests are greedy, see `Engine.generate`.
     """
-    layout = shapes.layout
+    layout, suffix = shapes.layout, GREEDY if greedy else ""
+    buckets = [(), *((bucket,) for bucket in layout.bucket_sizes[:-1])]
     chunks = layout.chunks(prompt_lengths)
     needed: list[Name] = [
         ("new_state",),
@@ -135,13 +153,12 @@ def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = Fal
         *(("prefill", rows) for rows in chunks),
     ]
     needed += [("unconstrained", count) for count in sorted({1, shapes.num_prefill_slots})]
-    needed += [("insert",), ("generate",), ("release",)]
-    needed += [("generate", bucket) for bucket in layout.bucket_sizes[:-1]]
+    generate = (("generate" + suffix, *bucket) for bucket in buckets)
+    needed += [("insert",), *generate, ("release",)]
     if len(shapes.block_sizes) > 1:
-        needed += [("generate_plain",)]
-        needed += [("generate_plain", bucket) for bucket in layout.bucket_sizes[:-1]]
+        needed += [("generate_plain" + suffix, *bucket) for bucket in buckets]
     if may_rest(shapes):
-        needed += [("insert_unobserved",), ("generate_unobserved",)]
+        needed += [("insert_unobserved",), ("generate_unobserved" + suffix,)]
         needed += [("prefill_unobserved", rows) for rows in chunks]
     if grammars:
         needed += [("draft",), ("conclude",)]
@@ -236,13 +253,24 @@ def _per_device(shapes: Shapes, function: Callable, arguments: tuple, results: A
     )
 
 
-def _generate(*, plain: bool) -> Program:
+def _generate(**how: bool) -> Program:
     """Returns the program of a dispatch; its size is a batch bucket, or missing for all slots."""
     return Program(
-        lambda shapes, *bucket: shapes.over_models(programs.generate(shapes, *bucket, plain=plain)),
+        lambda shapes, *bucket: shapes.over_models(programs.generate(shapes, *bucket, **how)),
         lambda shapes, *_: (*shapes.weights, shapes.state(), shapes.scalar()),
         _state_and_report,
         donated=(2,),
+        loops=True,
+    )
+
+
+def _generate_unobserved(**how: bool) -> Program:
+    """Returns the program of a dispatch that no drafter observes."""
+    return Program(
+        lambda shapes: shapes.over_target(programs.generate_unobserved(shapes, **how)),
+        lambda shapes: (shapes.weights[0], shapes.state().of_target(), shapes.scalar()),
+        lambda shapes: (places(shapes.state().of_target()), shapes.replicated),
+        donated=(1,),
         loops=True,
     )
 
@@ -265,15 +293,12 @@ TABLE: dict[str, Program] = {
         lambda shapes: places(shapes.state().of_target()),
         donated=(0,),
     ),
-    "generate": _generate(plain=False),
+    "generate": _generate(),
+    "generate_greedy": _generate(greedy=True),
     "generate_plain": _generate(plain=True),
-    "generate_unobserved": Program(
-        lambda shapes: shapes.over_target(programs.generate_unobserved(shapes)),
-        lambda shapes: (shapes.weights[0], shapes.state().of_target(), shapes.scalar()),
-        lambda shapes: (places(shapes.state().of_target()), shapes.replicated),
-        donated=(1,),
-        loops=True,
-    ),
+    "generate_plain_greedy": _generate(plain=True, greedy=True),
+    "generate_unobserved": _generate_unobserved(),
+    "generate_unobserved_greedy": _generate_unobserved(greedy=True),
     "release": Program(
         lambda shapes: programs.release,
         lambda shapes: (shapes.state().occupancy, shapes.scalar()),

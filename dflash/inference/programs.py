@@ -126,11 +126,15 @@ def set_pages(state: DecodeState, table: jax.Array) -> DecodeState:
     return dataclasses.replace(state, cache=cache)
 
 
-def generate(shapes: Shapes, bucket: int | None = None, *, plain: bool = False) -> Callable:
+def generate(
+    shapes: Shapes, bucket: int | None = None, *, plain: bool = False, greedy: bool = False
+) -> Callable:
     """Returns a dispatch over the first `bucket` slots of each replica; None for all slots.
 
-    If `plain` is true, it only decodes plainly; see `dispatch.run_cycles`.
+    If `plain` is true, it only decodes plainly; see `dispatch.run_cycles`. `greedy` is as in
+    `Engine.generate`.
     """
+    rules = shapes.rules.for_greedy() if greedy else shapes.rules
     entry = shapes.layout.bucket_sizes.index(bucket or shapes.layout.slots_per_replica)
 
     def run(target: Decoder, drafter: Drafter, state: DecodeState, max_idle: jax.Array):
@@ -143,7 +147,7 @@ def generate(shapes: Shapes, bucket: int | None = None, *, plain: bool = False) 
             drafter,
             state,
             max_cycles=shapes.config.sync_every,
-            rules=shapes.rules,
+            rules=rules,
             plain=plain,
             max_idle=max_idle,
         )
@@ -153,9 +157,10 @@ def generate(shapes: Shapes, bucket: int | None = None, *, plain: bool = False) 
     return batch_buckets.over_first_slots(run, shapes.state(bucket), shapes.layout.num_replicas)
 
 
-def generate_unobserved(shapes: Shapes) -> Callable:
+def generate_unobserved(shapes: Shapes, *, greedy: bool = False) -> Callable:
     """Returns a dispatch of plain decoding over all slots, given `DecodeState.of_target`."""
     rules = Rules((1,), verify=shapes.rules.verify)
+    rules = rules.for_greedy() if greedy else rules
     run = functools.partial(dispatch.run_cycles, max_cycles=shapes.config.sync_every, rules=rules)
 
     def plainly(target: Decoder, state: DecodeState, max_idle: jax.Array):

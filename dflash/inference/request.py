@@ -65,7 +65,7 @@ SHARED = CacheGroup()
 class Request:
     """Prompt to decode, with its sampling and stopping parameters.
 
-    No field is compiled into a program, so one set of programs serves all requests.
+    No value is compiled into a program, so one set of programs serves all requests.
 
     Attributes:
       id: Identifier chosen by the caller, unique among the requests in flight.

@@ -96,7 +96,10 @@ def make_plan(
         },
         drafter_devices=drafter_devices,
         drafter_memory=beside,
-        programs=tuple(" ".join(map(str, name)) for name in engine.program_names(prompt_lengths)),
+        programs=tuple(
+            " ".join(map(str, name))
+            for name in engine.program_names(prompt_lengths, greedy=engine.is_greedy)
+        ),
     )
 
 

@@ -116,10 +116,17 @@ class Bench:
         """Builds all engines and compiles all their programs; see `Engine.compile`."""
         lengths = [len(item.prompt.ids) for item in self.workload.items]
         self.engines = {name: self._engine(job) for name, job in self.jobs.items()}
-        counts = {name: len(engine.program_names(lengths)) for name, engine in self.engines.items()}
+        counts = {
+            name: len(engine.program_names(lengths, greedy=engine.is_greedy))
+            for name, engine in self.engines.items()
+        }
         before, total = 0, sum(counts.values())
         for name, engine in self.engines.items():
-            engine.compile(lengths, lambda ready, _, before=before: progress(before + ready, total))
+            engine.compile(
+                lengths,
+                lambda ready, _, before=before: progress(before + ready, total),
+                greedy=engine.is_greedy,
+            )
             before += counts[name]
 
     def _engine(self, job: jobs.Job) -> MeasuredEngine:

@@ -12,7 +12,8 @@ from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference.admission import admit
 from dflash.inference.cycle import cycle
-from dflash.inference.cycle.state import DecodeState
+from dflash.inference.cycle.rules import Rules
+from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.pages import Slot
@@ -51,6 +52,10 @@ class MeasuredEngine(Engine):
     def turns(self) -> int:
         """Returns the number of cycles, or of parts of cycles, in one dispatch."""
         return self.config.sync_every
+
+    def dispatch(self, state: DecodeState) -> tuple[DecodeState, Report]:
+        """Runs a dispatch of sequences with the config's sampling, and consumes `state`."""
+        return self.generate(state, greedy=self.is_greedy)
 
     def follow(self, lengths: Sequence[Sequence[int]]) -> None:
         """Forces acceptance lengths upon the next sequences; see `ForcedDrafter.follow`."""
@@ -124,8 +129,13 @@ class MeasuredEngine(Engine):
         self._target_alone.set_drafter(fixed)
         return self._target_alone
 
+    @property
+    def _own_rules(self) -> Rules:
+        """Rules of `dispatch`."""
+        return self.rules.for_greedy() if self.is_greedy else self.rules
+
     def _draft(self, target, drafter, state: DecodeState, drafter_state, anchor):
-        sampler = self.rules.sampler(state)
+        sampler = self._own_rules.sampler(state)
         return drafter.draft(drafter_state, anchor, state.length - 1, sampler, target)
 
     def _propose(self, target, drafter, state):
@@ -145,7 +155,7 @@ class MeasuredEngine(Engine):
     def _show_cycle(self, target, drafter, state):
         proposal = self._propose(target, drafter, state)
         state, shown = cycle.cycle(
-            target, drafter, state, rules=self.rules, block_size=drafter.block_size
+            target, drafter, state, rules=self._own_rules, block_size=drafter.block_size
         )
         return state, shown.tokens, shown.count, proposal
 

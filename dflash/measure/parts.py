@@ -72,13 +72,13 @@ class Probe:
         """Returns the milliseconds of the target's part of a cycle."""
         drafter = self._state.drafter
         bare = dataclasses.replace(self._state, drafter=())
-        seconds, (state, report) = seconds_of(self._target_alone.generate, bare)
+        seconds, (state, report) = seconds_of(self._target_alone.dispatch, bare)
         self._restore(dataclasses.replace(state, drafter=drafter))
         return 1e3 * seconds / max(int(report.cycles), 1)
 
     def cycle_ms(self) -> float:
         """Returns the milliseconds of a whole cycle."""
-        seconds, (state, report) = seconds_of(self._engine.generate, self._state)
+        seconds, (state, report) = seconds_of(self._engine.dispatch, self._state)
         self._restore(state)
         return 1e3 * seconds / max(int(report.cycles), 1)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
+from dflash.inference.logits import controls
 from dflash.inference.request import RequestOutput, Tokens, max_length
 from dflash.inference.stats import SchedulerStats
 from dflash.loading.job import Job
@@ -178,7 +179,8 @@ def _decode(
     while ready:
         engine = _engine(job, engine, ready)
         with display.compiling() as progress:
-            engine.compile((len(prompt.ids) for prompt in ready), progress)
+            greedy = all(map(controls.is_greedy, job.requests(ready)))
+            engine.compile((len(prompt.ids) for prompt in ready), progress, greedy=greedy)
         with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
             clock_s = _round(job, engine, ready, records, display, clock_s, usage or Usage())
         ready = _ready(job, records)

@@ -111,6 +111,11 @@ def test_output_is_that_of_plain_decoding(name, tree):
             assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
     assert all(len(found) > 2 for found in sizes[:2]), "all sequences verify as many rows"
     assert any(1 in found for found in sizes[2:]), "nothing decoded plainly"
+    # These have a program of their own.
+    for way in (divide_always, change_often):
+        way(run)
+        done = decode(run, PROMPTS, LIMITS)
+        assert [(one.output_ids, one.finish_reason) for one in done] == expected(PROMPTS, LIMITS)
 
 
 @each_form

@@ -139,8 +139,12 @@ def conclude(
     cache, features = _keep_path(
         target, output, state.length - 1, num_committed, result.path, packing
     )
-    shape = functools.partial(judge.shape, state, proposal, tree, allowed)
-    outcome = _outcome(state, proposal, result, committed, num_committed, logits, shape, rows)
+    if rules.greedy:
+        scores = logprobs.zeros(committed.shape, logits.shape[-1])
+    else:
+        shape = functools.partial(judge.shape, state, proposal, tree, allowed)
+        scores = _scores(state, result, committed, logits, shape, rows)
+    outcome = _outcome(state, proposal, result, committed, num_committed, scores, rows)
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = _learn(state, proposal, result, num_committed, rules, rows)
@@ -165,19 +169,25 @@ def conclude(
     return state, outcome
 
 
-def _outcome(state, proposal, result, committed, num_committed, logits, shape, rows) -> Outcome:
-    """Returns what a cycle reports."""
-    drafts, packing = proposal.tokens, None
-    counts = jnp.full_like(state.length, drafts.shape[1] + 1)
-    if rows is not None:
-        drafts, packing, counts = rows.verified(drafts), rows.packing, rows.counts
+def _scores(state, result, committed, logits, shape, rows) -> Logprobs:
+    """Returns the log-probabilities of the committed tokens, where sequences request them."""
     wanted = state.controls.logprobs & state.active
-    scored = committed, wanted, result.path, packing
+    packing = None if rows is None else rows.packing
+    return logprobs.of_tokens(
+        logits, shape, state.sampling, committed, wanted, result.path, packing
+    )
+
+
+def _outcome(state, proposal, result, committed, num_committed, scores, rows) -> Outcome:
+    """Returns what a cycle reports."""
+    drafts, counts = proposal.tokens, jnp.full_like(state.length, proposal.tokens.shape[1] + 1)
+    if rows is not None:
+        drafts, counts = rows.verified(drafts), rows.counts
     return Outcome(
         committed,
         num_committed,
         jnp.minimum(result.num_accepted, num_committed),
-        logprobs.of_tokens(logits, shape, state.sampling, *scored),
+        scores,
         _rejected(drafts, result),
         counts,
     )

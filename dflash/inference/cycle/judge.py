@@ -112,6 +112,8 @@ def judge(
 
     if allowed is not None:
         return judge_shaped()
+    if rules.greedy:
+        return judge_plain()
     # Trace the rule in each branch: selecting the logits first would copy them.
     with jax.named_scope("if_shaped"):
         shapes = state.controls.shapes(state.length, state.active)

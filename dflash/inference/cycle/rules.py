@@ -33,6 +33,7 @@ class Rules:
       lookup: Whether copies of the context may replace a drafter's drafts; see `lookup`.
       longest_context: See `Drafter`.
       verify: Rule that accepts drafts; see `verify`.
+      greedy: Whether all sequences are greedy and use no logit controls; see `for_greedy`.
       revise: Function applied to every `VerifyResult`, for measurements only: the output becomes
         meaningless, but the work stays the same.
     """
@@ -42,6 +43,7 @@ class Rules:
     lookup: bool = False
     longest_context: int | None = None
     verify: Literal["coupled", "rejection", "block"] = "coupled"
+    greedy: bool = False
     revise: Revise | None = None
 
     @classmethod
@@ -73,7 +75,14 @@ class Rules:
             confident = drafter.has_confidence and config.verify == "coupled" and not lookup
             form = {"by_confidence": confident, "trees": drafter.drafts_trees}
             division = choices.division(largest, slots, replicas, **form)
-        return cls(sizes, division, lookup, drafter.longest_context, config.verify, revise)
+        return cls(sizes, division, lookup, drafter.longest_context, config.verify, revise=revise)
+
+    def for_greedy(self) -> "Rules":
+        """Returns the settings for requests of which each `is_greedy`.
+
+        All rules accept the same drafts then, those that are the target's likeliest tokens.
+        """
+        return dataclasses.replace(self, verify="coupled", greedy=True)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -111,4 +120,4 @@ class Rules:
         params = state.sampling
         if self.verify == "block":
             params = params.of_block(state.length)
-        return SequenceSampler(params, with_probs=self.verify != "coupled")
+        return SequenceSampler(params, with_probs=self.verify != "coupled", greedy=self.greedy)

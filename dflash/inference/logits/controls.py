@@ -210,6 +210,11 @@ def is_default(request: Request) -> bool:
     )
 
 
+def is_greedy(request: Request) -> bool:
+    """Returns whether the output is the likeliest tokens, and nothing but tokens is reported."""
+    return request.sampling.temperature == 0 and is_default(request)
+
+
 def of_request(request: Request, output_ids: Sequence[int], max_length: int) -> Controls:
     """Returns the controls of a request, as numpy arrays without a batch axis.
 

@@ -116,12 +116,15 @@ class SequenceSampler:
       vocabulary: Draft vocabulary of the logits, which are [B, T, Q] instead of [B, T, V]; None for
         the whole vocabulary. Tokens and probabilities are those of all V tokens in both cases.
       packing: Packing of the positions that `draw` computes; None for all.
+      greedy: Whether all sequences are known to be greedy, whatever `params` say: nothing is then
+        computed for sampling.
     """
 
     params: SamplingParams
     with_probs: bool = False
     vocabulary: DraftTokens | None = None
     packing: Packing | None = None
+    greedy: bool = False
 
     def among(self, vocabulary: DraftTokens) -> "SequenceSampler":
         """Returns a sampler for logits of a draft vocabulary; see `parts.sampler.Sampler`."""
@@ -130,6 +133,8 @@ class SequenceSampler:
     def sample(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
         """Samples the target's tokens, int32 [B, T], from logits float32 [B, T, V]."""
         with jax.named_scope("sample"):
+            if self.greedy:
+                return _name(argmax(logits), self.vocabulary)
             return sample(logits, positions, self.params, COUPLED, self.vocabulary)
 
     def propose(
@@ -191,6 +196,9 @@ class SequenceSampler:
         in this order (Kool et al. 2019, arXiv 1903.06059). Scores are the largest probabilities,
         independent of the draws.
         """
+        if self.greedy:
+            values, tokens = jax.lax.top_k(logits, count)
+            return Candidates(_name(tokens, self.vocabulary), _log_probs(values, logits), None)
         samples = self.params.temperature[:, None, None] > 0
         if not self.with_probs:
             sums = perturbed(logits, positions, self.params, COUPLED, self.vocabulary)

@@ -154,11 +154,13 @@ class OverlappedEngine(Engine):
         bucket: int | None = None,
         *,
         plain: bool = False,
+        greedy: bool = False,
         max_idle: int = dispatch.ANY,
     ) -> tuple[OverlappedState, Report]:
         """Runs sync_every cycles of every group, all slots of it; see `Engine.generate`.
 
-        All of them run however many slots are idle, since the host starts them ahead.
+        All of them run however many slots are idle, since the host starts them ahead. One program
+        serves greedy requests and all others.
         """
         if plain:
             raise ValueError("overlapped cycles always draft")
@@ -260,6 +262,7 @@ class OverlappedEngine(Engine):
         progress: Callable[[int, int], None] = lambda ready, total: None,
         *,
         grammars: bool = False,
+        greedy: bool = False,
         role: Role = Role.BOTH,
     ) -> None:
         """Compiles every missing program of both sides; see `Engine.compile`.
@@ -276,7 +279,7 @@ class OverlappedEngine(Engine):
         self._programs.compile_all(here, lambda ready, _: progress(ready, total))
         self._drafting.compile_all(there, lambda ready, _: progress(len(here) + ready, total))
 
-    def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
+    def program_names(self, prompt_lengths: Iterable[int], *, greedy: bool = False) -> list[tuple]:
         """Returns the names of both sides' programs; see `Engine.program_names`."""
         lengths = list(prompt_lengths)
         beside = [("drafter:", *name) for name in self._beside(lengths)]

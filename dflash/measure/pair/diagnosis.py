@@ -202,7 +202,8 @@ def compiled_engine(
     more = (with_prompts(job, one).prompts for one in others if one.shape is None)
     prompts = [*job.prompts, *itertools.chain(*more)]
     engine = job.engine(prompts)
-    engine.compile([len(prompt.ids) for prompt in prompts], progress)
+    lengths = [len(prompt.ids) for prompt in prompts]
+    engine.compile(lengths, progress, greedy=engine.is_greedy)
     return engine
 
 

@@ -127,7 +127,7 @@ def verify(config: BenchmarkRun) -> Iterator[Step]:
     def verify_ms(context: int, count: int) -> float:
         nonlocal state
         state = engines[count].at_length(state, context)
-        seconds, (state, report) = seconds_of(engines[count].generate, state)
+        seconds, (state, report) = seconds_of(engines[count].dispatch, state)
         return 1e3 * seconds / max(int(report.cycles), 1)
 
     calls = {

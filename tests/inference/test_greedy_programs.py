@@ -1,0 +1,102 @@
+"""Tests of the programs for batches in which all requests are greedy."""
+
+import dataclasses
+import functools
+
+import pytest
+from support import grammars
+from support.engines import count_compilations, engine, expected, make_requests, random_prompts
+from support.models import drafter
+
+from dflash.inference.cycle import adaptive
+from dflash.inference.engine import Engine
+from dflash.inference.request import RequestOutput
+from dflash.offline import decoding
+
+PROMPTS, LIMITS = random_prompts([5, 9]), [24, 4]
+
+
+def make_engine(**options) -> Engine:
+    sizes = {"batch_size": 2, "sync_every": 2, "max_length": 64}
+    return engine(drafter("dflash", block_size=4), **sizes, **options)
+
+
+shared = functools.cache(make_engine)
+
+
+class Watch:
+    """An engine that notes which dispatches are greedy."""
+
+    def __init__(self, inner: Engine):
+        self._inner, self.greedy = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def generate(self, state, *bucket, **how):
+        self.greedy.append(how["greedy"])
+        return self._inner.generate(state, *bucket, **how)
+
+
+def outputs(run, requests) -> list[tuple]:
+    done = [one for one in decoding.decode(run, requests) if isinstance(one, RequestOutput)]
+    return [(one.output_ids, one.finish_reason) for one in sorted(done, key=lambda one: one.id)]
+
+
+def test_greedy_requests_need_no_other_programs():
+    run = make_engine()
+    run.compile(map(len, PROMPTS), greedy=True)
+    with count_compilations() as compilations:
+        found = outputs(run, make_requests(PROMPTS, LIMITS))
+    assert found == expected(PROMPTS, LIMITS)
+    assert compilations == []
+
+
+@pytest.mark.parametrize("choice", [0, 1, 2, 3])
+def test_greedy_requests_may_change_their_rows(choice):
+    run = shared(adaptive_blocks=True)
+    run.cycle_seconds = adaptive.only(choice, run.rules.num_choices)
+    run.compile(map(len, PROMPTS), greedy=True)
+    assert outputs(run, make_requests(PROMPTS, LIMITS)) == expected(PROMPTS, LIMITS)
+
+
+def test_a_program_for_all_requests_serves_greedy_ones_too():
+    run = make_engine()
+    run.compile(map(len, PROMPTS))
+    with count_compilations() as compilations:
+        found = outputs(run, make_requests(PROMPTS, LIMITS))
+    assert found == expected(PROMPTS, LIMITS)
+    assert compilations == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"temperature": 0.8},
+        {"presence_penalty": 1.0},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": ((3, 2.0),)},
+        {"min_new_tokens": 2},
+        {"logprobs": 0},
+        {"grammar": grammars.regex("[a1]+"), "stop_ids": (grammars.END,)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_greedy_request_beside_another_one(other):
+    """The dispatches become greedy when the other one, which is shorter, has ended."""
+    watch, requests = Watch(shared()), make_requests(PROMPTS, LIMITS)
+    (second,) = make_requests(PROMPTS[1:], LIMITS[1:], **other)
+    requests[1] = dataclasses.replace(second, id=1)
+    found = outputs(watch, requests)
+    assert found[0] == expected(PROMPTS, LIMITS)[0]
+    assert found[1] == outputs(engine(max_length=64, batch_size=1), requests[1:])[0]
+    assert watch.greedy == sorted(watch.greedy)
+    assert set(watch.greedy) == {False, True}
+
+
+def test_a_greedy_program_neither_draws_nor_filters():
+    run = shared()
+    for name in ("generate", "generate_greedy"):
+        text = run.program(name).as_text()
+        parts = ("if_sampled", "if_filtered", "if_shaped", "if_logprobs")
+        assert [part in text for part in parts] == [name == "generate"] * len(parts)
