@@ -57,10 +57,9 @@ def run_cycles(
         state, outcome = cycles.cycle(
             target, drafter, before, rules=rules, block_size=size, mean_rows=mean_rows
         )
-        # A plain cycle saves nothing, and has already chosen what follows it.
-        saved = _saved(before, outcome) if size > 1 else jnp.float32(0)
-        report = _record(report, state, outcome, saved)
-        return _choose(state, rules) if size > 1 else state, report
+        if size == 1:  # It saves nothing, and has already chosen what follows it.
+            return state, _record(report, state, outcome, jnp.float32(0))
+        return _choose(state, rules), _record(report, state, outcome, _saved(before, outcome))
 
     steps = [functools.partial(step, *rules.rows_of(i)) for i in range(rules.num_choices)]
     if state.adaptive is None:

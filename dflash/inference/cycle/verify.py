@@ -89,7 +89,7 @@ def rejection_chain(
       ValueError: G differs between the arguments.
     Source: Leviathan et al. 2023, algorithm 1.
     """
-    target_probs, rest, p, q = _chain_probabilities(draft, draft_probs, logits, params)
+    target_probs, rest, p, q = chain_probabilities(draft, draft_probs, logits, params)
     threshold = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
     accepted = threshold * q < p
     num_accepted = jnp.cumprod(accepted, axis=1, dtype=jnp.int32).sum(axis=1)
@@ -118,7 +118,40 @@ def block_chain(
 
     Source: block verification, Sun et al. 2024, arXiv 2403.10444, algorithm 2.
     """
-    target_probs, rest, p, q = _chain_probabilities(draft, draft_probs, logits, params)
+    probs = chain_probabilities(draft, draft_probs, logits, params)
+    chance, scaled = prefix_chances(*probs)
+    threshold = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
+    lengths = jnp.arange(1, draft.shape[1] + 1)
+    num_accepted = jnp.max(jnp.where(threshold < chance, lengths, 0), axis=1, initial=0)
+    return _redraw_after(num_accepted, _residual(scaled, probs.drafter), positions, params)
+
+
+class ChainProbabilities(NamedTuple):
+    """Probabilities that a rule for chains compares.
+
+    Attributes:
+      target: float32 [B, G + 1, V]; the target's distributions after each row.
+      drafter: float32 [B, G + 1, V]; the drafter's after the same rows, which are zero where no
+        draft was verified.
+      p: float32 [B, G]; the target's probability of each draft, zero where it was not verified.
+      q: float32 [B, G]; the drafter's, also zero there.
+    """
+
+    target: jax.Array
+    drafter: jax.Array
+    p: jax.Array
+    q: jax.Array
+
+
+def prefix_chances(
+    target: jax.Array, drafter: jax.Array, p: jax.Array, q: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the chances of `block_chain`, given `ChainProbabilities`.
+
+    Returns:
+      The chance that the prefix up to each draft passes its test, float32 [B, G], and the target's
+      distributions after each row times the weight of the prefix, float32 [B, G + 1, V].
+    """
     ratio = p / jnp.maximum(q, jnp.finfo(q.dtype).tiny)
 
     def extend(weight, ratio):
@@ -127,24 +160,18 @@ def block_chain(
 
     _, weights = jax.lax.scan(extend, jnp.ones_like(ratio[:, 0]), ratio.T)
     weights = jnp.concatenate([jnp.ones_like(ratio[:, :1]), weights.T], axis=1)
-    scaled = weights[..., None] * target_probs
-    excess = jnp.maximum(scaled - rest, 0.0).sum(axis=-1)
+    scaled = weights[..., None] * target
+    excess = jnp.maximum(scaled - drafter, 0.0).sum(axis=-1)
     # A prefix of weight 1 is as likely under the target as under the drafter, or likelier.
     certain = weights >= 1.0
     chance = jnp.where(certain, 1.0, excess / jnp.where(certain, 1.0, excess + 1.0 - weights))
-    threshold = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
-    lengths = jnp.arange(1, draft.shape[1] + 1)
-    num_accepted = jnp.max(jnp.where(threshold < chance[:, 1:], lengths, 0), axis=1, initial=0)
-    return _redraw_after(num_accepted, _residual(scaled, rest), positions, params)
+    return chance[:, 1:], scaled
 
 
-def _chain_probabilities(draft, draft_probs, logits, params):
-    """Returns the probabilities that a rule for chains compares.
-
-    Returns:
-      The target's distributions [B, G + 1, V]; the drafter's after the same rows, which are zero
-      where no draft was verified; and p and q of each draft, [B, G], also zero there.
-    """
+def chain_probabilities(
+    draft: jax.Array, draft_probs: jax.Array, logits: jax.Array, params: SamplingParams
+) -> ChainProbabilities:
+    """Returns the probabilities that a rule for chains compares; see `rejection_chain`."""
     batch, drafts = draft.shape
     if draft_probs.shape[:2] != (batch, drafts) or logits.shape[1] != drafts + 1:
         raise ValueError(
@@ -160,7 +187,8 @@ def _chain_probabilities(draft, draft_probs, logits, params):
     p = jnp.where(verified, of_drafts(target_probs[:, :-1]), 0.0)
     q = of_drafts(rest)
     # The bonus token after the whole draft was not drafted.
-    return target_probs, jnp.pad(rest, ((0, 0), (0, 1), (0, 0))), p, q
+    rest = jnp.pad(rest, ((0, 0), (0, 1), (0, 0)))
+    return ChainProbabilities(target_probs, rest, p, q)
 
 
 def _redraw_after(num_accepted, residual, positions, params) -> VerifyResult:

@@ -153,7 +153,7 @@ def test_rejection_and_blocks_follow_the_target_and_blocks_accept_more():
 def weight_alone(draft, draft_probs, logits, positions, params):
     """Wrong: a prefix is accepted by its weight, whatever the tokens after it could still add."""
     result = verify.block_chain(draft, draft_probs, logits, positions, params)
-    *_, p, q = verify._chain_probabilities(draft, draft_probs, logits, params)
+    *_, p, q = verify.chain_probabilities(draft, draft_probs, logits, params)
     weights = [jnp.minimum(p[:, 0] / q[:, 0], 1.0)]
     weights.append(jnp.minimum(weights[0] * p[:, 1] / q[:, 1], 1.0))
     noise = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
