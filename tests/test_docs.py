@@ -11,7 +11,6 @@ Pages show the form of a command in indented blocks, which are not collected.
 """
 
 import importlib
-import importlib.util
 import inspect
 import json
 import pathlib
@@ -19,6 +18,7 @@ import re
 import shlex
 
 import pytest
+from support import scripts
 from support.reduced_recipes import REDUCED, TARGET, TRAINING
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -116,17 +116,10 @@ def test_every_page_is_in_the_navigation():
         assert re.search(rf"\b{re.escape(name)}$", navigation, re.MULTILINE), f"{name} is missing"
 
 
-def load_tool(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
-
-
 def test_the_reference_of_keys_is_that_of_the_schemas():
     """`python tools/write_keys.py` writes it; every key has a meaning."""
     page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
-    assert page == load_tool("write_keys").page()
+    assert page == scripts.load("tools/write_keys.py").page()
     rows = re.findall(r"^\| (`\S+`) \| .* \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 120
     bare = re.compile(r"(One of .*|At \w+ \S+|\S+ to \S+|A number, or .*)?")

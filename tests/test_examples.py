@@ -1,18 +1,10 @@
 """Tests of the scripts in examples/."""
 
-import importlib.util
-import pathlib
-
-from support import engines
-
-ROOT = pathlib.Path(__file__).parents[1]
+from support import engines, scripts
 
 
 def test_speculative_decoding_equals_plain_decoding():
-    path = ROOT / "examples/speculative_decoding.py"
-    spec = importlib.util.spec_from_file_location("speculative_decoding", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = scripts.load("examples/speculative_decoding.py")
     target, drafter, tokenizer = example.load()
     question = "Write an invitation from Dana to Peter. The occasion is a birthday party."
     prompt = tokenizer.encode_chat([{"role": "user", "content": question}])

@@ -1,23 +1,14 @@
 """A small fixed portion of tools/fuzz_commands.py."""
 
-import importlib.util
-import pathlib
 import shlex
-import sys
 
 import pytest
-
-PATH = pathlib.Path(__file__).parents[1] / "tools" / "fuzz_commands.py"
+from support import scripts
 
 
 @pytest.fixture(scope="module")
 def fuzz():
-    spec = importlib.util.spec_from_file_location("fuzz_commands", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return scripts.load("tools/fuzz_commands.py")
 
 
 def test_made_up_command_lines_end_as_they_should(fuzz):

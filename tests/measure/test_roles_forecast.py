@@ -1,21 +1,15 @@
 """Tests of the forecast of gaps: what must hold whatever the machine is."""
 
-import importlib.util
-import pathlib
-
 import jax
 import pytest
-from support import models
+from support import models, scripts
 
 from dflash.measure import roles_forecast, roofline
 from dflash.measure.load_client import Answer
 
 # Arithmetic is the limit, so times are proportional to it.
 SLOW = roofline.Machine("slow", 1.0, 1e30, "a test")
-_FILE = pathlib.Path(__file__).parents[2] / "tools" / "time_roles.py"
-_SPEC = importlib.util.spec_from_file_location("time_roles", _FILE)
-time_roles = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(time_roles)
+time_roles = scripts.load("tools/time_roles.py")
 
 
 @pytest.mark.parametrize(("chunk", "count"), [(8, 5), (16, 3), (64, 1)])

@@ -1,22 +1,12 @@
 """Fuzzed requests beside honest clients; tools/fuzz_server.py has many of them."""
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
-from support import served
-
-TOOL = pathlib.Path(__file__).parents[2] / "tools" / "fuzz_server.py"
+from support import scripts, served
 
 
 @pytest.fixture(scope="module")
 def tool():
-    specification = importlib.util.spec_from_file_location("fuzz_server", TOOL)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["fuzz_server"] = module  # Dataclasses look their module up.
-    specification.loader.exec_module(module)
-    return module
+    return scripts.load("tools/fuzz_server.py")
 
 
 def test_fuzzed_requests_change_no_honest_output(tool, tmp_path):

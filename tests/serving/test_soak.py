@@ -2,23 +2,17 @@
 
 import asyncio
 import collections
-import importlib.util
-import pathlib
 
 import pytest
-from support import served
+from support import scripts, served
 
 pytest.importorskip("httpx2", reason="needs the extra serve")
-TOOL = pathlib.Path(__file__).parents[2] / "tools" / "soak_server.py"
 REQUESTS = 120
 
 
 @pytest.fixture(scope="module")
 def tool():
-    specification = importlib.util.spec_from_file_location("soak_server", TOOL)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return scripts.load("tools/soak_server.py")
 
 
 def test_many_requests_leave_no_errors_and_no_state(tool, tmp_path):

@@ -1,14 +1,9 @@
 """The prose checker finds what style.md excludes, and passes what it asks for."""
 
-import importlib.util
-import pathlib
-
 import pytest
+from support import scripts
 
-_FILE = pathlib.Path(__file__).parents[2] / "tools" / "check_prose.py"
-_SPEC = importlib.util.spec_from_file_location("check_prose", _FILE)
-check_prose = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(check_prose)
+check_prose = scripts.load("tools/check_prose.py")
 
 GOOD = '''"""Paged key/value cache of one layer."""
 

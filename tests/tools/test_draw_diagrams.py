@@ -1,18 +1,14 @@
 """The diagrams of the pages are what the tool draws, and nothing in them is cut off."""
 
-import importlib.util
 import pathlib
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from support import scripts
 
 ROOT = pathlib.Path(__file__).parents[2]
-_SPEC = importlib.util.spec_from_file_location("diagrams", ROOT / "tools" / "draw_diagrams.py")
-draw_diagrams = importlib.util.module_from_spec(_SPEC)
-sys.modules["diagrams"] = draw_diagrams  # dataclasses look their module up
-_SPEC.loader.exec_module(draw_diagrams)
+draw_diagrams = scripts.load("tools/draw_diagrams.py")
 _SOURCES = ("tiny_benchmark", "forecast")
 
 

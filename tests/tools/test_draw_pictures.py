@@ -1,14 +1,9 @@
 """The picture of drafting shows every committed token once."""
 
-import importlib.util
-import pathlib
-
 import pytest
+from support import scripts
 
-_FILE = pathlib.Path(__file__).parents[2] / "tools" / "draw_pictures.py"
-_SPEC = importlib.util.spec_from_file_location("draw_pictures", _FILE)
-draw_pictures = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(draw_pictures)
+draw_pictures = scripts.load("tools/draw_pictures.py")
 
 
 def test_each_token_has_a_cell():

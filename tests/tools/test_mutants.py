@@ -1,14 +1,12 @@
 """Tests of the mutants: the text of each fault occurs in the package, and its tests exist."""
 
-import importlib.util
 import pathlib
 
 import pytest
+from support import scripts
 
 ROOT = pathlib.Path(__file__).parents[2]
-_SPEC = importlib.util.spec_from_file_location("mutants_run", ROOT / "tools" / "mutants" / "run.py")
-run = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(run)
+run = scripts.load("tools/mutants/run.py")
 MUTANTS = run.load()
 
 

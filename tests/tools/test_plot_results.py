@@ -1,14 +1,9 @@
 """Plots of results show the figures of their tables."""
 
-import importlib.util
-import pathlib
-
 import pytest
+from support import scripts
 
-_FILE = pathlib.Path(__file__).parents[2] / "tools" / "plot_results.py"
-_SPEC = importlib.util.spec_from_file_location("plot_results", _FILE)
-plot_results = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(plot_results)
+plot_results = scripts.load("tools/plot_results.py")
 
 TABLE = """Text.
 

@@ -1,26 +1,20 @@
 """The expectation in tools/compare_verification.py, against how often the rules accept."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import scripts
 from support.rejection import make_params
 
 from dflash.inference.cycle import verify
 
-PATH = pathlib.Path(__file__).parents[1] / "tools" / "compare_verification.py"
 SAMPLES, DRAFTS, VOCAB = 20_000, 4, 3
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("compare_verification", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("tools/compare_verification.py")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4])
