@@ -43,8 +43,10 @@ def main() -> None:
     bench = benches.prepare(config)
     if args.strategy not in bench.jobs:
         parser.error(f"--strategy={args.strategy}: the config has {', '.join(bench.jobs)}")
-    bench.load()
     job = bench.jobs[args.strategy]
+    if job.drafter.drafts_trees or not (job.drafter.num_draft_tokens and job.drafter.has_probs):
+        parser.error(f"--strategy={args.strategy}: choose one that draws chains of drafts")
+    bench.load()
     engine = job.engine(job.prompts)
     engine.add_program("compare", compared(engine))
     print(("{:>12}" * len(_HEADS)).format(*_HEADS))

@@ -40,7 +40,7 @@ def main() -> None:
     adaptive = engine.rules.num_choices > 1
     seconds = np.ones(engine.shapes.seconds().shape, np.float32)
     kinds = ("generate", "generate_plain") if adaptive else ("generate",)
-    for name in itertools.chain(*((kind, kind + program_table.GREEDY) for kind in kinds)):
+    for name in itertools.chain(*((kind, kind + program_table.FOR_GREEDY) for kind in kinds)):
         begin = time.perf_counter()
         program = engine.program(name)
         compiled = time.perf_counter() - begin

@@ -25,7 +25,7 @@ from dflash.parallel.sharding import zeros
 from dflash.runs import cpu_memory
 
 Name = tuple  # Entry of the table, followed by its sizes.
-GREEDY = "_greedy"  # Ends the names of programs for greedy requests only.
+FOR_GREEDY = "_greedy"  # Ends the names of programs for greedy requests only.
 _MAX_THREADS = 4  # Most programs that compile at once.
 
 
@@ -98,7 +98,7 @@ class Programs:
 
         Where only the program for all requests is compiled, it serves greedy ones too.
         """
-        every, special = (kind, *sizes), (kind + GREEDY, *sizes)
+        every, special = (kind, *sizes), (kind + FOR_GREEDY, *sizes)
         compiled = every in self._compiled and special not in self._compiled
         return self.get(*(special if greedy and not compiled else every))
 
@@ -144,7 +144,7 @@ def names(
       grammars: Include the programs of sequences with grammars.
       greedy: Whether all requests are greedy, see `Engine.generate`.
     """
-    layout, suffix = shapes.layout, GREEDY if greedy else ""
+    layout, suffix = shapes.layout, FOR_GREEDY if greedy else ""
     buckets = [(), *((bucket,) for bucket in layout.bucket_sizes[:-1])]
     chunks = layout.chunks(prompt_lengths)
     needed: list[Name] = [
@@ -294,11 +294,11 @@ TABLE: dict[str, Program] = {
         donated=(0,),
     ),
     "generate": _generate(),
-    "generate_greedy": _generate(greedy=True),
+    "generate" + FOR_GREEDY: _generate(greedy=True),
     "generate_plain": _generate(plain=True),
-    "generate_plain_greedy": _generate(plain=True, greedy=True),
+    "generate_plain" + FOR_GREEDY: _generate(plain=True, greedy=True),
     "generate_unobserved": _generate_unobserved(),
-    "generate_unobserved_greedy": _generate_unobserved(greedy=True),
+    "generate_unobserved" + FOR_GREEDY: _generate_unobserved(greedy=True),
     "release": Program(
         lambda shapes: programs.release,
         lambda shapes: (shapes.state().occupancy, shapes.scalar()),

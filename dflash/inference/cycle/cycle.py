@@ -139,11 +139,8 @@ def conclude(
     cache, features = _keep_path(
         target, output, state.length - 1, num_committed, result.path, packing
     )
-    if rules.greedy:
-        scores = logprobs.zeros(committed.shape, logits.shape[-1])
-    else:
-        shape = functools.partial(judge.shape, state, proposal, tree, allowed)
-        scores = _scores(state, result, committed, logits, shape, rows)
+    shape = functools.partial(judge.shape, state, proposal, tree, allowed)
+    scores = _scores(state, result, committed, logits, shape, rules, rows)
     outcome = _outcome(state, proposal, result, committed, num_committed, scores, rows)
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
@@ -169,8 +166,10 @@ def conclude(
     return state, outcome
 
 
-def _scores(state, result, committed, logits, shape, rows) -> Logprobs:
+def _scores(state, result, committed, logits, shape, rules, rows) -> Logprobs:
     """Returns the log-probabilities of the committed tokens, where sequences request them."""
+    if rules.greedy:
+        return logprobs.zeros(committed.shape, logits.shape[-1])
     wanted = state.controls.logprobs & state.active
     packing = None if rows is None else rows.packing
     return logprobs.of_tokens(

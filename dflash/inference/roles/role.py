@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterable
 
-from dflash.inference.program_table import GREEDY
+from dflash.inference.program_table import FOR_GREEDY
 
 _COMMON = {"new_state", "new_prefill_state", "unconstrained", "insert", "release"}
 _PREFILL = _COMMON | {"prefill", "new_context", "store", "restore", "replay"}
@@ -23,4 +23,4 @@ class Role(enum.StrEnum):
             return list(names)
         kinds = _PREFILL if self is Role.PREFILL else _DECODE
         own = "read_sequence" if self is Role.PREFILL else "write_sequence"
-        return [*(name for name in names if name[0].removesuffix(GREEDY) in kinds), (own,)]
+        return [*(name for name in names if name[0].removesuffix(FOR_GREEDY) in kinds), (own,)]
