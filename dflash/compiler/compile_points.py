@@ -265,8 +265,14 @@ def _truncate(target: Decoder, drafter: Any) -> None:
 
 def _engine(target: Decoder, drafter: Any, spec: PointSpec, capacity: int = _CAPACITY) -> Engine:
     decode = dataclasses.replace(spec.config.decode, batch_size=spec.batch, num_pages=None)
-    adaptive = spec.drafter.adaptive
-    return Engine(target, drafter, decode, max_length=capacity, adaptive_blocks=adaptive)
+    return Engine(
+        target,
+        drafter,
+        decode,
+        max_length=capacity,
+        adaptive_blocks=spec.drafter.adaptive,
+        divide_rows=spec.drafter.divides_rows,
+    )
 
 
 def _compile_cycle(engine: Engine, block_size: int, mean_rows: int | None) -> jax.stages.Compiled:

@@ -35,6 +35,13 @@ def _longest_context(config: Any) -> Iterator[Problem]:
         yield keys, "needs drafter.block_size=auto, which can decode plainly"
 
 
+def _divide_rows(config: Any) -> Iterator[Problem]:
+    """Checks that rows which must not be divided could be."""
+    if not (config.drafter.divides_rows or config.drafter.adaptive):
+        keys = "drafter.divide_rows", "drafter.block_size"
+        yield keys, "false has a meaning with drafter.block_size=auto only; leave it out"
+
+
 def _block_verification(config: Any) -> Iterator[Problem]:
     """Checks that drafts which are verified as a block form a chain."""
     if config.decode.verify == "block" and getattr(config.drafter, "tree", None) is not None:
@@ -100,6 +107,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("drafter",), _draft_model),
     (("drafter",), _fixed),
     (("drafter", "decode"), _longest_context),
+    (("drafter", "decode"), _divide_rows),
     (("drafter", "decode"), _block_verification),
     (("drafter", "decode"), _lookup),
     (("drafter", "mesh"), _overlap),

@@ -181,6 +181,11 @@ class DrafterConfig:
         return getattr(self, "block_size", None) == AUTO
 
     @property
+    def divides_rows(self) -> bool:
+        """Returns whether cycles may divide rows among sequences, if block sizes are chosen."""
+        return getattr(self, "divide_rows", True)
+
+    @property
     def overlaps(self) -> bool:
         """Returns whether the drafter runs on devices of its own, while the target verifies."""
         return getattr(self, "overlap", None) in ("ssd", "pingpong")

@@ -52,7 +52,16 @@ class CheckpointKey:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockSizeKey:
+class DivideRowsKey:
+    """Key of drafters whose block size may be chosen in every cycle."""
+
+    # With block_size=auto, let cycles divide their rows among the sequences of the batch by what
+    # each accepts. false: as many rows for all.
+    divide_rows: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizeKey(DivideRowsKey):
     """Key of drafters that were trained with a block size."""
 
     # None: the trained block size. auto: chosen again in every cycle.

@@ -4,10 +4,11 @@ import dataclasses
 from typing import Literal
 
 from dflash.config.schema import MAX_BLOCK_SIZE, DrafterConfig, option
+from dflash.drafters.base_config import DivideRowsKey
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramConfig(DrafterConfig):
+class NgramConfig(DivideRowsKey, DrafterConfig):
     """Keys of prompt lookup."""
 
     name: str = "ngram"

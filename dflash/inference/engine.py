@@ -53,6 +53,7 @@ class Engine:
         *,
         max_length: int,
         adaptive_blocks: bool = False,
+        divide_rows: bool = True,
         num_stop_ids: int = NUM_STOP_IDS,
         revise: Revise | None = None,
         prefix_cache: bool | None = None,
@@ -65,6 +66,7 @@ class Engine:
           config: Sizes of the loop and the verification rule. Sampling comes with each request.
           max_length: Length of the longest sequence in tokens, prompt and output together.
           adaptive_blocks: Choose the block size anew for every cycle, up to the drafter's.
+          divide_rows: Let cycles of chosen block sizes divide their rows among sequences.
           num_stop_ids: Number of stop ids that a request may have.
           revise: Function that changes the result of every cycle, for measurements.
           prefix_cache: Overrides `decode.prefix_cache` unless None.
@@ -84,7 +86,12 @@ class Engine:
             window=target.window,
         )
         self.rules = Rules.of(
-            drafter, config, self.layout, adaptive_blocks=adaptive_blocks, revise=revise
+            drafter,
+            config,
+            self.layout,
+            adaptive_blocks=adaptive_blocks,
+            divide_rows=divide_rows,
+            revise=revise,
         )
         self.num_stop_ids = num_stop_ids
         self.shapes = Shapes(

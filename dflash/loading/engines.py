@@ -44,8 +44,14 @@ def make_engine(
     sizes = {"max_length": max_length, "num_stop_ids": num_stop_ids}
     overlap = Overlap.of(config.drafter)
     if overlap is None:
-        adaptive = config.drafter.adaptive
-        return Engine(target, drafter, config.decode, adaptive_blocks=adaptive, **sizes)
+        return Engine(
+            target,
+            drafter,
+            config.decode,
+            adaptive_blocks=config.drafter.adaptive,
+            divide_rows=config.drafter.divides_rows,
+            **sizes,
+        )
     there = there or drafter_sharding(config, target)
     return OverlappedEngine(
         target, drafter, config.decode, overlap=overlap, drafter_sharding=there, **sizes

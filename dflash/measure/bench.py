@@ -261,6 +261,7 @@ def make_engine(
         job.config.decode,
         max_length=job.max_length,
         adaptive_blocks=job.config.drafter.adaptive,
+        divide_rows=job.config.drafter.divides_rows,
         num_stop_ids=max(num_stop_ids, len(job.stop_ids)),
     )
 

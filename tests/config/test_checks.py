@@ -79,6 +79,8 @@ def load(tmp_path, monkeypatch):
          "copies replace chains, not trees; leave one of the two out"),
         ("drafter.longest_context=99", "drafter.longest_context: "
          "needs drafter.block_size=auto, which can decode plainly"),
+        ("drafter.divide_rows=false", "drafter.divide_rows: "
+         "false has a meaning with drafter.block_size=auto only; leave it out"),
         ("decode.verify=block drafter.tree.budget=8", "decode.verify: "
          "block is a rule for chains; leave drafter.tree out, or use rejection"),
         ("drafter.block_size=aut", "drafter.block_size: "

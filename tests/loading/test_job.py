@@ -88,6 +88,18 @@ def test_an_output_that_was_cut_off_must_mark_its_answer():
     assert prepared.grade({}) == {}
 
 
+@pytest.mark.parametrize("name", ["dflash", "ngram"])
+def test_chosen_rows_are_divided_among_slots_unless_the_config_says_no(name):
+    overrides = f"drafter.name={name}", "drafter.block_size=auto", "decode.batch_size=2"
+
+    def choices(*more):
+        return prepared(*overrides, *more).engine().rules.choices
+
+    divided = [choice for choice in choices() if choice.startswith("~")]
+    assert divided
+    assert choices("drafter.divide_rows=false") == choices()[: -len(divided)]
+
+
 def test_a_run_says_once_from_which_length_on_it_decodes_plainly():
     adaptive = "drafter.block_size=auto", "decode.max_length=64", "decode.max_new_tokens=8"
     (note,) = prepared(*adaptive, "drafter.longest_context=48").notes()

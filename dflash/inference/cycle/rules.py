@@ -54,6 +54,7 @@ class Rules:
         layout: Layout,
         *,
         adaptive_blocks: bool,
+        divide_rows: bool = True,
         revise: Revise | None = None,
     ) -> "Rules":
         """Returns the settings of an engine.
@@ -63,6 +64,7 @@ class Rules:
           config: Sizes of the loop and the verification rule.
           layout: Layout of the batch.
           adaptive_blocks: Choose the rows of every cycle.
+          divide_rows: Let cycles divide chosen rows among sequences.
           revise: See `Rules`.
         """
         largest, sizes, division = drafter.block_size, (drafter.block_size,), WHOLE
@@ -74,7 +76,8 @@ class Rules:
             # copies that replace drafts have none.
             confident = drafter.has_confidence and config.verify == "coupled" and not lookup
             form = {"by_confidence": confident, "trees": drafter.drafts_trees}
-            division = choices.division(largest, slots, replicas, **form)
+            if divide_rows:
+                division = choices.division(largest, slots, replicas, **form)
         return cls(sizes, division, lookup, drafter.longest_context, config.verify, revise=revise)
 
     def for_greedy(self) -> "Rules":
