@@ -36,7 +36,7 @@ def _longest_context(config: Any) -> Iterator[Problem]:
 
 
 def _divide_rows(config: Any) -> Iterator[Problem]:
-    """Checks that rows which must not be divided could be."""
+    """Checks that divide_rows=false applies to rows that could be divided."""
     if not (config.drafter.divides_rows or config.drafter.adaptive):
         keys = "drafter.divide_rows", "drafter.block_size"
         yield keys, "false has a meaning with drafter.block_size=auto only; leave it out"
