@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash.inference import constrained
 from dflash.inference.cycle import dispatch
-from dflash.inference.cycle.adaptive import spare_rows
+from dflash.inference.cycle.adaptive import PLAIN, spare_rows
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest, stays_plain
@@ -156,7 +156,8 @@ class Batch:
             return
         self.plain = stays_plain(report)
         if any(request.observed for request in self.running.values()):
-            self._observation.learn(report.saved[: int(report.cycles)])
+            plain = int(report.next_choice) == PLAIN
+            self._observation.learn(report.saved[: int(report.cycles)], plain=plain)
 
     def close(self) -> None:
         """Hands the acceptance statistics to the engine."""
@@ -226,6 +227,10 @@ class Batch:
         request.observed = self._observation.admit(waiting=waiting)
         if rested and request.observed:
             self._state = self._state.with_trial()
+        if self._observation.resting and not rested:
+            for other in self.requests:
+                other.observed = False
+            self._state = self._state.unobserved()
 
     def _take_pages(self, request: ActiveRequest, replica: int, cached: Sequence[int]) -> bool:
         """Holds the cached pages, and takes the others that the request needs."""

@@ -2,20 +2,21 @@
 
 A drafter that observes a request computes its own rows for every token of it, whether drafts are
 verified or not. Where plain decoding is the fastest, that is work for nothing but trials. So while
-many requests wait, the drafter rests, and those that are admitted decode plainly to their end. It
-rests if drafting has saved less time of late than observing takes: of a mix of requests, some may
-profit though most do not.
+many requests wait, the drafter rests: it observes no running request any longer, and none that is
+admitted, and all of them decode plainly to their end. It rests if drafting has saved less time of
+late than observing takes: of a mix of requests, some may profit though most do not.
 
-A trial is due when a rest ends. The drafter goes on with the last requests, because fewer sequences
-leave more to gain: all are observed from when fewer requests wait than half the batch. When the
-queue is empty and drafting saves much, or only requests are left that are not observed, these
-return to the queue, to be prefilled again, if they may have many tokens left.
+A trial is due when a rest ends; if it fails, another rest begins, which is twice as long. The
+drafter goes on with the last requests, because fewer sequences leave more to gain: all are observed
+from when fewer requests wait than half the batch. When the queue is empty and drafting saves much,
+or only requests are left that are not observed, these return to the queue, to be prefilled again,
+if they may have many tokens left.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-PERIOD = 8  # While the drafter rests, one batch in so many is observed, for trials.
+PERIOD, LONGEST = 8, 64  # Batches from one trial to the next, at first and at most.
 MEMORY = 256.0  # Observed cycles that count, times slots: more sequences tell more.
 # Plain cycles that drafting saves per observed cycle:
 UNKNOWN = 1 / 4  # Before any is known; also the bound of what is learnt, so that a change is soon.
@@ -31,21 +32,30 @@ class Observation:
     Attributes:
       slots: Number of slots of the batch.
       saved: Plain cycles saved per observed cycle, a mean in which older ones count less.
-      rested: Requests admitted since the drafter began to rest; 0 while drafting pays.
+      rested: Requests admitted since a rest began, up to the next one; 0 while drafting pays.
+      period: Batches from the beginning of a rest to the end of the trial after it.
       resting: Whether the last request that was admitted is not observed.
     """
 
     slots: int
     saved: float = UNKNOWN
     rested: int = 0
+    period: int = PERIOD
     resting: bool = False
 
-    def learn(self, saved: Sequence[float]) -> None:
-        """Updates the mean with the plain cycles that each of some observed cycles saved."""
+    def learn(self, saved: Sequence[float], *, plain: bool = True) -> None:
+        """Updates the mean, and ends a trial that failed.
+
+        Args:
+          saved: Plain cycles that each of some observed cycles saved.
+          plain: Whether the cycle after them drafts nothing.
+        """
         if len(saved):
             fade = (1 - 1 / MEMORY) ** (self.slots * len(saved))
             mean = fade * self.saved + (1 - fade) * float(sum(saved)) / len(saved)
             self.saved = min(max(mean, -UNKNOWN), UNKNOWN)
+            if self.rested and plain and float(sum(saved)) < 0:
+                self.rested, self.period = 0, min(2 * self.period, LONGEST)
 
     def admit(self, *, waiting: int) -> bool:
         """Returns whether the drafter observes the request that is being admitted.
@@ -54,10 +64,13 @@ class Observation:
           waiting: Number of requests that wait behind it.
         """
         if self.saved < LITTLE and 2 * waiting >= self.slots:
-            self.resting = self.rested % (PERIOD * self.slots) < (PERIOD - 1) * self.slots
+            since = self.rested % (self.period * self.slots)
+            self.resting = since < (self.period - 1) * self.slots
             self.rested += 1
         else:
             self.resting, self.rested = False, 0
+            if self.saved >= LITTLE:
+                self.period = PERIOD
         return not self.resting
 
     @property

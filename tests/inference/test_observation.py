@@ -42,6 +42,37 @@ def test_one_batch_in_a_period_and_the_last_ones_are_observed(slots):
     assert all(last)
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_every_failed_trial_doubles_the_rest(slots):
+    one, rests = Observation(slots, saved=0.0), []
+    for _ in range(6):
+        rests.append(0)
+        while not one.admit(waiting=99):
+            rests[-1] += 1
+        one.learn([0.0, -1.0])
+    assert rests == [7 * slots, *((n - 1) * slots for n in (16, 32, 64, 64, 64))]
+
+
+@pytest.mark.parametrize(("saved", "plain"), [(-1.0, False), (1.0, True), (0.0, True)])
+def test_a_trial_goes_on_unless_it_fails(saved, plain):
+    """If drafts follow it, if it saved time, or if none was made."""
+    one = Observation(4, saved=0.0)
+    while not one.admit(waiting=99):
+        pass
+    one.learn([saved], plain=plain)
+    assert [one.admit(waiting=99) for _ in range(3)] == [True] * 3
+    assert not one.admit(waiting=99) or saved > 0
+    assert one.period == PERIOD
+
+
+def test_a_rest_is_short_again_after_drafts():
+    one = Observation(4, saved=0.0, period=32)
+    one.learn([1.0] * 16)
+    assert one.admit(waiting=99)
+    one.learn([0.0] * 1000)
+    assert [one.admit(waiting=99) for _ in range(4 * PERIOD)][-5:] == [False] + [True] * 4
+
+
 def test_a_queue_shorter_than_half_the_batch_is_observed():
     assert admitted(4, slots=4) == [False, False, True, True]
 
@@ -126,7 +157,10 @@ def observing(monkeypatch, observed) -> None:
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("count", [60, 20])
 def test_a_trial_is_made_when_a_rest_ends(count):
-    """Trials cost too much to come by themselves; one is made at first, and one after each rest."""
+    """Trials cost too much to come by themselves; one is made at first, and one after each rest.
+
+    Every rest is twice as long as the one before.
+    """
     run = adaptive_engine()
     run.cycle_seconds = np.array([1.0, *[1e5] * (run.rules.num_choices - 1)], np.float32)
     prompts = random_prompts([5] * count)
@@ -134,8 +168,7 @@ def test_a_trial_is_made_when_a_rest_ends(count):
     drafted = [max(one.block_sizes) > 1 for one in done]
     begins = [i for i, now in enumerate(drafted) if now and not any(drafted[max(i - 2, 0) : i])]
     assert [one.output_ids for one in done] == [ids for ids, _ in expected(prompts, [6] * count)]
-    assert len(begins) == {60: 5, 20: 2}[count], begins
-    assert begins[0] == 0
+    assert begins[:-1] == {60: [0, 16, 48], 20: [0]}[count]
     assert begins[-1] >= count - 4, "the last ones are observed"
 
 
@@ -163,6 +196,23 @@ def test_output_is_that_of_plain_decoding_whoever_is_observed(choice, temperatur
     observing(monkeypatch, rng.integers(0, 2, len(PROMPTS)).astype(bool).tolist())
     done = decode(run, PROMPTS, LIMITS, temperature=temperature)
     wanted = expected(PROMPTS, LIMITS, temperature=temperature)
+    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+
+
+@pytest.mark.parametrize("choice", range(4))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_output_is_that_of_plain_decoding_when_requests_rest(choice, temperature, monkeypatch):
+    """Rests begin at random times, with rows in the backlog, and trials are made between them."""
+    run, rng = forced(adaptive_engine(), choice), np.random.default_rng(choice)
+
+    def admit(one: Observation, *, waiting: int) -> bool:
+        one.resting = bool(rng.integers(0, 2)) and waiting > 0
+        return not one.resting
+
+    monkeypatch.setattr(Observation, "admit", admit)
+    prompts, limits = PROMPTS * 2, LIMITS * 2
+    done = decode(run, prompts, limits, temperature=temperature)
+    wanted = expected(prompts, limits, temperature=temperature)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
 
 
@@ -209,6 +259,19 @@ def test_the_drafter_rests_while_many_requests_wait(temperature):
     # Two before anything is known, and the last one.
     assert watch.calls.count("prefill_unobserved") == count - 3
     assert watch.calls.count("generate_unobserved") > watch.calls.count("generate")
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_when_a_rest_begins_running_requests_rest_too(temperature):
+    """The long one, which the drafter observed at first, goes on by the target alone."""
+    count, watch = 14, Watch(forced(adaptive_engine(), adaptive.PLAIN))
+    prompts, limits = random_prompts([5] * count), [32, *[4] * (count - 1)]
+    requests = make_requests(prompts, limits, temperature=temperature)
+    found = [(one.output_ids, one.finish_reason) for one in finished(watch, requests)]
+    assert found == expected(prompts, limits, temperature=temperature)
+    unobserved = ["prefill_unobserved", "generate_unobserved"] * 11
+    assert watch.calls == ["prefill", "prefill", "generate", *unobserved, "prefill", "generate"]
 
 
 @pytest.mark.usefixtures("forgetful")

@@ -44,6 +44,15 @@ class Adaptive:
             observed=self.observed.at[slot].set(True),
         )
 
+    def unobserved(self) -> "Adaptive":
+        """Leaves out the sequences in all slots, and what the drafter has not observed of them."""
+        count = jnp.zeros_like(self.backlog.count)
+        return dataclasses.replace(
+            self,
+            backlog=dataclasses.replace(self.backlog, count=count),
+            observed=jnp.zeros_like(self.observed),
+        )
+
     def timed(self, bucket: int, length: jax.Array, lengths: tuple[int, int]) -> "Adaptive":
         """Selects the cycle times of a batch bucket, for sequences of a mean length.
 

@@ -103,6 +103,10 @@ class DecodeState:
         choice = block_choice.with_trial(self.adaptive.choice)
         return dataclasses.replace(self, adaptive=dataclasses.replace(self.adaptive, choice=choice))
 
+    def unobserved(self) -> "DecodeState":
+        """Returns the state with all sequences decoding plainly to their end."""
+        return dataclasses.replace(self, adaptive=self.adaptive and self.adaptive.unobserved())
+
     @property
     def occupancy(self) -> "Occupancy":
         """The arrays that tell occupied slots from empty ones."""
