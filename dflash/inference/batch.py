@@ -45,7 +45,7 @@ class Batch:
         self.running: dict[int, ActiveRequest] = {}
         self.pool = PagePool(layout.num_replicas, layout.pages_per_replica)
         self.plain = False
-        self._observation = Observation(layout.batch_size)
+        self._observation: Observation | None = None  # None too if the drafter never rests.
         self._cache = PrefixCache(engine, self.pool)
         self._state: DecodeState = jax.block_until_ready(engine.new_state())
         self._prefill_state = jax.block_until_ready(engine.new_prefill_state())
@@ -150,14 +150,21 @@ class Batch:
         plain = self.plain and not masked
         return functools.partial(self._engine.generate, bucket=bucket, plain=plain, **how)
 
-    def learn(self, report: Report) -> None:
-        """Notes what drafting saved in a dispatch, from its report on the host."""
+    def learn(self, report: Report, *, waiting: int = 0) -> None:
+        """Notes what drafting saved in a dispatch; a rest may begin.
+
+        Args:
+          report: Report of the dispatch, on the host.
+          waiting: Number of requests that wait for a slot.
+        """
         if self._engine.rules.num_choices == 1:
             return
         self.plain = stays_plain(report)
-        if any(request.observed for request in self.running.values()):
-            plain = int(report.next_choice) == PLAIN
-            self._observation.learn(report.saved[: int(report.cycles)], plain=plain)
+        if self._observation and any(request.observed for request in self.running.values()):
+            saved = report.saved[: int(report.cycles)]
+            self._observation.learn(saved, plain=int(report.next_choice) == PLAIN)
+            if self._observation.rests(waiting=waiting):
+                self._rest()
 
     def close(self) -> None:
         """Hands the acceptance statistics to the engine."""
@@ -223,14 +230,21 @@ class Batch:
 
     def _observe(self, request: ActiveRequest, waiting: int) -> None:
         """Decides whether the drafter observes a request; a trial is due when a rest ends."""
+        if self._observation is None:
+            most = self._engine.most_drafted((request.length + request.request.limit) / 2)
+            self._observation = Observation.at_first(self._layout.batch_size, most)
         rested = self._observation.resting
         request.observed = self._observation.admit(waiting=waiting)
         if rested and request.observed:
             self._state = self._state.with_trial()
         if self._observation.resting and not rested:
-            for other in self.requests:
-                other.observed = False
-            self._state = self._state.unobserved()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Ends the observation of all requests."""
+        for request in self.requests:
+            request.observed = False
+        self._state = self._state.unobserved()
 
     def _take_pages(self, request: ActiveRequest, replica: int, cached: Sequence[int]) -> bool:
         """Holds the cached pages, and takes the others that the request needs."""
@@ -301,7 +315,11 @@ class Batch:
         Returns:
           The requests, in the order of admission.
         """
-        if not self._observation.pays and any(request.observed for request in self.requests):
+        if self._observation is None:
+            return []
+        few = len(self.requests) <= self._observation.few
+        observed = any(request.observed for request in self.requests)
+        if not self._observation.pays and (observed or not few):
             return []
         unobserved = [
             request

@@ -23,7 +23,8 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import first_token, program_table, timing, weight_update
-from dflash.inference.cycle import dispatch
+from dflash.inference.cycle import block_choice, dispatch
+from dflash.inference.cycle.adaptive import seconds_at, timed_lengths
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report, Statistics
 from dflash.inference.logits import controls
@@ -130,6 +131,25 @@ class Engine:
     def may_rest(self) -> bool:
         """Returns whether the drafter may leave out requests; see `observation`."""
         return program_table.may_rest(self.shapes)
+
+    def most_drafted(self, length: float) -> int:
+        """Returns for how many sequences at once drafting may pay at most, by the times of cycles.
+
+        That is if nearly all drafts are accepted; 0 if it cannot pay even for one sequence.
+
+        Args:
+          length: Mean length of the sequences in tokens.
+        """
+        if self.rules.num_choices == 1:
+            return self.layout.batch_size
+        choices = self.rules.block_sizes, self.rules.division
+        trees, lengths = self.shapes.drafter.drafts_trees, timed_lengths(self.layout.max_length)
+        most = 0
+        for slots, table in zip(self.layout.bucket_sizes, self._measured(), strict=True):
+            seconds, batch = seconds_at(table, length, lengths), slots * self.layout.num_replicas
+            pays = block_choice.may_pay(seconds, batch, *choices, trees=trees)
+            most = max([most, *1 + np.flatnonzero(pays)])
+        return int(most)
 
     def has_room(self, max_length: int, num_stop_ids: int) -> bool:
         """Returns whether sequences of `max_length` tokens with `num_stop_ids` stop ids fit."""

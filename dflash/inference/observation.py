@@ -6,11 +6,14 @@ many requests wait, the drafter rests: it observes no running request any longer
 admitted, and all of them decode plainly to their end. It rests if drafting has saved less time of
 late than observing takes: of a mix of requests, some may profit though most do not.
 
-A trial is due when a rest ends; if it fails, another rest begins, which is twice as long. The
-drafter goes on with the last requests, because fewer sequences leave more to gain: all are observed
-from when fewer requests wait than half the batch. When the queue is empty and drafting saves much,
-or only requests are left that are not observed, these return to the queue, to be prefilled again,
-if they may have many tokens left.
+A trial is due when a rest ends; if it fails, another rest begins, which is twice as long. A run
+begins with a rest if drafting cannot pay for a full batch, by the times of cycles, even if nearly
+all drafts are accepted.
+
+The drafter goes on with the last requests, because fewer sequences leave more to gain: all are
+observed from when fewer requests wait than half the batch, or than drafting may pay for. When the
+queue is empty and drafting saves much, or only so few requests are left and none is observed, these
+return to the queue, to be prefilled again, if they may have many tokens left.
 """
 
 import dataclasses
@@ -31,6 +34,7 @@ class Observation:
 
     Attributes:
       slots: Number of slots of the batch.
+      most: Largest number of requests for which drafting may pay.
       saved: Plain cycles saved per observed cycle, a mean in which older ones count less.
       rested: Requests admitted since a rest began, up to the next one; 0 while drafting pays.
       period: Batches from the beginning of a rest to the end of the trial after it.
@@ -38,10 +42,16 @@ class Observation:
     """
 
     slots: int
-    saved: float = UNKNOWN
+    most: int
+    saved: float
     rested: int = 0
     period: int = PERIOD
     resting: bool = False
+
+    @classmethod
+    def at_first(cls, slots: int, most: int) -> "Observation":
+        """Returns the state before the first request of a run; see the attributes."""
+        return cls(slots, most, UNKNOWN if most >= slots else 0.0)
 
     def learn(self, saved: Sequence[float], *, plain: bool = True) -> None:
         """Updates the mean, and ends a trial that failed.
@@ -50,12 +60,15 @@ class Observation:
           saved: Plain cycles that each of some observed cycles saved.
           plain: Whether the cycle after them drafts nothing.
         """
-        if len(saved):
-            fade = (1 - 1 / MEMORY) ** (self.slots * len(saved))
-            mean = fade * self.saved + (1 - fade) * float(sum(saved)) / len(saved)
-            self.saved = min(max(mean, -UNKNOWN), UNKNOWN)
-            if self.rested and plain and float(sum(saved)) < 0:
-                self.rested, self.period = 0, min(2 * self.period, LONGEST)
+        if not len(saved):
+            return
+        total, fade = float(sum(saved)), (1 - 1 / MEMORY) ** (self.slots * len(saved))
+        mean = fade * self.saved + (1 - fade) * total / len(saved)
+        self.saved = min(max(mean, -UNKNOWN), UNKNOWN)
+        if self.saved >= LITTLE:
+            self.period = PERIOD
+        elif self.rested and plain and total < 0:
+            self.rested, self.period = 0, min(2 * self.period, LONGEST)
 
     def admit(self, *, waiting: int) -> bool:
         """Returns whether the drafter observes the request that is being admitted.
@@ -63,15 +76,28 @@ class Observation:
         Args:
           waiting: Number of requests that wait behind it.
         """
-        if self.saved < LITTLE and 2 * waiting >= self.slots:
+        if self.saved < LITTLE and waiting >= self.few:
             since = self.rested % (self.period * self.slots)
             self.resting = since < (self.period - 1) * self.slots
             self.rested += 1
         else:
             self.resting, self.rested = False, 0
-            if self.saved >= LITTLE:
-                self.period = PERIOD
         return not self.resting
+
+    def rests(self, *, waiting: int) -> bool:
+        """Begins a rest without an admission, if one is due; returns whether it does.
+
+        Args:
+          waiting: Number of requests that wait.
+        """
+        due = self.saved < LITTLE and waiting >= self.few and not (self.resting or self.rested)
+        self.resting |= due
+        return due
+
+    @property
+    def few(self) -> int:
+        """Returns how many requests are so few that drafting may pay though it has not of late."""
+        return max(min((self.slots + 1) // 2, self.most), 1)
 
     @property
     def pays(self) -> bool:

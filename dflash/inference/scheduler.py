@@ -296,7 +296,7 @@ class Scheduler:
         self._clock_s += end - begin
         counts = count_cycles(report)
         self._counts.update(dispatches=1, decode_seconds=end - begin, **counts)
-        self._batch.learn(report)
+        self._batch.learn(report, waiting=len(self._queue))
         if work.queued:
             self._counts.update(
                 queued_cycles=counts["cycles"], queued_slot_cycles=counts["slot_cycles"]

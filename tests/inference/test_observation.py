@@ -20,10 +20,31 @@ PROMPTS = random_prompts([3, 16, 9, 17, 5, 2, 8, 4, 21, 6])
 LIMITS = [20, 9, 1, 18, 2, 23, 12, 7, 15, 30]
 
 
+def observation_of(slots: int, saved: float = 0.0, **state: int) -> Observation:
+    """Where drafting has saved little, if nothing else is stated, but may pay."""
+    return Observation(slots, most=slots, saved=saved, **state)
+
+
 def admitted(count: int, *, slots: int, plain: bool = True) -> list[bool]:
     """Which of `count` requests that wait at once are observed."""
-    one = Observation(slots, saved=0.0 if plain else 0.25)
+    one = observation_of(slots, 0.0 if plain else 0.25)
     return [one.admit(waiting=left) for left in reversed(range(count))]
+
+
+@pytest.mark.parametrize(("most", "rests"), [(0, True), (3, True), (4, False)])
+def test_a_run_begins_with_a_rest_if_drafting_is_not_expected_to_pay_for_a_full_batch(most, rests):
+    one = Observation.at_first(4, most)
+    found = [one.admit(waiting=99) for _ in range(4 * PERIOD)]
+    assert found == [not rests] * (4 * PERIOD - 4) + [True] * 4
+
+
+@pytest.mark.parametrize(("slots", "most", "last"), [(8, 3, 3), (8, 8, 4), (8, 0, 1), (1, 0, 1)])
+def test_the_last_requests_are_observed_if_drafting_is_expected_to_pay_for_so_few(
+    slots, most, last
+):
+    one = Observation(slots, most, saved=0.0)
+    found = [one.admit(waiting=left) for left in reversed(range(7))]
+    assert found == [False] * (7 - last) + [True] * last
 
 
 @pytest.mark.parametrize("slots", [1, 4, 32])
@@ -44,7 +65,7 @@ def test_one_batch_in_a_period_and_the_last_ones_are_observed(slots):
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_every_failed_trial_doubles_the_rest(slots):
-    one, rests = Observation(slots, saved=0.0), []
+    one, rests = observation_of(slots), []
     for _ in range(6):
         rests.append(0)
         while not one.admit(waiting=99):
@@ -56,7 +77,7 @@ def test_every_failed_trial_doubles_the_rest(slots):
 @pytest.mark.parametrize(("saved", "plain"), [(-1.0, False), (1.0, True), (0.0, True)])
 def test_a_trial_goes_on_unless_it_fails(saved, plain):
     """If drafts follow it, if it saved time, or if none was made."""
-    one = Observation(4, saved=0.0)
+    one = observation_of(4)
     while not one.admit(waiting=99):
         pass
     one.learn([saved], plain=plain)
@@ -65,8 +86,29 @@ def test_a_trial_goes_on_unless_it_fails(saved, plain):
     assert one.period == PERIOD
 
 
+@pytest.mark.parametrize(
+    ("saved", "waiting", "begins"), [(0.0, 2, True), (0.0, 1, False), (0.25, 99, False)]
+)
+def test_a_rest_begins_without_an_admission(saved, waiting, begins):
+    one = observation_of(4, saved)
+    assert one.rests(waiting=waiting) is begins
+    assert not one.rests(waiting=waiting), "it has begun already"
+    assert one.resting is begins
+
+
+def test_a_rest_begins_when_a_trial_has_failed():
+    one = observation_of(4)
+    while not one.admit(waiting=99):
+        pass
+    assert not one.rests(waiting=99), "the trial is not over"
+    one.learn([-1.0])
+    assert one.rests(waiting=99)
+    found = [one.admit(waiting=99) for _ in range(8 * PERIOD)]
+    assert found == [False] * (8 * PERIOD - 4) + [True] * 4
+
+
 def test_a_rest_is_short_again_after_drafts():
-    one = Observation(4, saved=0.0, period=32)
+    one = observation_of(4, period=32)
     one.learn([1.0] * 16)
     assert one.admit(waiting=99)
     one.learn([0.0] * 1000)
@@ -78,7 +120,7 @@ def test_a_queue_shorter_than_half_the_batch_is_observed():
 
 
 def test_a_rest_begins_anew_after_drafts():
-    one = Observation(2, saved=0.0)
+    one = observation_of(2)
     for _ in range(2):
         found = [one.admit(waiting=99) for _ in range(2 * PERIOD)]
         assert found == [False] * (2 * PERIOD - 2) + [True] * 2
@@ -94,7 +136,7 @@ def test_a_rest_begins_anew_after_drafts():
 )
 def test_it_rests_unless_drafting_saves_what_observing_takes(every, gain, rests):
     """Of a mix, the requests that profit draft in some cycles, whatever is best in most."""
-    one = Observation(4)
+    one = Observation.at_first(4, 4)
     for i in range(400):
         one.learn([gain if i % every == 0 else 0.0])
     assert one.admit(waiting=99) is not rests
@@ -102,20 +144,20 @@ def test_it_rests_unless_drafting_saves_what_observing_takes(every, gain, rests)
 
 @pytest.mark.parametrize("gain", [-100.0, 100.0])
 def test_what_was_learnt_is_soon_forgotten(gain):
-    one = Observation(4)
+    one = Observation.at_first(4, 4)
     one.learn([gain] * 400)
     one.learn([-gain / 100] * 64)
     assert one.admit(waiting=99) is (gain < 0)
 
 
 def test_a_dispatch_without_a_cycle_tells_nothing():
-    one = Observation(4, saved=0.1)
+    one = observation_of(4, 0.1)
     one.learn([])
     assert one.saved == 0.1
 
 
 def test_it_takes_some_plain_cycles_until_it_rests():
-    one, waited = Observation(4), 0
+    one, waited = Observation.at_first(4, 4), 0
     while one.admit(waiting=99):
         one.learn([0.0] * 8)
         waited += 8
@@ -148,6 +190,12 @@ def forgetful(monkeypatch) -> None:
     monkeypatch.setattr(observation, "MEMORY", 1.0)
 
 
+@pytest.fixture
+def hopeful(monkeypatch) -> None:
+    """Drafting may pay, so that runs begin without a rest."""
+    monkeypatch.setattr(Engine, "most_drafted", lambda run, _: run.layout.batch_size)
+
+
 def observing(monkeypatch, observed) -> None:
     """Makes the drafter observe these admissions, whatever is best."""
     answers = iter(observed)
@@ -157,7 +205,7 @@ def observing(monkeypatch, observed) -> None:
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("count", [60, 20])
 def test_a_trial_is_made_when_a_rest_ends(count):
-    """Trials cost too much to come by themselves; one is made at first, and one after each rest.
+    """Trials cost too much to come by themselves, so the run begins with a rest.
 
     Every rest is twice as long as the one before.
     """
@@ -168,15 +216,15 @@ def test_a_trial_is_made_when_a_rest_ends(count):
     drafted = [max(one.block_sizes) > 1 for one in done]
     begins = [i for i, now in enumerate(drafted) if now and not any(drafted[max(i - 2, 0) : i])]
     assert [one.output_ids for one in done] == [ids for ids, _ in expected(prompts, [6] * count)]
-    assert begins[:-1] == {60: [0, 16, 48], 20: [0]}[count]
-    assert begins[-1] >= count - 4, "the last ones are observed"
+    assert begins[:-1] == {60: [14, 46], 20: [14]}[count]
+    assert begins[-1] >= count - 4, "the last one is observed"
 
 
 def test_a_report_says_what_each_cycle_saved(monkeypatch):
     run, reports = adaptive_engine(), []
     assert run.rules.num_choices == 4
     run.cycle_seconds = np.array([2.0, 1.0, 1e5, 1e5], np.float32)
-    monkeypatch.setattr(Batch, "learn", lambda _, report: reports.append(report))
+    monkeypatch.setattr(Batch, "learn", lambda _, report, **__: reports.append(report))
     decode(run, PROMPTS, LIMITS)
     for report in reports:
         for i in range(int(report.cycles)):
@@ -248,7 +296,37 @@ def finished(run, requests) -> list[RequestOutput]:
     return sorted(done, key=lambda output: output.id)
 
 
-@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_run_begins_with_a_rest(temperature):
+    count, watch = 14, Watch(forced(adaptive_engine(), adaptive.PLAIN))
+    prompts = random_prompts([5] * count)
+    requests = make_requests(prompts, 6, temperature=temperature)
+    found = [(one.output_ids, one.finish_reason) for one in finished(watch, requests)]
+    assert found == expected(prompts, [6] * count, temperature=temperature)
+    prefills = [call for call in watch.calls if call.startswith("prefill")]
+    assert prefills == ["prefill_unobserved"] * (count - 1) + ["prefill"]
+
+
+@pytest.mark.parametrize(("costs", "most"), [(np.inf, 0), (2.8, 0), (2.6, 1), (2.0, 1), (1.8, 2)])
+def test_an_engine_knows_for_how_many_sequences_drafting_may_pay(costs, most):
+    """If 0.9 of the drafts are accepted, rows that are divided, 2 per sequence, commit 2.71 tokens.
+
+    That is for one sequence, which has two drafts then; for two sequences 1.9 each.
+    """
+    run = adaptive_engine()
+    assert run.rules.choices == ("1", "2", "3", "~2")
+    run.cycle_seconds = np.array([1.0, np.inf, np.inf, costs], np.float32)
+    assert run.most_drafted(20) == most
+
+
+def test_drafting_may_pay_for_long_sequences_if_only_their_plain_cycles_are_slow():
+    run = adaptive_engine()
+    short, long = adaptive.timed_lengths(run.layout.max_length)
+    run.cycle_seconds = np.array([[1.0, 2, 3, 4], [2.0, 2, 3, 4]], np.float32)
+    assert [run.most_drafted(length) for length in (1, short, long)] == [0, 0, 2]
+
+
+@pytest.mark.usefixtures("forgetful", "hopeful")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_drafter_rests_while_many_requests_wait(temperature):
     count, watch = 14, Watch(forced(adaptive_engine(), adaptive.PLAIN))
@@ -261,7 +339,7 @@ def test_the_drafter_rests_while_many_requests_wait(temperature):
     assert watch.calls.count("generate_unobserved") > watch.calls.count("generate")
 
 
-@pytest.mark.usefixtures("forgetful")
+@pytest.mark.usefixtures("forgetful", "hopeful")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_when_a_rest_begins_running_requests_rest_too(temperature):
     """The long one, which the drafter observed at first, goes on by the target alone."""

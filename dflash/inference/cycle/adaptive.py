@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from dflash.inference.cycle import backlog, block_choice
 from dflash.inference.cycle.backlog import Backlog
@@ -56,18 +57,12 @@ class Adaptive:
     def timed(self, bucket: int, length: jax.Array, lengths: tuple[int, int]) -> "Adaptive":
         """Selects the cycle times of a batch bucket, for sequences of a mean length.
 
-        Attention takes time in proportion to the length, so the times are linear in it. Below the
-        shorter of the measured lengths they are those of that one.
-
         Args:
           bucket: Index of the batch bucket.
           length: float32 []; mean length.
           lengths: Lengths at which cycles were timed, ascending.
         """
-        (short, long), (least, most) = self.seconds[bucket], lengths
-        weight = jnp.maximum(length - least, 0) / max(most - least, 1)
-        # Where the two are equal, they may be infinite.
-        seconds = jnp.where(short == long, short, short + weight * (long - short))
+        seconds = seconds_at(self.seconds[bucket], length, lengths)
         choice = dataclasses.replace(self.choice, seconds=seconds)
         return dataclasses.replace(self, choice=choice)
 
@@ -152,6 +147,23 @@ def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
         return None
     choice = dataclasses.replace(state.choice, seconds=seconds[-1, 0])
     return dataclasses.replace(state, choice=choice, seconds=seconds)
+
+
+def seconds_at(table: ArrayLike, length: ArrayLike, lengths: tuple[int, int]) -> jax.Array:
+    """Returns the cycle times of sequences of a mean length, float32 [S].
+
+    Attention takes time in proportion to the length, so the times are linear in it. Below the
+    shorter of the measured lengths they are those of that one.
+
+    Args:
+      table: float32 [2, S]; seconds of a cycle of each choice, at two lengths.
+      length: float32 []; mean length.
+      lengths: Lengths at which cycles were timed, ascending.
+    """
+    (short, long), (least, most) = jnp.asarray(table), lengths
+    weight = jnp.maximum(length - least, 0) / max(most - least, 1)
+    # Where the two are equal, they may be infinite.
+    return jnp.where(short == long, short, short + weight * (long - short))
 
 
 def timed_lengths(max_length: int) -> tuple[int, int]:

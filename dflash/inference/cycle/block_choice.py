@@ -22,6 +22,7 @@ If the drafter states its confidence, rows go by that; see `by_confidence`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 # Weights and MEMORY count verified drafts. POOL_MEMORY counts cycles of a sequence: drafts that are
 # rarely tried must be forgotten as fast as others, or their rates are those of an earlier task.
 PRIOR, PRIOR_WEIGHT = 0.8, 8.0
+HOPE = 0.9  # A rate that few drafters reach.
 POOL_WEIGHT = 8.0
 MEMORY, POOL_MEMORY = 64.0, 64.0
 IDLE_MEMORY = 16.0  # Counts cycles in which a sequence verified no draft, but others did.
@@ -232,6 +234,38 @@ def choose(
         loss=jnp.where(trial == best, 0, jnp.maximum(loss, 0)),
     )
     return _with_credit(chosen, choice.credit, _informs(active, observed))
+
+
+@functools.partial(jax.jit, static_argnames=("batch", "sizes", "division", "trees"))
+def may_pay(
+    seconds: jax.Array,
+    batch: int,
+    sizes: tuple[int, ...],
+    division: Division = WHOLE,
+    *,
+    trees: bool = False,
+) -> jax.Array:
+    """Returns whether drafting is the best choice where drafts have the rate `HOPE`, bool [B].
+
+    Element n - 1 tells it of n sequences, spread over the replicas and far from their limits.
+
+    Args:
+      seconds: float32 [S]; seconds of a cycle of each size and division.
+      batch: Batch size B.
+      sizes: S block sizes.
+      division: Cycles that divide their rows.
+      trees: Whether drafts form trees.
+    """
+    likely = dataclasses.replace(new(batch, sizes, seconds, division), trees=trees)
+    outcomes = jnp.full_like(likely.pool_tried, 2.0**16)  # So many that priors hardly count.
+    likely = dataclasses.replace(likely, pool_tried=outcomes, pool_accepted=HOPE * outcomes)
+    order = jnp.arange(batch).reshape(-1, division.num_replicas).T.reshape(-1)
+    far = jnp.full(batch, sizes[-1] + 1)
+
+    def pays(count):
+        return choose(likely, order < count, far, sizes, division).best > 0
+
+    return jax.vmap(pays)(1 + jnp.arange(batch))
 
 
 def earn(
