@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from dflash.inference import constrained
-from dflash.inference.cycle import dispatch
+from dflash.inference.cycle import block_choice, dispatch
 from dflash.inference.cycle.adaptive import PLAIN, spare_rows
+from dflash.inference.cycle.block_choice import Outcomes
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest, stays_plain
@@ -231,7 +232,7 @@ class Batch:
     def _observe(self, request: ActiveRequest, waiting: int) -> None:
         """Decides whether the drafter observes a request; a trial is due when a rest ends."""
         if self._observation is None:
-            most = self._engine.most_drafted((request.length + request.request.limit) / 2)
+            most = self._most_drafted([request])
             self._observation = Observation.at_first(self._layout.batch_size, most)
         rested = self._observation.resting
         request.observed = self._observation.admit(waiting=waiting)
@@ -240,8 +241,18 @@ class Batch:
         if self._observation.resting and not rested:
             self._rest()
 
+    def _most_drafted(
+        self, requests: Iterable[ActiveRequest], outcomes: Outcomes | None = None
+    ) -> int:
+        """Returns for how many such requests at once drafting pays; see `Engine.most_drafted`."""
+        lengths = [(request.length + request.request.limit) / 2 for request in requests]
+        return self._engine.most_drafted(float(np.mean(lengths)), outcomes)
+
     def _rest(self) -> None:
-        """Ends the observation of all requests."""
+        """Ends the observation of all requests; what it has told decides about the last ones."""
+        if self.requests:
+            told = block_choice.outcomes(self._state.adaptive.choice)
+            self._observation.most = self._most_drafted(self.requests, told)
         for request in self.requests:
             request.observed = False
         self._state = self._state.unobserved()

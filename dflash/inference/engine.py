@@ -25,6 +25,7 @@ from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import first_token, program_table, timing, weight_update
 from dflash.inference.cycle import block_choice, dispatch
 from dflash.inference.cycle.adaptive import seconds_at, timed_lengths
+from dflash.inference.cycle.block_choice import Outcomes
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report, Statistics
 from dflash.inference.logits import controls
@@ -132,22 +133,19 @@ class Engine:
         """Returns whether the drafter may leave out requests; see `observation`."""
         return program_table.may_rest(self.shapes)
 
-    def most_drafted(self, length: float) -> int:
-        """Returns for how many sequences at once drafting may pay at most, by the times of cycles.
-
-        That is if nearly all drafts are accepted; 0 if it cannot pay even for one sequence.
+    def most_drafted(self, length: float, outcomes: Outcomes | None = None) -> int:
+        """Returns for how many sequences at once drafting is expected to pay at most, or 0.
 
         Args:
           length: Mean length of the sequences in tokens.
+          outcomes: Outcomes of drafts so far; None if there are none, so that the best is hoped.
         """
-        if self.rules.num_choices == 1:
-            return self.layout.batch_size
         choices = self.rules.block_sizes, self.rules.division
         trees, lengths = self.shapes.drafter.drafts_trees, timed_lengths(self.layout.max_length)
-        most = 0
+        outcomes, most = outcomes or block_choice.hopeful(self.rules.block_sizes), 0
         for slots, table in zip(self.layout.bucket_sizes, self._measured(), strict=True):
             seconds, batch = seconds_at(table, length, lengths), slots * self.layout.num_replicas
-            pays = block_choice.may_pay(seconds, batch, *choices, trees=trees)
+            pays = block_choice.pays(seconds, outcomes, batch, *choices, trees=trees)
             most = max([most, *1 + np.flatnonzero(pays)])
         return int(most)
 

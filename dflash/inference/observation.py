@@ -7,13 +7,14 @@ admitted, and all of them decode plainly to their end. It rests if drafting has 
 late than observing takes: of a mix of requests, some may profit though most do not.
 
 A trial is due when a rest ends; if it fails, another rest begins, which is twice as long. A run
-begins with a rest if drafting cannot pay for a full batch, by the times of cycles, even if nearly
-all drafts are accepted.
+begins with a rest if drafting could not pay for a full batch, by the times of cycles, even if
+nearly all drafts were accepted.
 
-The drafter goes on with the last requests, because fewer sequences leave more to gain: all are
-observed from when fewer requests wait than half the batch, or than drafting may pay for. When the
-queue is empty and drafting saves much, or only so few requests are left and none is observed, these
-return to the queue, to be prefilled again, if they may have many tokens left.
+The drafter may go on with the last requests, because fewer sequences leave more to gain: they are
+observed from when fewer requests wait than half the batch, or than drafting pays for by what was
+accepted before the rest. When the queue is empty and drafting saves much, or only so few requests
+are left and none is observed, these return to the queue, to be prefilled again, if they may have
+many tokens left.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ class Observation:
 
     Attributes:
       slots: Number of slots of the batch.
-      most: Largest number of requests for which drafting may pay.
+      most: Largest number of requests at once for which drafting is expected to pay.
       saved: Plain cycles saved per observed cycle, a mean in which older ones count less.
       rested: Requests admitted since a rest began, up to the next one; 0 while drafting pays.
       period: Batches from the beginning of a rest to the end of the trial after it.
@@ -97,7 +98,7 @@ class Observation:
     @property
     def few(self) -> int:
         """Returns how many requests are so few that drafting may pay though it has not of late."""
-        return max(min((self.slots + 1) // 2, self.most), 1)
+        return min((self.slots + 1) // 2, self.most)
 
     @property
     def pays(self) -> bool:

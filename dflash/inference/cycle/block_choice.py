@@ -27,6 +27,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from dflash.inference.cycle import by_confidence, divided_rows
 from dflash.inference.cycle.choices import WHOLE, Division
@@ -46,6 +47,10 @@ POOL_WEIGHT = 8.0
 MEMORY, POOL_MEMORY = 64.0, 64.0
 IDLE_MEMORY = 16.0  # Counts cycles in which a sequence verified no draft, but others did.
 CARRIED = 16.0  # Largest number of verified drafts that the outcomes of earlier runs count as.
+
+
+# How often each draft was verified, and how often it was then accepted, float32 [G] each.
+Outcomes = tuple[ArrayLike, ArrayLike]
 
 
 @jax.tree_util.register_dataclass
@@ -140,6 +145,11 @@ def new(
         index=index,
         gains=by_confidence.new(num_divisions) if by_gain else None,
     )
+
+
+def outcomes(choice: BlockChoice) -> Outcomes:
+    """Returns the outcomes of the drafts of all sequences, on the host."""
+    return jax.device_get((choice.pool_tried, choice.pool_accepted))
 
 
 def carried(choice: BlockChoice) -> BlockChoice:
@@ -237,35 +247,47 @@ def choose(
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "sizes", "division", "trees"))
-def may_pay(
+def pays(
     seconds: jax.Array,
+    outcomes: Outcomes,
     batch: int,
     sizes: tuple[int, ...],
     division: Division = WHOLE,
     *,
     trees: bool = False,
 ) -> jax.Array:
-    """Returns whether drafting is the best choice where drafts have the rate `HOPE`, bool [B].
+    """Returns whether drafting is expected to pay for 1 … B sequences, bool [B].
 
-    Element n - 1 tells it of n sequences, spread over the replicas and far from their limits.
+    They are spread over the replicas, far from their limits, and nothing is known of each.
 
     Args:
       seconds: float32 [S]; seconds of a cycle of each size and division.
+      outcomes: Outcomes of drafts of all sequences.
       batch: Batch size B.
       sizes: S block sizes.
       division: Cycles that divide their rows.
       trees: Whether drafts form trees.
     """
-    likely = dataclasses.replace(new(batch, sizes, seconds, division), trees=trees)
-    outcomes = jnp.full_like(likely.pool_tried, 2.0**16)  # So many that priors hardly count.
-    likely = dataclasses.replace(likely, pool_tried=outcomes, pool_accepted=HOPE * outcomes)
+    tried, accepted = outcomes
+    choice = dataclasses.replace(
+        new(batch, sizes, seconds, division),
+        pool_tried=tried,
+        pool_accepted=accepted,
+        trees=trees,
+    )
     order = jnp.arange(batch).reshape(-1, division.num_replicas).T.reshape(-1)
     far = jnp.full(batch, sizes[-1] + 1)
 
-    def pays(count):
-        return choose(likely, order < count, far, sizes, division).best > 0
+    def drafts(count):
+        return choose(choice, order < count, far, sizes, division).best > 0
 
-    return jax.vmap(pays)(1 + jnp.arange(batch))
+    return jax.vmap(drafts)(1 + jnp.arange(batch))
+
+
+def hopeful(sizes: tuple[int, ...]) -> Outcomes:
+    """Returns outcomes of many drafts, of which the fraction `HOPE` was accepted."""
+    tried = np.full(sizes[-1] - 1, 2.0**16, np.float32)  # So many that priors hardly count.
+    return tried, HOPE * tried
 
 
 def earn(
