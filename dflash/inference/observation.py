@@ -11,10 +11,10 @@ begins with a rest if drafting could not pay for a full batch, by the times of c
 nearly all drafts were accepted.
 
 The drafter may go on with the last requests, because fewer sequences leave more to gain: they are
-observed from when fewer requests wait than half the batch, or than drafting pays for by what was
-accepted before the rest. When the queue is empty and drafting saves much, or only so few requests
-are left and none is observed, these return to the queue, to be prefilled again, if they may have
-many tokens left.
+observed from when fewer requests wait than half the batch, if drafting pays for half of one by what
+was accepted before the rest. When the queue is empty and drafting saves much, or so few requests
+are left that it pays and none is observed, these return to the queue, to be prefilled again, if
+they may have many tokens left.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class Observation:
         Args:
           waiting: Number of requests that wait behind it.
         """
-        if self.saved < LITTLE and waiting >= self.few:
+        if self.saved < LITTLE and waiting >= self._late:
             since = self.rested % (self.period * self.slots)
             self.resting = since < (self.period - 1) * self.slots
             self.rested += 1
@@ -91,14 +91,26 @@ class Observation:
         Args:
           waiting: Number of requests that wait.
         """
-        due = self.saved < LITTLE and waiting >= self.few and not (self.resting or self.rested)
+        due = self.saved < LITTLE and waiting >= self._late and not (self.resting or self.rested)
         self.resting |= due
         return due
 
     @property
     def few(self) -> int:
         """Returns how many requests are so few that drafting may pay though it has not of late."""
-        return min((self.slots + 1) // 2, self.most)
+        return min(self._half, self.most)
+
+    @property
+    def _half(self) -> int:
+        return (self.slots + 1) // 2
+
+    @property
+    def _late(self) -> int:
+        """Returns the number of waiting requests below which a rest ends.
+
+        No trial is made while less than half of the sequences are observed.
+        """
+        return self._half if self.most >= self._half else 0
 
     @property
     def pays(self) -> bool:

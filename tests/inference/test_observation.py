@@ -38,10 +38,10 @@ def test_a_run_begins_with_a_rest_if_drafting_is_not_expected_to_pay_for_a_full_
     assert found == [not rests] * (4 * PERIOD - 4) + [True] * 4
 
 
-@pytest.mark.parametrize(("slots", "most", "last"), [(8, 3, 3), (8, 8, 4), (8, 0, 0), (1, 1, 1)])
-def test_the_last_requests_are_observed_if_drafting_is_expected_to_pay_for_so_few(
-    slots, most, last
-):
+@pytest.mark.parametrize(
+    ("slots", "most", "last"), [(8, 3, 0), (8, 4, 4), (8, 8, 4), (8, 0, 0), (1, 1, 1)]
+)
+def test_the_last_requests_are_observed_if_drafting_pays_for_half_a_batch(slots, most, last):
     one = Observation(slots, most, saved=0.0)
     found = [one.admit(waiting=left) for left in reversed(range(7))]
     assert found == [False] * (7 - last) + [True] * last
