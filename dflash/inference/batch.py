@@ -164,7 +164,7 @@ class Batch:
         if self._observation and any(request.observed for request in self.running.values()):
             saved = report.saved[: int(report.cycles)]
             self._observation.learn(saved, plain=int(report.next_choice) == PLAIN)
-            if self._observation.rests(waiting=waiting):
+            if self._observation.rests(waiting=waiting, running=len(self.requests)):
                 self._rest()
 
     def close(self) -> None:
@@ -235,7 +235,8 @@ class Batch:
             most = self._most_drafted([request])
             self._observation = Observation.at_first(self._layout.batch_size, most)
         rested = self._observation.resting
-        request.observed = self._observation.admit(waiting=waiting)
+        running = len(self.requests)
+        request.observed = self._observation.admit(waiting=waiting, running=running)
         if rested and request.observed:
             self._state = self._state.with_trial()
         if self._observation.resting and not rested:

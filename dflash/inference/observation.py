@@ -71,13 +71,14 @@ class Observation:
         elif self.rested and plain and total < 0:
             self.rested, self.period = 0, min(2 * self.period, LONGEST)
 
-    def admit(self, *, waiting: int) -> bool:
+    def admit(self, *, waiting: int, running: int = 0) -> bool:
         """Returns whether the drafter observes the request that is being admitted.
 
         Args:
           waiting: Number of requests that wait behind it.
+          running: Number of other requests that hold slots.
         """
-        if self.saved < LITTLE and waiting >= self._late:
+        if self._should_rest(waiting, running + 1 + waiting):
             since = self.rested % (self.period * self.slots)
             self.resting = since < (self.period - 1) * self.slots
             self.rested += 1
@@ -85,13 +86,14 @@ class Observation:
             self.resting, self.rested = False, 0
         return not self.resting
 
-    def rests(self, *, waiting: int) -> bool:
+    def rests(self, *, waiting: int, running: int = 0) -> bool:
         """Begins a rest without an admission, if one is due; returns whether it does.
 
         Args:
           waiting: Number of requests that wait.
+          running: Number of requests that hold slots.
         """
-        due = self.saved < LITTLE and waiting >= self._late and not (self.resting or self.rested)
+        due = not (self.resting or self.rested) and self._should_rest(waiting, running + waiting)
         self.resting |= due
         return due
 
@@ -104,13 +106,10 @@ class Observation:
     def _half(self) -> int:
         return (self.slots + 1) // 2
 
-    @property
-    def _late(self) -> int:
-        """Returns the number of waiting requests below which a rest ends.
-
-        No trial is made while less than half of the sequences are observed.
-        """
-        return self._half if self.most >= self._half else 0
+    def _should_rest(self, waiting: int, total: int) -> bool:
+        # No trial is made while less than half of the sequences are observed.
+        late = self.most >= self._half and waiting < self._half
+        return self.saved < LITTLE and not late and total > self.few
 
     @property
     def pays(self) -> bool:

@@ -43,7 +43,7 @@ def test_a_run_begins_with_a_rest_if_drafting_is_not_expected_to_pay_for_a_full_
 )
 def test_the_last_requests_are_observed_if_drafting_pays_for_half_a_batch(slots, most, last):
     one = Observation(slots, most, saved=0.0)
-    found = [one.admit(waiting=left) for left in reversed(range(7))]
+    found = [one.admit(waiting=left, running=slots) for left in reversed(range(7))]
     assert found == [False] * (7 - last) + [True] * last
 
 
@@ -61,6 +61,14 @@ def test_one_batch_in_a_period_and_the_last_ones_are_observed(slots):
         assert period.sum() == slots
         assert period[-slots:].all()
     assert all(last)
+
+
+@pytest.mark.parametrize(("running", "waiting"), [(0, 3), (3, 0), (1, 1)])
+def test_so_few_requests_that_drafting_pays_are_observed(running, waiting):
+    few = running + 1 + waiting
+    counts = {"running": running, "waiting": waiting}
+    assert not Observation(16, few - 1, saved=0.0).admit(**counts)
+    assert Observation(16, few, saved=0.0).admit(**counts)
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -91,8 +99,8 @@ def test_a_trial_goes_on_unless_it_fails(saved, plain):
 )
 def test_a_rest_begins_without_an_admission(saved, waiting, begins):
     one = observation_of(4, saved)
-    assert one.rests(waiting=waiting) is begins
-    assert not one.rests(waiting=waiting), "it has begun already"
+    assert one.rests(waiting=waiting, running=4) is begins
+    assert not one.rests(waiting=waiting, running=4), "it has begun already"
     assert one.resting is begins
 
 
@@ -252,7 +260,7 @@ def test_output_is_that_of_plain_decoding_when_requests_rest(choice, temperature
     """Rests begin at random times, with rows in the backlog, and trials are made between them."""
     run, rng = forced(adaptive_engine(), choice), np.random.default_rng(choice)
 
-    def admit(one: Observation, *, waiting: int) -> bool:
+    def admit(one: Observation, *, waiting: int, running: int) -> bool:
         one.resting = bool(rng.integers(0, 2)) and waiting > 0
         return not one.resting
 
@@ -370,6 +378,19 @@ def test_a_long_request_resumes_when_nothing_waits(choice, monkeypatch):
     assert [one.output_ids for one in done] == [ids for ids, _ in expected(prompts, limits)]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_last_request_of_a_rest_is_prefilled_once_more(temperature):
+    """Drafting could pay for one sequence, but not for two, so that the run begins with a rest."""
+    run = adaptive_engine()
+    run.cycle_seconds = np.array([1.0, np.inf, np.inf, 2.0], np.float32)
+    prompts, limits = random_prompts([5] * 5), [4, 4, 4, 4, 32]
+    done = finished(run, make_requests(prompts, limits, temperature=temperature))
+    wanted = expected(prompts, limits, temperature=temperature)
+    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    assert [one.preemptions for one in done] == [0, 0, 0, 0, 1]
+    assert [max(one.block_sizes) > 1 for one in done] == [False] * 4 + [True]
+
+
 @pytest.mark.usefixtures("forgetful")
 def test_no_request_resumes_where_drafting_cannot_pay(monkeypatch):
     run = forced(adaptive_engine(), adaptive.PLAIN)
@@ -388,9 +409,9 @@ def test_a_rest_begins_with_what_drafts_have_told(monkeypatch):
     )
     admit = Observation.admit
 
-    def admitted(one, *, waiting):
+    def admitted(one, **counts):
         told.append(one.most)
-        return admit(one, waiting=waiting)
+        return admit(one, **counts)
 
     monkeypatch.setattr(Observation, "admit", admitted)
     finished(run, make_requests(random_prompts([5] * 8), [9] * 8))
