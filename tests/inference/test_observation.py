@@ -381,14 +381,15 @@ def test_a_long_request_resumes_when_nothing_waits(choice, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_last_request_of_a_rest_is_prefilled_once_more(temperature):
     """Drafting could pay for one sequence, but not for two, so that the run begins with a rest."""
-    run = adaptive_engine()
-    run.cycle_seconds = np.array([1.0, np.inf, np.inf, 2.0], np.float32)
-    prompts, limits = random_prompts([5] * 5), [4, 4, 4, 4, 32]
+    model = drafter("dflash", block_size=3)
+    run = engine(model, batch_size=3, sync_every=3, max_length=64, adaptive_blocks=True)
+    run.cycle_seconds = np.array([1.0, np.inf, np.inf, 2.35], np.float32)
+    prompts, limits = random_prompts([5] * 6), [4, 4, 4, 4, 9, 32]
     done = finished(run, make_requests(prompts, limits, temperature=temperature))
     wanted = expected(prompts, limits, temperature=temperature)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-    assert [one.preemptions for one in done] == [0, 0, 0, 0, 1]
-    assert [max(one.block_sizes) > 1 for one in done] == [False] * 4 + [True]
+    assert [one.preemptions for one in done] == [0, 0, 0, 0, 0, 1]
+    assert [max(one.block_sizes) > 1 for one in done] == [False] * 5 + [True]
 
 
 @pytest.mark.usefixtures("forgetful")
