@@ -421,6 +421,8 @@ class Engine:
         names = program_table.names(self.shapes, prompt_lengths, **needs)
         self._programs.compile_all(self._programs.missing(role.programs(names)), progress)
         self._measured()
+        if self.may_rest:
+            self.most_drafted(1)  # Compiles what it computes.
 
     def program_names(self, prompt_lengths: Iterable[int], *, greedy: bool = False) -> list[tuple]:
         """Returns the names of the programs that prompts need; see `compile`."""

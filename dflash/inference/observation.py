@@ -10,11 +10,10 @@ A trial is due when a rest ends; if it fails, another rest begins, which is twic
 begins with a rest if drafting could not pay for a full batch, by the times of cycles, even if
 nearly all drafts were accepted.
 
-The drafter may go on with the last requests, because fewer sequences leave more to gain: they are
-observed from when fewer requests wait than half the batch, if drafting pays for half of one by what
-was accepted before the rest. When the queue is empty and drafting saves much, or so few requests
-are left that it pays and none is observed, these return to the queue, to be prefilled again, if
-they may have many tokens left.
+Fewer sequences leave more to gain. So where fewer requests wait than half the batch, no rest
+begins, and one ends if drafting pays for half a batch by what was accepted before it. When the
+queue is empty and drafting saves much, or so few requests are left that it pays and none is
+observed, these return to the queue, to be prefilled again, if they may have many tokens left.
 """
 
 import dataclasses
@@ -107,9 +106,11 @@ class Observation:
         return (self.slots + 1) // 2
 
     def _should_rest(self, waiting: int, total: int) -> bool:
-        # No trial is made while less than half of the sequences are observed.
-        late = self.most >= self._half and waiting < self._half
-        return self.saved < LITTLE and not late and total > self.few
+        if self.saved >= LITTLE or total <= self.few:
+            return False
+        # The last ones go on resting if it does not pay for half a batch: no trial is made while
+        # less than half of the sequences are observed.
+        return waiting >= self._half or (self.resting and self.most < self._half)
 
     @property
     def pays(self) -> bool:

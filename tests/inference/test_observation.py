@@ -67,8 +67,17 @@ def test_one_batch_in_a_period_and_the_last_ones_are_observed(slots):
 def test_so_few_requests_that_drafting_pays_are_observed(running, waiting):
     few = running + 1 + waiting
     counts = {"running": running, "waiting": waiting}
-    assert not Observation(16, few - 1, saved=0.0).admit(**counts)
-    assert Observation(16, few, saved=0.0).admit(**counts)
+    assert not Observation(16, few - 1, saved=0.0, resting=True).admit(**counts)
+    assert Observation(16, few, saved=0.0, resting=True).admit(**counts)
+
+
+@pytest.mark.parametrize("most", [0, 3, 8])
+def test_no_rest_begins_where_few_requests_wait(most):
+    """They may run for long, and would decode plainly to their end."""
+    one = Observation(8, most, saved=0.0)
+    assert not one.rests(waiting=3, running=8)
+    assert one.admit(waiting=3, running=8)
+    assert one.rests(waiting=4, running=8)
 
 
 @pytest.mark.parametrize("slots", [1, 4])
