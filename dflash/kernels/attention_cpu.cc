@@ -100,8 +100,8 @@ inline void BlockScores(const float* const* queries, const float* keys, int64_t 
     const Floats first = Load(keys + h * kLanes), second = Load(keys + (h + 1) * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      even[r] += queries[r][h] * first;
-      odd[r] += queries[r][h + 1] * second;
+      AddProduct(even[r], queries[r][h], first);
+      AddProduct(odd[r], queries[r][h + 1], second);
     }
   }
 #pragma GCC unroll 8
@@ -129,7 +129,7 @@ inline void AddValues(const float* weights, int64_t stride, const Key* values,
     for (int r = 0; r < R; ++r) {
       const float weight = weights[r * stride + key];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) total[r][v] += weight * value[v];
+      for (int v = 0; v < V; ++v) AddProduct(total[r][v], weight, value[v]);
     }
   }
 #pragma GCC unroll 8

@@ -63,7 +63,7 @@ inline void Columns(const Product<Weight>& p, int64_t row, int64_t column) {
     for (int r = 0; r < R; ++r) {
       const float factor = x[r * p.depth + k];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[r][v] += factor * weights[v];
+      for (int v = 0; v < V; ++v) AddProduct(sums[r][v], factor, weights[v]);
     }
   }
 #pragma GCC unroll 8
@@ -95,7 +95,7 @@ inline void Transposed(const Product<Weight>& p, int64_t row, int64_t column) {
     for (int r = 0; r < R; ++r) {
       const Floats factors = Load(x + r * p.depth + k);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sums[r * C + c] += factors * weights[c];
+      for (int c = 0; c < C; ++c) AddProduct(sums[r * C + c], factors, weights[c]);
     }
   }
   float totals[kSums];
