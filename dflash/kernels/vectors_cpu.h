@@ -61,8 +61,8 @@ inline float LoadOne(Weight weight) {
   }
 }
 
-// Adds a · b to a sum, rounded once where there is such an instruction. Compilers choose for each loop
-// whether `sum += a * b` is rounded once, so that sums would depend on the number of rows: GCC does
+// Adds a · b to a sum, rounded once on x86 processors with FMA. Compilers choose for each loop whether
+// `sum += a * b` is rounded once, so that sums would depend on the number of rows: GCC does
 // not for a single sum when it tunes for AMD's Zen.
 inline void AddProduct(Floats& sum, const Floats& a, const Floats& b) {
 #if defined(__AVX512F__)
