@@ -61,9 +61,9 @@ inline float LoadOne(Weight weight) {
   }
 }
 
-// Adds a · b to a sum, rounded once on x86 processors with FMA. Compilers choose for each loop whether
-// `sum += a * b` is rounded once, so that sums would depend on the number of rows: GCC does
-// not for a single sum when it tunes for AMD's Zen.
+// Adds a · b to a sum, rounded once on x86 processors with FMA. For `sum += a * b` compilers choose in
+// each loop, so that sums would depend on the number of rows: GCC rounds twice where a loop has a
+// single sum and it tunes for AMD's Zen.
 inline void AddProduct(Floats& sum, const Floats& a, const Floats& b) {
 #if defined(__AVX512F__)
   sum = (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);

@@ -312,14 +312,20 @@ def finished(run, requests) -> list[RequestOutput]:
     return sorted(done, key=lambda output: output.id)
 
 
+def plain_calls(limits: list[int], temperature: float) -> list[str]:
+    """The calls that decode where plain decoding is the fastest, whose output is checked."""
+    watch = Watch(forced(adaptive_engine(), adaptive.PLAIN))
+    prompts = random_prompts([5] * len(limits))
+    requests = make_requests(prompts, limits, temperature=temperature)
+    found = [(one.output_ids, one.finish_reason) for one in finished(watch, requests)]
+    assert found == expected(prompts, limits, temperature=temperature)
+    return watch.calls
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_run_begins_with_a_rest(temperature):
-    count, watch = 14, Watch(forced(adaptive_engine(), adaptive.PLAIN))
-    prompts = random_prompts([5] * count)
-    requests = make_requests(prompts, 6, temperature=temperature)
-    found = [(one.output_ids, one.finish_reason) for one in finished(watch, requests)]
-    assert found == expected(prompts, [6] * count, temperature=temperature)
-    assert set(watch.calls) == {"prefill_unobserved", "generate_unobserved"}
+    calls = plain_calls([6] * 14, temperature)
+    assert set(calls) == {"prefill_unobserved", "generate_unobserved"}
 
 
 @pytest.mark.parametrize(("costs", "most"), [(np.inf, 0), (2.8, 0), (2.6, 1), (2.0, 1), (1.8, 2)])
@@ -344,27 +350,19 @@ def test_drafting_may_pay_for_long_sequences_if_only_their_plain_cycles_are_slow
 @pytest.mark.usefixtures("forgetful", "hopeful")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_drafter_rests_while_many_requests_wait(temperature):
-    count, watch = 14, Watch(forced(adaptive_engine(), adaptive.PLAIN))
-    prompts = random_prompts([5] * count)
-    requests = make_requests(prompts, 6, temperature=temperature)
-    found = [(one.output_ids, one.finish_reason) for one in finished(watch, requests)]
-    assert found == expected(prompts, [6] * count, temperature=temperature)
+    calls = plain_calls([6] * 14, temperature)
     # Two before anything is known, and the last one.
-    assert watch.calls.count("prefill_unobserved") == count - 3
-    assert watch.calls.count("generate_unobserved") > watch.calls.count("generate")
+    assert calls.count("prefill_unobserved") == 14 - 3
+    assert calls.count("generate_unobserved") > calls.count("generate")
 
 
 @pytest.mark.usefixtures("forgetful", "hopeful")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_when_a_rest_begins_running_requests_rest_too(temperature):
     """The long one, which the drafter observed at first, goes on by the target alone."""
-    count, watch = 14, Watch(forced(adaptive_engine(), adaptive.PLAIN))
-    prompts, limits = random_prompts([5] * count), [32, *[4] * (count - 1)]
-    requests = make_requests(prompts, limits, temperature=temperature)
-    found = [(one.output_ids, one.finish_reason) for one in finished(watch, requests)]
-    assert found == expected(prompts, limits, temperature=temperature)
+    calls = plain_calls([32, *[4] * 13], temperature)
     unobserved = ["prefill_unobserved", "generate_unobserved"] * 11
-    assert watch.calls == ["prefill", "prefill", "generate", *unobserved, "prefill", "generate"]
+    assert calls == ["prefill", "prefill", "generate", *unobserved, "prefill", "generate"]
 
 
 @pytest.mark.usefixtures("forgetful", "hopeful")
