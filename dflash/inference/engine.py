@@ -23,8 +23,7 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import first_token, program_table, timing, weight_update
-from dflash.inference.cycle import block_choice, dispatch
-from dflash.inference.cycle.adaptive import seconds_at, timed_lengths
+from dflash.inference.cycle import break_even, dispatch
 from dflash.inference.cycle.block_choice import Outcomes
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report, Statistics
@@ -140,14 +139,11 @@ class Engine:
           length: Mean length of the sequences in tokens.
           outcomes: Outcomes of drafts so far; None if there are none, so that the best is hoped.
         """
-        choices = self.rules.block_sizes, self.rules.division
-        trees, lengths = self.shapes.drafter.drafts_trees, timed_lengths(self.layout.max_length)
-        outcomes, most = outcomes or block_choice.hopeful(self.rules.block_sizes), 0
-        for slots, table in zip(self.layout.bucket_sizes, self._measured(), strict=True):
-            seconds, batch = seconds_at(table, length, lengths), slots * self.layout.num_replicas
-            pays = block_choice.pays(seconds, outcomes, batch, *choices, trees=trees)
-            most = max([most, *1 + np.flatnonzero(pays)])
-        return int(most)
+        outcomes = outcomes or break_even.hopeful(self.rules.block_sizes)
+        tables, trees = self._measured(), self.shapes.drafter.drafts_trees
+        return break_even.most_drafted(
+            tables, length, outcomes, self.layout, self.rules, trees=trees
+        )
 
     def has_room(self, max_length: int, num_stop_ids: int) -> bool:
         """Returns whether sequences of `max_length` tokens with `num_stop_ids` stop ids fit."""

@@ -22,7 +22,6 @@ If the drafter states its confidence, rows go by that; see `by_confidence`.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,6 @@ TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 # Weights and MEMORY count verified drafts. POOL_MEMORY counts cycles of a sequence: drafts that are
 # rarely tried must be forgotten as fast as others, or their rates are those of an earlier task.
 PRIOR, PRIOR_WEIGHT = 0.8, 8.0
-HOPE = 0.9  # A rate that few drafters reach.
 POOL_WEIGHT = 8.0
 MEMORY, POOL_MEMORY = 64.0, 64.0
 IDLE_MEMORY = 16.0  # Counts cycles in which a sequence verified no draft, but others did.
@@ -244,50 +242,6 @@ def choose(
         loss=jnp.where(trial == best, 0, jnp.maximum(loss, 0)),
     )
     return _with_credit(chosen, choice.credit, _informs(active, observed))
-
-
-@functools.partial(jax.jit, static_argnames=("batch", "sizes", "division", "trees"))
-def pays(
-    seconds: jax.Array,
-    outcomes: Outcomes,
-    batch: int,
-    sizes: tuple[int, ...],
-    division: Division = WHOLE,
-    *,
-    trees: bool = False,
-) -> jax.Array:
-    """Returns whether drafting is expected to pay for 1 … B sequences, bool [B].
-
-    They are spread over the replicas, far from their limits, and nothing is known of each.
-
-    Args:
-      seconds: float32 [S]; seconds of a cycle of each size and division.
-      outcomes: Outcomes of drafts of all sequences.
-      batch: Batch size B.
-      sizes: S block sizes.
-      division: Cycles that divide their rows.
-      trees: Whether drafts form trees.
-    """
-    tried, accepted = outcomes
-    choice = dataclasses.replace(
-        new(batch, sizes, seconds, division),
-        pool_tried=tried,
-        pool_accepted=accepted,
-        trees=trees,
-    )
-    order = jnp.arange(batch).reshape(-1, division.num_replicas).T.reshape(-1)
-    far = jnp.full(batch, sizes[-1] + 1)
-
-    def drafts(count):
-        return choose(choice, order < count, far, sizes, division).best > 0
-
-    return jax.vmap(drafts)(1 + jnp.arange(batch))
-
-
-def hopeful(sizes: tuple[int, ...]) -> Outcomes:
-    """Returns outcomes of many drafts, of which the fraction `HOPE` was accepted."""
-    tried = np.full(sizes[-1] - 1, 2.0**16, np.float32)  # So many that priors hardly count.
-    return tried, HOPE * tried
 
 
 def earn(

@@ -313,15 +313,6 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
     assert float(tokens) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize(("cost", "most"), [(1.8, 4), (2.0, 3), (2.3, 2), (2.6, 2), (2.8, 0)])
-def test_how_many_sequences_drafting_pays_for(cost, most):
-    """Each of two replicas divides two drafts: one sequence commits 2.71 tokens, two 1.9 each."""
-    seconds = jnp.array([1.0, np.inf, np.inf, cost])
-    likely = block_choice.hopeful((1, 2, 3))
-    found = block_choice.pays(seconds, likely, 4, (1, 2, 3), choices.Division((2,), 2))
-    assert found.tolist() == [number <= most for number in (1, 2, 3, 4)]
-
-
 def test_a_division_is_chosen_where_sequences_differ():
     division = choices.Division((2, 4))
     rates = np.zeros((BATCH, DRAFTS))
