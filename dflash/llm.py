@@ -340,6 +340,7 @@ class LLM:
             "greedy": all(map(controls.is_greedy, batch)),
         }
         engine.compile((len(prompt.ids) for prompt in encoded), **needs)
+        engine.time_cycles()
         return job, engine, batch
 
     @functools.cached_property

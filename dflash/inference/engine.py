@@ -416,6 +416,14 @@ class Engine:
         needs = {"grammars": grammars, "greedy": greedy}
         names = program_table.names(self.shapes, prompt_lengths, **needs)
         self._programs.compile_all(self._programs.missing(role.programs(names)), progress)
+
+    @property
+    def must_time_cycles(self) -> bool:
+        """Returns whether a choice needs times of cycles that are not known; see `time_cycles`."""
+        return self.cycle_seconds is None and self.rules.num_choices > 1
+
+    def time_cycles(self) -> None:
+        """Measures cycles of each number of rows, unless that was done or there is no choice."""
         self._measured()
         if self.may_rest:
             self.most_drafted(1)  # Compiles what it computes.
@@ -430,7 +438,7 @@ class Engine:
 
     def _measured(self) -> np.ndarray:
         """Returns times of cycles, float32 [W, 2, S], see `Adaptive`; 1 if the size is fixed."""
-        if self.cycle_seconds is None and self.rules.num_choices > 1:
+        if self.must_time_cycles:
             generate = functools.partial(self.generate, greedy=self.is_greedy)
             self.cycle_seconds = timing.measure(self.shapes, self.program, generate)
         seconds = 1.0 if self.cycle_seconds is None else self.cycle_seconds

@@ -21,7 +21,9 @@ from dflash.inference.pages import Layout
 from dflash.inference.request import RequestSampling
 from dflash.inference.shapes import Shapes
 
-ROUNDS = 5
+ROUNDS, FEWEST = 5, 2  # Rounds at most, and at least.
+ENOUGH = 30.0  # Seconds of dispatches after which no further round begins.
+LONG = 0.5  # Seconds of a dispatch that far memory hardly lengthens, so that it counts alone.
 _PRIME = 7919  # Spreads the tokens of neighboring slots.
 
 
@@ -119,9 +121,10 @@ def cycle_seconds(
 ) -> np.ndarray:
     """Measures seconds per cycle of each choice of rows, the least over interleaved rounds.
 
-    Other work on the machine only ever adds time. The mean of two dispatches counts: the first one
-    reads its weights and rows from far memory, because filling the caches has displaced them from
-    near memory, as a prefill does in a run. That lengthens the shortest cycles most.
+    Other work on the machine only ever adds time. Where dispatches take long, two rounds suffice:
+    they are means over a long time. The mean of two dispatches counts: the first one reads its
+    weights and rows from far memory, because filling the caches has displaced them from near
+    memory, as a prefill does in a run. That lengthens the shortest cycles most.
 
     Args:
       groups: Numbers of choices, S together, whose rows ascend: block sizes, and divisions.
@@ -129,24 +132,37 @@ def cycle_seconds(
       state: Any state of the batch; consumed.
       occupied: Compiled `occupy`, given a table for one length and batch bucket, and the length.
       generate: Runs a dispatch, given the index of the choice that all its cycles take.
-      rounds: Number of rounds.
+      rounds: Largest number of rounds.
     Returns:
       Seconds per cycle by length and choice, float32 [2, S]; all processes return those of the
       first one.
     """
-    count = sum(groups)
-    samples = np.empty((rounds, len(lengths), count), np.float32)
-    for i, at, choice in np.ndindex(samples.shape):
-        state = occupied(state, adaptive.only(choice, count), lengths[at])
-        state, cold = _timed(generate, jax.block_until_ready(state), choice)
-        state, warm = _timed(generate, state, choice)
-        # All sequences may have ended in the first dispatch.
-        samples[i, at, choice] = cold if warm is None else (cold + warm) / 2
+    count, spent, samples = sum(groups), 0.0, []
+    while len(samples) < min(rounds, FEWEST) or (len(samples) < rounds and spent < ENOUGH):
+        samples.append(np.empty((len(lengths), count), np.float32))
+        for at, choice in np.ndindex(samples[-1].shape):
+            state = occupied(state, adaptive.only(choice, count), lengths[at])
+            state, seconds, samples[-1][at, choice] = _sample(generate, state, choice)
+            spent += seconds
     # More rows and longer sequences never take less time, so make each group ascend: noise must not
     # make a larger block look cheaper than plain decoding.
-    parts = np.split(samples.min(axis=0), np.cumsum(groups)[:-1], axis=1)
-    table = np.concatenate([_ascending(_ascending(part, 0), 1) for part in parts], axis=1)
-    return multihost_utils.broadcast_one_to_all(table) if jax.process_count() > 1 else table
+    parts = np.split(np.min(samples, axis=0), np.cumsum(groups)[:-1], axis=1)
+    return np.concatenate([_ascending(_ascending(part, 0), 1) for part in parts], axis=1)
+
+
+def _sample(
+    generate: Callable[[DecodeState, int], tuple[DecodeState, Report]],
+    state: DecodeState,
+    choice: int,
+) -> tuple[DecodeState, float, float]:
+    """Returns the state after one or two dispatches, their seconds, and the seconds per cycle."""
+    state, first, cycles = _timed(generate, jax.block_until_ready(state), choice)
+    if first > LONG:
+        return state, first, first / cycles
+    state, second, more = _timed(generate, state, choice)
+    # All sequences may have ended in the first dispatch.
+    mean = (first / cycles + second / more) / 2 if more else first / cycles
+    return state, first + second, mean
 
 
 def _ascending(table: np.ndarray, axis: int) -> np.ndarray:
@@ -158,9 +174,11 @@ def _timed(
     generate: Callable[[DecodeState, int], tuple[DecodeState, Report]],
     state: DecodeState,
     choice: int,
-) -> tuple[DecodeState, float | None]:
-    """Returns the state after a dispatch, and its seconds per cycle; None if it ran no cycle."""
+) -> tuple[DecodeState, float, int]:
+    """Returns the state after a dispatch, the first process's seconds, and the number of cycles."""
     begin = time.perf_counter()
     state, report = jax.block_until_ready(generate(state, choice))
-    seconds, cycles = time.perf_counter() - begin, int(report.cycles)
-    return state, seconds / cycles if cycles else None
+    seconds = np.float32(time.perf_counter() - begin)
+    if jax.process_count() > 1:  # All must go on in the same way.
+        seconds = multihost_utils.broadcast_one_to_all(seconds)
+    return state, float(seconds), int(report.cycles)

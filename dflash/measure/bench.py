@@ -129,6 +129,16 @@ class Bench:
             )
             before += counts[name]
 
+    @property
+    def must_time_cycles(self) -> bool:
+        """Returns whether `time_cycles` takes time."""
+        return any(engine.must_time_cycles for engine in self.engines.values())
+
+    def time_cycles(self) -> None:
+        """Measures cycles for the strategies that choose how many rows to verify."""
+        for engine in self.engines.values():
+            engine.time_cycles()
+
     def _engine(self, job: jobs.Job) -> MeasuredEngine:
         if not self.workload.forced:
             return make_engine(job)

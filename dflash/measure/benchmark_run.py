@@ -149,6 +149,9 @@ def measure(
             bench.decode_later_turns()
     with display.compiling() as compiling:
         bench.compile(compiling)
+    if bench.must_time_cycles:
+        with display.status("timing cycles"):
+            bench.time_cycles()
     with display.status("warming up"):
         bench.warm_up()
     done: list[TaskRound] = []

@@ -181,6 +181,9 @@ def _decode(
         with display.compiling() as progress:
             greedy = all(map(controls.is_greedy, job.requests(ready)))
             engine.compile((len(prompt.ids) for prompt in ready), progress, greedy=greedy)
+        if engine.must_time_cycles:
+            with display.status("timing cycles"):
+                engine.time_cycles()
         with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
             clock_s = _round(job, engine, ready, records, display, clock_s, usage or Usage())
         ready = _ready(job, records)

@@ -83,6 +83,9 @@ class Backend:
                 engine.compile(
                     lengths, progress, grammars=self._takes_grammars, role=Role(config.serve.role)
                 )
+            if engine.must_time_cycles:
+                with self._display.status("timing cycles"):
+                    engine.time_cycles()
         return engines
 
     def schedulers(self, engines: Mapping[str, Engine]) -> dict[str, Scheduler]:

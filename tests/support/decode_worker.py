@@ -46,6 +46,7 @@ def main() -> None:
         )
         if adaptive:
             run.compile(map(len, task["prompts"]))
+            run.time_cycles()
             tables = multihost_utils.process_allgather(np.array(run.cycle_seconds))
             assert (tables[0] == tables[1]).all(), f"processes differ in their tables: {tables}"
         done = decode(run, task["prompts"], task["limits"], **task["options"])

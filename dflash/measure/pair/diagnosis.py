@@ -204,6 +204,7 @@ def compiled_engine(
     engine = job.engine(prompts)
     lengths = [len(prompt.ids) for prompt in prompts]
     engine.compile(lengths, progress, greedy=engine.is_greedy)
+    engine.time_cycles()
     return engine
 
 
