@@ -39,16 +39,32 @@ def serves(sharding: Sharding) -> bool:
 
 def is_available() -> bool:
     """Returns whether the library is there; the first call compiles it and tells XLA of it."""
+    return _library() is not None
+
+
+def panel_columns() -> int:
+    """Returns the number of columns of a panel of weights; see `matmul_cpu.to_panels`.
+
+    Raises:
+      RuntimeError: There is no library.
+    """
+    library = _library()
+    if library is None:
+        raise RuntimeError("panels of weights need the CPU kernels, which are not there")
+    return library.DflashPanelColumns()
+
+
+def _library() -> ctypes.CDLL | None:
     with _COMPILING:
         return _register()
 
 
 @functools.cache
-def _register() -> bool:
-    """Makes the kernels known to XLA; returns False, after a line on stderr, if that fails."""
+def _register() -> ctypes.CDLL | None:
+    """Makes the kernels known to XLA; returns None, after a line on stderr, if that fails."""
     compiler = cpu_kernels.find_compiler()
     if cpu_kernels.is_off() or compiler is None:
-        return False
+        return None
     source = pathlib.Path(__file__).parent
     try:
         path = cpu_kernels.compile_library(compiler, source, jax.ffi.include_dir())
@@ -60,10 +76,10 @@ def _register() -> bool:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         print(f"CPU kernels off: {_first_error(said)}", file=sys.stderr, flush=True)
-        return False
+        return None
     for target, handler in handlers.items():
         jax.ffi.register_ffi_target(target, handler, platform="cpu")
-    return True
+    return library
 
 
 def _first_error(text: str) -> str:

@@ -18,8 +18,11 @@ namespace ffi = xla::ffi;
 namespace dflash {
 namespace {
 
-constexpr int kVectors = kLanes == 8 ? 2 : 4;  // vectors of columns that are summed at once
+// Vectors of columns, or columns of a transposed matrix, that are summed at once. With AVX-512 there
+// are registers for the sums of six rows and four vectors, with AVX for those of two.
+constexpr int kVectors = kLanes == 8 ? 2 : 4;
 constexpr int kBlock = kLanes * kVectors;
+constexpr int64_t kTileBytes = 1 << 17;  // of the matrix, which stay in near memory for all rows
 constexpr int64_t kAhead = 16;  // rows of the matrix between a read and its prefetch
 
 // A product y [rows, columns] = x [rows, depth] @ w, w [depth, columns], [columns, depth], or panels
@@ -114,7 +117,8 @@ template <int R, bool kPrefetch, typename Weight>
 void Rows(const Product<Weight>& p, bool transposed, int64_t row, int64_t begin, int64_t end) {
   int64_t column = begin;
   if (transposed) {
-    for (; column + 4 <= end; column += 4) Transposed<R, 4, kPrefetch>(p, row, column);
+    for (; column + kVectors <= end; column += kVectors)
+      Transposed<R, kVectors, kPrefetch>(p, row, column);
     for (; column < end; ++column) Transposed<R, 1, kPrefetch>(p, row, column);
     return;
   }
@@ -132,7 +136,7 @@ void Rows(const Product<Weight>& p, bool transposed, int64_t row, int64_t begin,
 
 // Computes columns [begin, end) of all rows, in groups of about equal size.
 template <typename Weight>
-void Group(const Product<Weight>& p, bool transposed, int64_t begin, int64_t end) {
+void Groups(const Product<Weight>& p, bool transposed, int64_t begin, int64_t end) {
   const int64_t groups = (p.rows + kRows - 1) / kRows;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t row = p.rows * group / groups;
@@ -148,6 +152,16 @@ void Group(const Product<Weight>& p, bool transposed, int64_t begin, int64_t end
   }
 }
 
+// Computes columns [begin, end) of all rows, tile by tile if there are several groups of rows.
+template <typename Weight>
+void Tiles(const Product<Weight>& p, bool transposed, int64_t begin, int64_t end) {
+  const int64_t column_bytes = p.depth * int64_t{sizeof(Weight)};
+  const int64_t blocks = std::max<int64_t>(kTileBytes / (column_bytes * kBlock), 1);
+  const int64_t columns = p.rows > kRows ? blocks * kBlock : end - begin;
+  for (int64_t tile = begin; tile < end; tile += columns)
+    Groups(p, transposed, tile, std::min(end, tile + columns));
+}
+
 constexpr int64_t kPartElements = 1 << 16;  // of the matrix, at least, in a part of the work
 
 template <typename Weight>
@@ -160,7 +174,7 @@ void Multiply(ffi::ThreadPool& pool, const Product<Weight>& product, bool transp
   const auto work = [&](int64_t part) {
     const int64_t begin = blocks * part / parts * kBlock;
     const int64_t end = std::min(product.columns, blocks * (part + 1) / parts * kBlock);
-    Group(product, transposed, begin, end);
+    Tiles(product, transposed, begin, end);
   };
   if (parts == 1) {
     work(0);
@@ -192,6 +206,9 @@ ffi::Error Handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
 
 }  // namespace
 }  // namespace dflash
+
+// Returns the number of columns of a panel: the kernel reads panels of this width in order.
+extern "C" int DflashPanelColumns() { return dflash::kBlock; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashMatmul, dflash::Handle,
                               ffi::Ffi::Bind()

@@ -4,8 +4,8 @@ XLA takes half as long again for six rows as for one, though reading the weights
 both. The kernel reads them at nearly the speed of memory, and bfloat16 or int8 weights without a
 float32 copy. A row's result does not depend on the rows beside it.
 
-Panels are a layout of the matrix in which the kernel reads memory in order: W columns side by side,
-then the next W, [F/W, D, W].
+Panels are a layout of the matrix in which the kernel reads memory in order: the W columns that it
+sums at once side by side, then the next W, [F/W, D, W]. W depends on the processor.
 """
 
 import math
@@ -20,7 +20,6 @@ from dflash.parallel.sharding import Sharding
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
 _MAX_ROWS = 256  # The kernel was compared with XLA up to this number.
 _MIN_SIZE = 2**16  # Elements of the matrix.
-_PANEL = 64  # Columns; a multiple of those that the kernel sums at once on any processor.
 
 
 def is_supported(x: jax.Array, weights: jax.Array, sharding: Sharding) -> bool:
@@ -45,16 +44,16 @@ def fits_panels(weights: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -
     """Returns whether a matrix of weights [D, F] can be multiplied in panels."""
     return (
         weights.ndim == 2
-        and weights.shape[1] % _PANEL == 0
         and weights.size >= _MIN_SIZE
         and weights.dtype in _DTYPES
         and library_cpu.serves(sharding)
+        and weights.shape[1] % library_cpu.panel_columns() == 0
     )
 
 
 def to_panels(weights: jax.Array) -> jax.Array:
     """Returns the panels [F/W, D, W] of a matrix [D, F]."""
-    return weights.reshape(len(weights), -1, _PANEL).swapaxes(0, 1)
+    return weights.reshape(len(weights), -1, library_cpu.panel_columns()).swapaxes(0, 1)
 
 
 def matmul(x: jax.Array, weights: jax.Array, *, transposed: bool = False) -> jax.Array:
@@ -63,7 +62,9 @@ def matmul(x: jax.Array, weights: jax.Array, *, transposed: bool = False) -> jax
     Sums are in float32. Call it only where `is_supported` is true, or with panels of weights.
     """
     panels = weights.ndim == 3
-    outputs = weights.shape[0] * _PANEL if panels else weights.shape[0 if transposed else 1]
+    outputs = (
+        weights.shape[0] * weights.shape[2] if panels else weights.shape[0 if transposed else 1]
+    )
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     result = jax.ShapeDtypeStruct((len(rows), outputs), jnp.float32)
     call = jax.ffi.ffi_call(library_cpu.MATMUL, result, vmap_method="sequential")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash.kernels import matmul_cpu, weights_cpu
+from dflash.kernels import library_cpu, matmul_cpu, weights_cpu
 from dflash.runs import cpu_kernels
 
 needs_compiler = pytest.mark.skipif(
@@ -44,7 +44,7 @@ def test_bits_of_a_layer_are_the_same(shape, rows, panels):
     bits, array = random_bits(*shape)
     for layer in range(shape[1]):
         expected = bits[:, layer].reshape(rows, -1)
-        if panels and expected.shape[1] % 64:
+        if panels and expected.shape[1] % library_cpu.panel_columns():
             pytest.skip("no number of panels")
         expected = matmul_cpu.to_panels(expected) if panels else expected
         found = weights_cpu.assemble([array], expected.shape, layer=layer)
