@@ -1,4 +1,4 @@
-"""For how many sequences at once drafting is expected to pay, by the times of cycles.
+"""Tells for how many sequences at once drafting is expected to pay, by the times of cycles.
 
 A drafter that cannot pay for a full batch need not observe its prompts; see `observation`.
 """
