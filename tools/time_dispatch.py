@@ -9,7 +9,6 @@ median of all. The memory allocator matters: compare with `LD_PRELOAD=libjemallo
 
 import argparse
 import io
-import itertools
 import re
 import statistics
 import time
@@ -37,10 +36,8 @@ def main() -> None:
     job = jobs.prepare(config, stdin=io.StringIO())
     job.load_weights()
     engine = job.engine()
-    adaptive = engine.rules.num_choices > 1
     seconds = np.ones(engine.shapes.seconds().shape, np.float32)
-    kinds = ("generate", "generate_plain") if adaptive else ("generate",)
-    for name in itertools.chain(*((kind, kind + program_table.FOR_GREEDY) for kind in kinds)):
+    for name in ("generate", "generate" + program_table.FOR_GREEDY):
         begin = time.perf_counter()
         program = engine.program(name)
         compiled = time.perf_counter() - begin

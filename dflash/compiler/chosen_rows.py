@@ -233,7 +233,7 @@ def simulate(
     by_confidence = cycles.confidence is not None
     division = dataclasses.replace(division, by_confidence=by_confidence)
     state = block_choice.new(batch, sizes, jnp.asarray(times, jnp.float32), division)
-    state = block_choice.with_trial(state)
+    state = block_choice.carried(state)
     tokens, spent = _run(state, cycles, sizes=sizes, division=division)
     return float(tokens / spent)
 

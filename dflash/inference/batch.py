@@ -2,22 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from dflash.inference import constrained
-from dflash.inference.cycle import block_choice, dispatch
-from dflash.inference.cycle.adaptive import PLAIN, spare_rows
-from dflash.inference.cycle.block_choice import Outcomes
+from dflash.inference.cycle import dispatch
+from dflash.inference.cycle.adaptive import spare_rows
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
-from dflash.inference.in_flight import ActiveRequest, stays_plain
+from dflash.inference.in_flight import ActiveRequest
 from dflash.inference.logits import controls
 from dflash.inference.logits.logprobs import Logprobs
-from dflash.inference.observation import Observation, resumes
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.prefill import PrefillChunk
 from dflash.inference.prefix_cache import PrefixCache
@@ -35,7 +33,6 @@ class Batch:
       prefilling: Requests in prefill by prefill slot, in the order of admission.
       running: Requests that decode by slot, in the order of admission.
       pool: Pages of the target's cache.
-      plain: Whether dispatches only decode plainly, and end where drafting is chosen.
     """
 
     def __init__(self, engine: Engine):
@@ -45,8 +42,6 @@ class Batch:
         self.prefilling: dict[int, ActiveRequest] = {}
         self.running: dict[int, ActiveRequest] = {}
         self.pool = PagePool(layout.num_replicas, layout.pages_per_replica)
-        self.plain = False
-        self._observation: Observation | None = None  # None too if the drafter never rests.
         self._cache = PrefixCache(engine, self.pool)
         self._state: DecodeState = jax.block_until_ready(engine.new_state())
         self._prefill_state = jax.block_until_ready(engine.new_prefill_state())
@@ -90,12 +85,9 @@ class Batch:
                 adapter=request.request.adapter,
             )
             request.prefilled, request.touched = end, True
-        if any(request.observed for request in requests.values()):
-            self._state, self._prefill_state, anchors, logprobs = self._engine.prefill(
-                self._state, self._prefill_state, chunks
-            )
-        else:
-            self._state, anchors, logprobs = self._engine.prefill_unobserved(self._state, chunks)
+        self._state, self._prefill_state, anchors, logprobs = self._engine.prefill(
+            self._state, self._prefill_state, chunks
+        )
         ran = {}
         for prefill_slot, request in requests.items():
             complete = request.prefilled == request.context
@@ -116,7 +108,6 @@ class Batch:
             Slot(request.slot, request.pages),
             request.request,
             request.output_ids,
-            observed=request.observed,
         )
         self.running[request.slot] = request
         self._publish(request)
@@ -136,36 +127,17 @@ class Batch:
         if not (ready or others):
             return []
         most_idle = self._layout.batch_size // 2 if queued else dispatch.ANY
-        others = self._dispatch(masked=bool(ready), max_idle=most_idle) if others else None
+        others = self._dispatch(max_idle=most_idle) if others else None
         self._state, reports = constrained.generate(self._engine, self._state, ready, others)
         return reports
 
-    def _dispatch(self, *, masked: bool, max_idle: int) -> Callable[..., Any]:
+    def _dispatch(self, *, max_idle: int) -> Callable[..., Any]:
         """Returns the dispatch of the running requests, as a function of the state."""
         bucket, running = self._layout.bucket_for(self.running), self.running.values()
         greedy = all(controls.is_greedy(request.request) for request in running)
-        how = {"greedy": greedy, "max_idle": max_idle}
-        whole = bucket in (None, self._layout.slots_per_replica)
-        if whole and not any(request.observed for request in running):
-            return functools.partial(self._engine.generate_unobserved, **how)
-        plain = self.plain and not masked
-        return functools.partial(self._engine.generate, bucket=bucket, plain=plain, **how)
-
-    def learn(self, report: Report, *, waiting: int = 0) -> None:
-        """Notes what drafting saved in a dispatch; a rest may begin.
-
-        Args:
-          report: Report of the dispatch, on the host.
-          waiting: Number of requests that wait for a slot.
-        """
-        if self._engine.rules.num_choices == 1:
-            return
-        self.plain = stays_plain(report)
-        if self._observation and any(request.observed for request in self.running.values()):
-            saved = report.saved[: int(report.cycles)]
-            self._observation.learn(saved, plain=int(report.next_choice) == PLAIN)
-            if self._observation.rests(waiting=waiting, running=len(self.requests)):
-                self._rest()
+        return functools.partial(
+            self._engine.generate, bucket=bucket, greedy=greedy, max_idle=max_idle
+        )
 
     def close(self) -> None:
         """Hands the acceptance statistics to the engine."""
@@ -204,14 +176,13 @@ class Batch:
 
     # --- slots and pages ------------------------------------------------------------------------
 
-    def admit(self, request: ActiveRequest, *, waiting: int = 0) -> bool:
+    def admit(self, request: ActiveRequest) -> bool:
         """Gives a request a slot and pages, and starts its prefill; False if none are free.
 
         Among several replicas it prefers the one that has most of the prompt's pages cached.
 
         Args:
           request: Request without a slot.
-          waiting: Number of requests that wait behind it.
         """
         taken = {held.slot for held in self.requests}
         free: dict[int, int] = {}  # First free slot by replica.
@@ -223,40 +194,9 @@ class Batch:
         cached = {replica: self._cache.find(replica, *wanted) for replica in free}
         for replica in sorted(free, key=lambda replica: -len(cached[replica])):
             if self._take_pages(request, replica, cached[replica]):
-                if self._engine.may_rest:
-                    self._observe(request, waiting)
                 self._start_prefill(request, free[replica], replica, cached[replica])
                 return True
         return False
-
-    def _observe(self, request: ActiveRequest, waiting: int) -> None:
-        """Decides whether the drafter observes a request; a trial is due when a rest ends."""
-        if self._observation is None:
-            most = self._most_drafted([request])
-            self._observation = Observation.at_first(self._layout.batch_size, most)
-        rested = self._observation.resting
-        running = len(self.requests)
-        request.observed = self._observation.admit(waiting=waiting, running=running)
-        if rested and request.observed:
-            self._state = self._state.with_trial()
-        if self._observation.resting and not rested:
-            self._rest()
-
-    def _most_drafted(
-        self, requests: Iterable[ActiveRequest], outcomes: Outcomes | None = None
-    ) -> int:
-        """Returns for how many such requests at once drafting pays; see `Engine.most_drafted`."""
-        lengths = [(request.length + request.request.limit) / 2 for request in requests]
-        return self._engine.most_drafted(float(np.mean(lengths)), outcomes)
-
-    def _rest(self) -> None:
-        """Ends the observation of all requests; what it has told decides about the last ones."""
-        if self.requests:
-            told = block_choice.outcomes(self._state.adaptive.choice)
-            self._observation.most = self._most_drafted(self.requests, told)
-        for request in self.requests:
-            request.observed = False
-        self._state = self._state.unobserved()
 
     def _take_pages(self, request: ActiveRequest, replica: int, cached: Sequence[int]) -> bool:
         """Holds the cached pages, and takes the others that the request needs."""
@@ -320,27 +260,6 @@ class Batch:
             slots = [Slot(slot, request.pages) for slot, request in self.running.items()]
             self._state = self._engine.set_pages(self._state, slots)
         return preempted
-
-    def resume(self) -> list[ActiveRequest]:
-        """Vacates unobserved requests that the drafter may yet help; see `observation`.
-
-        Returns:
-          The requests, in the order of admission.
-        """
-        if self._observation is None:
-            return []
-        few = len(self.requests) <= self._observation.few
-        observed = any(request.observed for request in self.requests)
-        if not self._observation.pays and (observed or not few):
-            return []
-        unobserved = [
-            request
-            for request in self.running.values()
-            if not request.observed and resumes(request.length, request.request.limit)
-        ]
-        for request in unobserved:
-            self.vacate(request)
-        return unobserved
 
     def _youngest(self, replica: int) -> ActiveRequest:
         """Returns the youngest request; one in prefill is younger than all running ones."""

@@ -23,8 +23,7 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import first_token, program_table, timing, weight_update
-from dflash.inference.cycle import break_even, dispatch
-from dflash.inference.cycle.block_choice import Outcomes
+from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report, Statistics
 from dflash.inference.logits import controls
@@ -127,24 +126,6 @@ class Engine:
         """Returns whether the config's sampling is greedy, without logit controls."""
         return controls.is_greedy(Request(0, (), 1, RequestSampling.from_config(self.config)))
 
-    @property
-    def may_rest(self) -> bool:
-        """Returns whether the drafter may leave out requests; see `observation`."""
-        return program_table.may_rest(self.shapes)
-
-    def most_drafted(self, length: float, outcomes: Outcomes | None = None) -> int:
-        """Returns for how many sequences at once drafting is expected to pay at most, or 0.
-
-        Args:
-          length: Mean length of the sequences in tokens.
-          outcomes: Outcomes of drafts so far; None if there are none, so that the best is hoped.
-        """
-        outcomes = outcomes or break_even.hopeful(self.rules.block_sizes)
-        tables, trees = self._measured(), self.shapes.drafter.drafts_trees
-        return break_even.most_drafted(
-            tables, length, outcomes, self.layout, self.rules, trees=trees
-        )
-
     def has_room(self, max_length: int, num_stop_ids: int) -> bool:
         """Returns whether sequences of `max_length` tokens with `num_stop_ids` stop ids fit."""
         return max_length <= self.layout.max_length and num_stop_ids <= self.num_stop_ids
@@ -189,15 +170,6 @@ class Engine:
         cache, *results = run(*weights, state.cache, prefill_state, inputs, *of_prompts)
         return dataclasses.replace(state, cache=cache), *results
 
-    def prefill_unobserved(
-        self, state: DecodeState, chunks: Mapping[int, PrefillChunk]
-    ) -> tuple[DecodeState, jax.Array, Logprobs]:
-        """Runs chunks that the drafter does not observe; see `prefill` and `may_rest`."""
-        inputs, *of_prompts = self._prompt_inputs(chunks)
-        run = self.program("prefill_unobserved", inputs.tokens.shape[1])
-        cache, *results = run(self.target_params, state.cache, inputs, *of_prompts)
-        return dataclasses.replace(state, cache=cache), *results
-
     def _prompt_inputs(self, chunks: Mapping[int, PrefillChunk]) -> tuple:
         """Returns the next chunks, their constraints and their sampling."""
         inputs = pack(chunks, self.num_prefill_slots, self.layout)
@@ -216,8 +188,6 @@ class Engine:
         slot: Slot,
         request: Request,
         output_ids: Sequence[int] = (),
-        *,
-        observed: bool = True,
     ) -> DecodeState:
         """Puts a prefilled sequence into a slot; consumes `state` (its buffers are donated).
 
@@ -233,7 +203,6 @@ class Engine:
           request: Request of the sequence; its limit and stop ids end the sequence.
           output_ids: Known output so far; empty for a new sequence, whose anchor the host does not
             know yet.
-          observed: Whether the drafter has observed the sequence, and goes on doing so.
         Raises:
           ValueError: The slot has more pages than a sequence may own.
         """
@@ -250,17 +219,13 @@ class Engine:
             stop_ids, stated, SamplingParams.of(request.sampling),
             np.int32(request.adapter) if self.target.adapters else None,
         )  # fmt: skip
-        if observed:
-            return self.program("insert")(state, prefill_state, *of_request)
-        run = self.program("insert_unobserved")
-        return state.with_target(run(state.of_target(), (), *of_request))
+        return self.program("insert")(state, prefill_state, *of_request)
 
     def generate(
         self,
         state: DecodeState,
         bucket: int | None = None,
         *,
-        plain: bool = False,
         greedy: bool = False,
         max_idle: int = dispatch.ANY,
     ) -> tuple[DecodeState, Report]:
@@ -270,23 +235,13 @@ class Engine:
           state: State of the batch.
           bucket: Batch bucket, one of the layout's: only the first `bucket` slots of each replica
             are computed, and the others must be empty. None computes all slots.
-          plain: Decode plainly, and end where drafting is chosen; see `dispatch.run_cycles`.
           greedy: Each request in the batch `is_greedy`, see `controls`. A program without sampling
             and logit controls then suffices, which compiles sooner and starts sooner on a CPU.
           max_idle: End before slots would be idle for more cycles; see `dispatch.run_cycles`.
         """
         sizes = () if bucket in (None, self.layout.slots_per_replica) else (bucket,)
-        kind = "generate_plain" if plain else "generate"
-        run = self._programs.for_requests(kind, *sizes, greedy=greedy)
+        run = self._programs.for_requests("generate", *sizes, greedy=greedy)
         return run(self.target_params, self.drafter_params, state, np.int32(max_idle))
-
-    def generate_unobserved(
-        self, state: DecodeState, *, greedy: bool = False, max_idle: int = dispatch.ANY
-    ) -> tuple[DecodeState, Report]:
-        """Decodes plainly in all slots, none of which the drafter observes; see `generate`."""
-        run = self._programs.for_requests("generate_unobserved", greedy=greedy)
-        of_target, report = run(self.target_params, state.of_target(), np.int32(max_idle))
-        return state.with_target(of_target), report
 
     def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
         """Drafts for every slot, for `conclude` to verify; consumes `state`."""
@@ -425,8 +380,6 @@ class Engine:
     def time_cycles(self) -> None:
         """Measures cycles of each number of rows, unless that was done or there is no choice."""
         self._measured()
-        if self.may_rest:
-            self.most_drafted(1)  # Compiles what it computes.
 
     def program_names(self, prompt_lengths: Iterable[int], *, greedy: bool = False) -> list[tuple]:
         """Returns the names of the programs that prompts need; see `compile`."""

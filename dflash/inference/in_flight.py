@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from dflash import errors
-from dflash.inference.cycle.adaptive import PLAIN
 from dflash.inference.cycle.state import Report
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits.logprobs import Logprobs
@@ -39,7 +38,6 @@ class ActiveRequest:
       preemptions: Number of times that it lost its slot.
       cached_tokens: Prompt tokens found in the prefix cache.
       recomputed: Whether it was computed again after non-finite logits that it did not explain.
-      observed: Whether the drafter observes it while it holds a slot.
       error: Error that ends this request alone; None if it has not failed.
     """
 
@@ -61,7 +59,6 @@ class ActiveRequest:
     preemptions: int = 0
     cached_tokens: int = 0
     recomputed: bool = False
-    observed: bool = True
     error: errors.UserError | None = None
 
     @property
@@ -178,13 +175,6 @@ def count_cycles(report: Report) -> dict[str, int]:
             "redrafted_cycles": np.count_nonzero((found == 0).any(axis=1)),
         }
     return {name: int(count) for name, count in counts.items()}
-
-
-def stays_plain(report: Report) -> bool:
-    """Returns whether the later half of a dispatch verified no draft, nor will the next cycle."""
-    cycles = int(report.cycles)
-    later = report.block_sizes[cycles // 2 : cycles]
-    return cycles > 0 and int(report.next_choice) == PLAIN and bool((later <= 1).all())
 
 
 def committed(report: Report, slot: int, cycles: np.ndarray) -> list[int]:

@@ -29,12 +29,6 @@ def insert(shapes: Shapes) -> tuple:
     return shapes.state(), shapes.prefill_state(), anchors, *where, *of_request
 
 
-def insert_unobserved(shapes: Shapes) -> tuple:
-    """Returns the arguments of `programs.insert` without a drafter."""
-    state, _, *others = insert(shapes)
-    return state.of_target(), (), *others
-
-
 def prefill(shapes: Shapes, rows: int) -> tuple:
     """Returns the arguments of a prefill chunk of `rows` tokens."""
     prompts = prompt(shapes, rows)

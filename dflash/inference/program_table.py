@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from dflash.drafters.none import NoDrafter
 from dflash.inference import program_arguments, programs
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState
@@ -155,11 +154,6 @@ def names(
     needed += [("unconstrained", count) for count in sorted({1, shapes.num_prefill_slots})]
     generate = (("generate" + suffix, *bucket) for bucket in buckets)
     needed += [("insert",), *generate, ("release",)]
-    if len(shapes.block_sizes) > 1:
-        needed += [("generate_plain" + suffix, *bucket) for bucket in buckets]
-    if may_rest(shapes):
-        needed += [("insert_unobserved",), ("generate_unobserved" + suffix,)]
-        needed += [("prefill_unobserved", rows) for rows in chunks]
     if grammars:
         needed += [("draft",), ("conclude",)]
     if layout.overcommits:
@@ -171,14 +165,6 @@ def names(
     if len(shapes.block_sizes) > 1:
         needed.append(("occupied",))
     return needed
-
-
-def may_rest(shapes: Shapes) -> bool:
-    """Returns whether the drafter may leave out requests; see `observation`.
-
-    With a prefix cache it must not, since cached pages contain its rows too.
-    """
-    return len(shapes.block_sizes) > 1 and not shapes.layout.prefix_cache
 
 
 def keeps_rows(shapes: Shapes) -> bool:
@@ -264,17 +250,6 @@ def _generate(**how: bool) -> Program:
     )
 
 
-def _generate_unobserved(**how: bool) -> Program:
-    """Returns the program of a dispatch that no drafter observes."""
-    return Program(
-        lambda shapes: shapes.over_target(programs.generate_unobserved(shapes, **how)),
-        lambda shapes: (shapes.weights[0], shapes.state().of_target(), shapes.scalar()),
-        lambda shapes: (places(shapes.state().of_target()), shapes.replicated),
-        donated=(1,),
-        loops=True,
-    )
-
-
 TABLE: dict[str, Program] = {
     "new_state": Program(
         lambda shapes: functools.partial(programs.new_state, shapes),
@@ -287,18 +262,8 @@ TABLE: dict[str, Program] = {
         lambda shapes: places(shapes.state()),
         donated=(0,),
     ),
-    "insert_unobserved": Program(
-        lambda shapes: functools.partial(programs.insert, NoDrafter()),
-        program_arguments.insert_unobserved,
-        lambda shapes: places(shapes.state().of_target()),
-        donated=(0,),
-    ),
     "generate": _generate(),
     "generate" + FOR_GREEDY: _generate(greedy=True),
-    "generate_plain": _generate(plain=True),
-    "generate_plain" + FOR_GREEDY: _generate(plain=True, greedy=True),
-    "generate_unobserved": _generate_unobserved(),
-    "generate_unobserved" + FOR_GREEDY: _generate_unobserved(greedy=True),
     "release": Program(
         lambda shapes: programs.release,
         lambda shapes: (shapes.state().occupancy, shapes.scalar()),
@@ -346,16 +311,6 @@ TABLE: dict[str, Program] = {
         program_arguments.prefill,
         _prefill_results,
         donated=(2, 3),
-    ),
-    "prefill_unobserved": Program(
-        lambda shapes, rows: shapes.over_target(programs.prefill_unobserved),
-        lambda shapes, rows: (
-            shapes.weights[0],
-            shapes.state().cache,
-            *program_arguments.prompt(shapes, rows),
-        ),
-        lambda shapes, rows: (places(shapes.state().cache), shapes.replicated, shapes.replicated),
-        donated=(1,),
     ),
     # The prefix cache.
     "new_context": Program(

@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
-from dflash.drafters.none import NoDrafter
 from dflash.inference import batch_buckets, first_token, timing
 from dflash.inference.cycle import adaptive, dispatch
-from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState, Occupancy
 from dflash.inference.logits import controls, nonfinite
 from dflash.inference.logits.controls import Controls
 from dflash.inference.logits.sampling import SamplingParams
-from dflash.inference.prefill import ChunkInputs, prefill_chunk, replay_chunk, run_chunk
+from dflash.inference.prefill import ChunkInputs, prefill_chunk, replay_chunk
 from dflash.inference.request import RequestSampling
 from dflash.inference.shapes import Shapes
 from dflash.layers.cache import PagedCache
@@ -116,7 +114,6 @@ def release(occupancy: Occupancy, slot: jax.Array) -> Occupancy:
         # An empty slot is greedy, so that a batch of greedy sequences skips all noise.
         temperature=occupancy.temperature.at[slot].set(0),
         page_table=occupancy.page_table.at[slot].set(0),
-        observed=None if occupancy.observed is None else occupancy.observed.at[slot].set(False),
     )
 
 
@@ -126,13 +123,10 @@ def set_pages(state: DecodeState, table: jax.Array) -> DecodeState:
     return dataclasses.replace(state, cache=cache)
 
 
-def generate(
-    shapes: Shapes, bucket: int | None = None, *, plain: bool = False, greedy: bool = False
-) -> Callable:
+def generate(shapes: Shapes, bucket: int | None = None, *, greedy: bool = False) -> Callable:
     """Returns a dispatch over the first `bucket` slots of each replica; None for all slots.
 
-    If `plain` is true, it only decodes plainly; see `dispatch.run_cycles`. `greedy` is as in
-    `Engine.generate`.
+    `greedy` is as in `Engine.generate`.
     """
     rules = shapes.rules.for_greedy() if greedy else shapes.rules
     entry = shapes.layout.bucket_sizes.index(bucket or shapes.layout.slots_per_replica)
@@ -148,25 +142,12 @@ def generate(
             state,
             max_cycles=shapes.config.sync_every,
             rules=rules,
-            plain=plain,
             max_idle=max_idle,
         )
 
     if bucket is None:
         return run
     return batch_buckets.over_first_slots(run, shapes.state(bucket), shapes.layout.num_replicas)
-
-
-def generate_unobserved(shapes: Shapes, *, greedy: bool = False) -> Callable:
-    """Returns a dispatch of plain decoding over all slots, given `DecodeState.of_target`."""
-    rules = Rules((1,), verify=shapes.rules.verify)
-    rules = rules.for_greedy() if greedy else rules
-    run = functools.partial(dispatch.run_cycles, max_cycles=shapes.config.sync_every, rules=rules)
-
-    def plainly(target: Decoder, state: DecodeState, max_idle: jax.Array):
-        return run(target, NoDrafter(), state, max_idle=max_idle)
-
-    return plainly
 
 
 def occupied(shapes: Shapes) -> Callable:
@@ -194,14 +175,6 @@ def prefill(
     """Runs one chunk of each prompt; see `prefill_chunk`."""
     sampling = sampling.with_keys()
     return prefill_chunk(target, drafter, cache, prefill_state, chunk, sampling, constraints)
-
-
-def prefill_unobserved(
-    target: Decoder, cache: PagedCache, chunk: ChunkInputs, constraints, sampling
-) -> tuple:
-    """Runs one chunk of each prompt that the drafter does not observe; see `run_chunk`."""
-    cache, *drawn, _ = run_chunk(target, (), cache, chunk, sampling.with_keys(), constraints)
-    return cache, *drawn
 
 
 def unconstrained(shapes: Shapes, count: int) -> first_token.FirstTokenConstraints:

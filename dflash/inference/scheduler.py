@@ -174,7 +174,6 @@ class Scheduler:
         batch = self._batch
         for request in batch.grow():
             self._requeue([request])
-        self._requeue(() if self._queue or self.paused else batch.resume())
         left = self._layout.prefill_chunk
         while self._admit():
             rows, decoding = batch.next_rows(), bool(batch.running)
@@ -196,7 +195,7 @@ class Scheduler:
         """
         while self._queue and not (self.paused or self._must_wait(self._queue[0])):
             request = self._queue[0]
-            if not self._batch.admit(request, waiting=len(self._queue) - 1):
+            if not self._batch.admit(request):
                 break
             self._queue.popleft()
             if self._engine.prefix_cache:
@@ -296,7 +295,6 @@ class Scheduler:
         self._clock_s += end - begin
         counts = count_cycles(report)
         self._counts.update(dispatches=1, decode_seconds=end - begin, **counts)
-        self._batch.learn(report, waiting=len(self._queue))
         if work.queued:
             self._counts.update(
                 queued_cycles=counts["cycles"], queued_slot_cycles=counts["slot_cycles"]

@@ -49,8 +49,6 @@ def occupy(
     table = jnp.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
     params = state.sampling.filled(sampling)
     empty = jax.tree.map(jnp.zeros_like, state.adaptive)
-    if empty is not None:
-        empty = dataclasses.replace(empty, observed=jnp.ones_like(empty.observed))
     # Depends on an argument, so that XLA does not fold the caches into constants of the program.
     phase = state.length[0].astype(jnp.float32)
     layers, drafter = jax.tree.map(lambda x: _fill(x, phase), (state.cache.layers, state.drafter))
@@ -103,8 +101,8 @@ def measure(
         return program("occupied")(state, np.broadcast_to(seconds, shape), np.int32(length))
 
     def measure_bucket(bucket: int) -> np.ndarray:
-        def run(state: DecodeState, choice: int) -> tuple[DecodeState, Report]:
-            return generate(state, bucket, plain=choice == adaptive.PLAIN)
+        def run(state: DecodeState) -> tuple[DecodeState, Report]:
+            return generate(state, bucket)
 
         return cycle_seconds(groups, lengths, program("new_state")(plain), occupied, run)
 
@@ -116,7 +114,7 @@ def cycle_seconds(
     lengths: tuple[int, int],
     state: DecodeState,
     occupied: Callable[[DecodeState, np.ndarray, int], DecodeState],
-    generate: Callable[[DecodeState, int], tuple[DecodeState, Report]],
+    generate: Callable[[DecodeState], tuple[DecodeState, Report]],
     rounds: int = ROUNDS,
 ) -> np.ndarray:
     """Measures seconds per cycle of each choice of rows, the least over interleaved rounds.
@@ -131,7 +129,7 @@ def cycle_seconds(
       lengths: Two lengths of the sequences, ascending.
       state: Any state of the batch; consumed.
       occupied: Compiled `occupy`, given a table for one length and batch bucket, and the length.
-      generate: Runs a dispatch, given the index of the choice that all its cycles take.
+      generate: Runs a dispatch.
       rounds: Largest number of rounds.
     Returns:
       Seconds per cycle by length and choice, float32 [2, S]; all processes return those of the
@@ -142,7 +140,7 @@ def cycle_seconds(
         samples.append(np.empty((len(lengths), count), np.float32))
         for at, choice in np.ndindex(samples[-1].shape):
             state = occupied(state, adaptive.only(choice, count), lengths[at])
-            state, seconds, samples[-1][at, choice] = _sample(generate, state, choice)
+            state, seconds, samples[-1][at, choice] = _sample(generate, state)
             spent += seconds
     # More rows and longer sequences never take less time, so make each group ascend: noise must not
     # make a larger block look cheaper than plain decoding.
@@ -151,15 +149,13 @@ def cycle_seconds(
 
 
 def _sample(
-    generate: Callable[[DecodeState, int], tuple[DecodeState, Report]],
-    state: DecodeState,
-    choice: int,
+    generate: Callable[[DecodeState], tuple[DecodeState, Report]], state: DecodeState
 ) -> tuple[DecodeState, float, float]:
     """Returns the state after one or two dispatches, their seconds, and the seconds per cycle."""
-    state, first, cycles = _timed(generate, jax.block_until_ready(state), choice)
+    state, first, cycles = _timed(generate, jax.block_until_ready(state))
     if first > LONG:
         return state, first, first / cycles
-    state, second, more = _timed(generate, state, choice)
+    state, second, more = _timed(generate, state)
     # All sequences may have ended in the first dispatch.
     mean = (first / cycles + second / more) / 2 if more else first / cycles
     return state, first + second, mean
@@ -171,13 +167,11 @@ def _ascending(table: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _timed(
-    generate: Callable[[DecodeState, int], tuple[DecodeState, Report]],
-    state: DecodeState,
-    choice: int,
+    generate: Callable[[DecodeState], tuple[DecodeState, Report]], state: DecodeState
 ) -> tuple[DecodeState, float, int]:
     """Returns the state after a dispatch, the first process's seconds, and the number of cycles."""
     begin = time.perf_counter()
-    state, report = jax.block_until_ready(generate(state, choice))
+    state, report = jax.block_until_ready(generate(state))
     seconds = np.float32(time.perf_counter() - begin)
     if jax.process_count() > 1:  # All must go on in the same way.
         seconds = multihost_utils.broadcast_one_to_all(seconds)

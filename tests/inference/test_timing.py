@@ -81,8 +81,7 @@ def measure(rounds, monkeypatch, groups=(3,), cycles=(2, 2), longer=None, cold=0
         upcoming[:] = zip((warm + cold, warm), cycles, strict=True)
         return state
 
-    def generate(state, choice):
-        assert SIZES[choice] == order[-1][1]
+    def generate(state):
         taken, count = upcoming.pop(0)
         now[0] += taken / 1000
         return state, types.SimpleNamespace(cycles=count)

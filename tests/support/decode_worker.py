@@ -51,8 +51,6 @@ def main() -> None:
             assert (tables[0] == tables[1]).all(), f"processes differ in their tables: {tables}"
         done = decode(run, task["prompts"], task["limits"], **task["options"])
         outputs[name] = [one.output_ids for one in done]
-        if adaptive:
-            outputs[f"{name}, resting"] = decode_resting(run, task)
         if name in task.get("constrained", ()):
             outputs[f"{name}, constrained"] = decode_constrained(run, task)
     for name in task.get("cached", ()):
@@ -67,22 +65,6 @@ def decode_constrained(run, task: dict) -> list:
     from support import grammars
 
     return grammars.decode_some(run, task["prompts"], task["limits"], **task["options"])
-
-
-def decode_resting(run, task: dict) -> list:
-    """The outputs where drafts that save nothing let the drafter rest: all know it alike."""
-    import numpy as np
-
-    from dflash.inference import observation
-    from support.engines import decode
-
-    observation.MEMORY = 1.0  # One dispatch is enough to know.
-    run.cycle_seconds = np.linspace(1, 1.1, run.rules.num_choices, dtype=np.float32)
-    generate, calls = run.generate_unobserved, []
-    run.generate_unobserved = lambda *args, **how: calls.append(how) or generate(*args, **how)
-    done = decode(run, task["prompts"], task["limits"], **task["options"])
-    assert calls, "it never rests"
-    return [one.output_ids for one in done]
 
 
 def decode_divided(name: str, mesh: tuple[int, ...], task: dict) -> list:

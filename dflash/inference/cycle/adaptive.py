@@ -27,31 +27,19 @@ class Adaptive:
       backlog: Rows that the drafter has not observed yet.
       seconds: float32 [W, 2, S]; seconds of a cycle for each batch bucket, each of two lengths of
         all sequences (see `timed_lengths`), and each block size or division of rows.
-      observed: bool [B]; sequences that the drafter observes. Others decode plainly to their end.
     """
 
     choice: BlockChoice
     backlog: Backlog
     seconds: jax.Array
-    observed: jax.Array
 
     def insert(self, slot: jax.Array) -> "Adaptive":
-        """Resets the statistics and the backlog of slot `slot` for a sequence that is observed."""
+        """Resets the statistics and the backlog of slot `slot` for a new sequence."""
         count = self.backlog.count.at[slot].set(0)
         return dataclasses.replace(
             self,
             choice=block_choice.forget(self.choice, slot),
             backlog=dataclasses.replace(self.backlog, count=count),
-            observed=self.observed.at[slot].set(True),
-        )
-
-    def unobserved(self) -> "Adaptive":
-        """Leaves out the sequences in all slots, and what the drafter has not observed of them."""
-        count = jnp.zeros_like(self.backlog.count)
-        return dataclasses.replace(
-            self,
-            backlog=dataclasses.replace(self.backlog, count=count),
-            observed=jnp.zeros_like(self.observed),
         )
 
     def timed(self, bucket: int, length: jax.Array, lengths: tuple[int, int]) -> "Adaptive":
@@ -68,7 +56,7 @@ class Adaptive:
 
     def choose(self, *args: Any) -> "Adaptive":
         """Chooses the block size of the next cycle; see `block_choice.choose`."""
-        choice = block_choice.choose(self.choice, *args, observed=self.observed)
+        choice = block_choice.choose(self.choice, *args)
         return dataclasses.replace(self, choice=choice)
 
     def at(self, index: int) -> "Adaptive":
@@ -78,19 +66,18 @@ class Adaptive:
 
     def learn(self, *args: Any) -> "Adaptive":
         """Updates the statistics with the outcome of a cycle; see `block_choice.learn`."""
-        choice = block_choice.learn(self.choice, *args, observed=self.observed)
+        choice = block_choice.learn(self.choice, *args)
         return dataclasses.replace(self, choice=choice)
 
     def earn(self, active: jax.Array) -> "Adaptive":
         """Goes on after a plain cycle; see `block_choice.earn`."""
-        choice = block_choice.earn(self.choice, active, observed=self.observed)
+        choice = block_choice.earn(self.choice, active)
         return dataclasses.replace(self, choice=choice)
 
     def put_aside(
         self, tokens: jax.Array, num_committed: jax.Array, features: jax.Array
     ) -> "Adaptive":
         """Stores a plain cycle's rows in the backlog; see `Backlog.append`."""
-        num_committed = jnp.where(self.observed, num_committed, 0)
         return dataclasses.replace(
             self, backlog=self.backlog.append(tokens, num_committed, features)
         )
@@ -137,7 +124,6 @@ def abstract(
         choice,
         backlog.abstract(batch, width, dtype, sharding),
         sharding.abstract((num_buckets, 2, *choice.seconds.shape), (None,) * 3, jnp.float32),
-        sharding.abstract((batch,), ("batch",), jnp.bool_),
     )
 
 

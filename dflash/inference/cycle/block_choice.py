@@ -26,7 +26,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from dflash.inference.cycle import by_confidence, divided_rows
 from dflash.inference.cycle.choices import WHOLE, Division
@@ -45,10 +44,6 @@ POOL_WEIGHT = 8.0
 MEMORY, POOL_MEMORY = 64.0, 64.0
 IDLE_MEMORY = 16.0  # Counts cycles in which a sequence verified no draft, but others did.
 CARRIED = 16.0  # Largest number of verified drafts that the outcomes of earlier runs count as.
-
-
-# How often each draft was verified, and how often it was then accepted, float32 [G] each.
-Outcomes = tuple[ArrayLike, ArrayLike]
 
 
 @jax.tree_util.register_dataclass
@@ -145,27 +140,18 @@ def new(
     )
 
 
-def outcomes(choice: BlockChoice) -> Outcomes:
-    """Returns the outcomes of the drafts of all sequences, on the host."""
-    return jax.device_get((choice.pool_tried, choice.pool_accepted))
-
-
 def carried(choice: BlockChoice) -> BlockChoice:
     """Returns the choice for another run, whose prompts may be of another kind.
 
-    The first trials of a run must outweigh what all earlier runs have told.
+    A trial is due, and the first trials must outweigh what all earlier runs have told.
     """
     scale = CARRIED / jnp.maximum(choice.pool_tried.max(), CARRIED)
     return dataclasses.replace(
         choice,
         pool_tried=choice.pool_tried * scale,
         pool_accepted=choice.pool_accepted * scale,
+        credit=choice.credit + _AMPLE,
     )
-
-
-def with_trial(choice: BlockChoice) -> BlockChoice:
-    """Returns the choice with a trial due, whatever it costs."""
-    return dataclasses.replace(choice, credit=choice.credit + _AMPLE)
 
 
 def forget(choice: BlockChoice, slot: jax.Array) -> BlockChoice:
@@ -208,7 +194,6 @@ def choose(
     left: jax.Array,
     sizes: tuple[int, ...],
     division: Division = WHOLE,
-    observed: jax.Array | None = None,
 ) -> BlockChoice:
     """Chooses the size of the next cycle, one for the whole batch, or a division of its rows.
 
@@ -218,7 +203,6 @@ def choose(
       left: int32 [B]; tokens until each one's limit, 1 for one that decodes plainly.
       sizes: S block sizes.
       division: Cycles that divide their rows.
-      observed: bool [B]; sequences that the drafter observes. None for all.
     """
     chances = survival(rates(choice), active, left, trees=choice.trees)
     drafts = jnp.cumsum(jnp.pad(chances.sum(axis=0), (1, 0)))
@@ -241,14 +225,10 @@ def choose(
         trial=trial.astype(jnp.int32),
         loss=jnp.where(trial == best, 0, jnp.maximum(loss, 0)),
     )
-    return _with_credit(chosen, choice.credit, _informs(active, observed))
+    return _with_credit(chosen, choice.credit)
 
 
-def earn(
-    choice: BlockChoice,
-    active: jax.Array,
-    observed: jax.Array | None = None,
-) -> BlockChoice:
+def earn(choice: BlockChoice, active: jax.Array) -> BlockChoice:
     """Goes on after a cycle of size 1, which tells nothing about drafts: a trial may be due.
 
     The best size stays, though a sequence may have ended. That is much less work than `learn` and
@@ -257,25 +237,19 @@ def earn(
     Args:
       choice: Statistics before the cycle.
       active: bool [B]; sequences in the cycle.
-      observed: bool [B]; sequences that the drafter observes. None for all.
     """
     earned = _trials(active.sum()) * choice.seconds[choice.best]
     choice = dataclasses.replace(choice, gains=by_confidence.idle(choice.gains))
-    return _with_credit(choice, choice.credit + earned, _informs(active, observed))
+    return _with_credit(choice, choice.credit + earned)
 
 
-def _informs(active: jax.Array, observed: jax.Array | None) -> jax.Array | bool:
-    """Returns whether a trial tells enough: the drafter observes at least half the sequences."""
-    return True if observed is None else 2 * (active & observed).sum() >= active.sum()
-
-
-def _with_credit(choice: BlockChoice, credit: jax.Array, informs: jax.Array | bool) -> BlockChoice:
+def _with_credit(choice: BlockChoice, credit: jax.Array) -> BlockChoice:
     """Returns the choice with this credit, and with the next cycle's size, the best or a trial's.
 
     Credit is capped at one trial, so that saved credit does not cause a burst of trials. Debt is,
     too: what a trial cost beyond its expected loss is bad luck, of which the rates tell.
     """
-    index = jnp.where((credit >= choice.loss) & informs, choice.trial, choice.best)
+    index = jnp.where(credit >= choice.loss, choice.trial, choice.best)
     credit = jnp.clip(credit, -choice.loss, choice.loss)
     return dataclasses.replace(choice, credit=credit, index=index)
 
@@ -297,7 +271,6 @@ def learn(
     rows: jax.Array | None = None,
     on_path: jax.Array | None = None,
     confidence: jax.Array | None = None,
-    observed: jax.Array | None = None,
 ) -> BlockChoice:
     """Updates the statistics with the outcome of the cycle that `choice` chose.
 
@@ -312,8 +285,6 @@ def learn(
         of committed tokens tells.
       confidence: float32 [B, n]; the drafter's confidence in the first drafts, if rows were divided
         by it.
-      observed: bool [B]; sequences that the drafter observes; the others tell nothing. None for
-        all.
     """
     means = jnp.array((*sizes, *division.mean_rows))
     idle, gains = jnp.zeros_like(num_committed, bool), by_confidence.idle(choice.gains)
@@ -322,8 +293,7 @@ def learn(
     elif rows is not None:
         idle = (rows == 1) & (num_committed > 0)
     drafts = ((means[choice.index] if rows is None else rows) - 1).reshape(-1, 1)
-    told = num_committed if observed is None else jnp.where(observed, num_committed, 0)
-    tried, accepted = _outcomes(choice, told, left, drafts, on_path, confidence)
+    tried, accepted = _outcomes(choice, num_committed, left, drafts, on_path, confidence)
     fade = 1 - tried / MEMORY - idle[:, None] / IDLE_MEMORY
     pool_fade = (1 - 1 / POOL_MEMORY) ** tried[:, :1].sum()
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]

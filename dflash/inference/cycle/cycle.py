@@ -250,8 +250,6 @@ def _learn_windows(state, drafter, outcome, active, num_drafts):
     if state.windows is None or not num_drafts:
         return state.windows
     # Where an output ends tells nothing about its drafts.
-    if state.adaptive is not None:
-        active &= state.adaptive.observed
     verified = jnp.where(active, jnp.minimum(outcome.rows, drafter.longest_path) - 1, 0)
     if state.lookup is not None:
         verified = jnp.where(state.lookup.copies, 0, verified)

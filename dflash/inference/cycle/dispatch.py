@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference.cycle import cycle as cycles
-from dflash.inference.cycle.adaptive import PLAIN
 from dflash.inference.cycle.cycle import Outcome
 from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState, Report
@@ -25,16 +24,12 @@ def run_cycles(
     *,
     max_cycles: int,
     rules: Rules,
-    plain: bool = False,
     max_idle: jax.Array | int = ANY,
 ) -> tuple[DecodeState, Report]:
     """Runs cycles until `max_cycles` are done or no slot is active; see `cycle.cycle`.
 
     It ends earlier if the slots whose sequences have ended would be idle for more than `max_idle`
     cycles together, so that other sequences may take them.
-
-    If `plain` is true, it also ends, perhaps before the first cycle, where drafting is chosen. Its
-    program has one loop instead of one per choice of rows, and starts sooner.
 
     A preceding cycle of `conclude` counts towards `max_cycles`. Constrained sequences wait, because
     their tokens depend on masks that only `conclude` receives.
@@ -53,13 +48,13 @@ def run_cycles(
         return (left > 0) & (now_active > 0) & (idle <= max_idle)
 
     def step(size, mean_rows, carry):
-        before, report = carry
+        state, report = carry
         state, outcome = cycles.cycle(
-            target, drafter, before, rules=rules, block_size=size, mean_rows=mean_rows
+            target, drafter, state, rules=rules, block_size=size, mean_rows=mean_rows
         )
-        if size == 1:  # It saves nothing, and has already chosen what follows it.
-            return state, _record(report, state, outcome, jnp.float32(0))
-        return _choose(state, rules), _record(report, state, outcome, _saved(before, outcome))
+        if size > 1:  # A plain cycle has already chosen what follows it.
+            state = _choose(state, rules)
+        return state, _record(report, state, outcome)
 
     steps = [functools.partial(step, *rules.rows_of(i)) for i in range(rules.num_choices)]
     if state.adaptive is None:
@@ -67,13 +62,11 @@ def run_cycles(
     else:
         catch_up = functools.partial(_catch_up, target, drafter)
         carry = _choose(state, rules), report
-        if plain:
-            go_on, steps = functools.partial(_go_on_plainly, go_on), steps[:1]
         state, report = _loop_by_size(go_on, steps, catch_up, carry)
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
     )
-    return state, dataclasses.replace(report, active=state.active, next_choice=_next_choice(state))
+    return state, dataclasses.replace(report, active=state.active)
 
 
 def propose(
@@ -117,7 +110,7 @@ def conclude(
     after = dataclasses.replace(
         after, active=after.active | waiting, concluded=jnp.ones_like(after.concluded)
     )
-    return after, _record(report, after, outcome, _saved(state, outcome))
+    return after, _record(report, after, outcome)
 
 
 def _empty_report(
@@ -131,16 +124,14 @@ def _empty_report(
         num_accepted=jnp.zeros(shape[:2], jnp.int32),
         active=state.active,
         block_sizes=jnp.zeros(shape[:2], jnp.int32),
-        saved=jnp.zeros(shape[0], jnp.float32),
-        next_choice=_next_choice(state),
         nonfinite_at=state.nonfinite_at,
         logprobs=logprobs.zeros(shape, target.arch.vocab_size),
         rejected=jnp.full((*shape[:2], rows - 1), -1, jnp.int32),
     )
 
 
-def _record(report: Report, state: DecodeState, outcome: Outcome, saved: jax.Array) -> Report:
-    """Appends a cycle, which saved so many plain ones; `state` is the state after it."""
+def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
+    """Appends a cycle; `state` is the state after it."""
     i, length = report.cycles, outcome.tokens.shape[1]
     return Report(
         cycles=i + 1,
@@ -149,27 +140,12 @@ def _record(report: Report, state: DecodeState, outcome: Outcome, saved: jax.Arr
         num_accepted=report.num_accepted.at[i].set(outcome.accepted),
         active=state.active,
         block_sizes=report.block_sizes.at[i].set(outcome.rows),
-        saved=report.saved.at[i].set(saved),
-        next_choice=report.next_choice,
         nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
             lambda all, one: all.at[i, :, :length].set(one), report.logprobs, outcome.logprobs
         ),
         rejected=report.rejected.at[i, :, : outcome.rejected.shape[1]].set(outcome.rejected),
     )
-
-
-def _saved(before: DecodeState, outcome: Outcome) -> jax.Array:
-    """Returns the plain cycles that a cycle saved; see `Report`."""
-    if before.adaptive is None:
-        return jnp.float32(0)
-    choice, num_active = before.adaptive.choice, (outcome.count > 0).sum()
-    spent = choice.seconds[choice.index] / choice.seconds[PLAIN]
-    return outcome.count.sum() / jnp.maximum(num_active, 1) - spent
-
-
-def _next_choice(state: DecodeState) -> jax.Array:
-    return jnp.int32(0) if state.adaptive is None else state.adaptive.choice.index
 
 
 def _choose(state: DecodeState, rules: Rules) -> DecodeState:
@@ -191,12 +167,6 @@ def _catch_up(target: Decoder, drafter: Drafter, carry):
         )
     adaptive = dataclasses.replace(adaptive, backlog=backlog)
     return dataclasses.replace(state, drafter=drafter_state, adaptive=adaptive), report
-
-
-def _go_on_plainly(go_on, carry):
-    """Returns whether a dispatch goes on that ends where drafting is chosen."""
-    state, _ = carry
-    return go_on(carry) & (state.adaptive.choice.index == PLAIN)
 
 
 def _loop_by_size(go_on, steps, catch_up, carry):

@@ -109,11 +109,9 @@ class Rules:
         """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].
 
         That is the number of tokens until its limit, or until its drafter's longest context, from
-        which on it decodes plainly; 1 if the drafter does not observe it.
+        which on it decodes plainly.
         """
         left = state.limit - state.length
-        if state.adaptive is not None:
-            left = jnp.where(state.adaptive.observed, left, 1)
         if self.longest_context is None:
             return left
         return jnp.minimum(left, jnp.maximum(self.longest_context - state.length, 1))

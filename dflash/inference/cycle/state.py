@@ -68,15 +68,6 @@ class DecodeState:
     concluded: jax.Array
     adapter: jax.Array | None = None
 
-    def of_target(self) -> "DecodeState":
-        """Returns the state of plain decoding by the target alone."""
-        return dataclasses.replace(self, drafter=(), adaptive=None, lookup=None, windows=None)
-
-    def with_target(self, state: "DecodeState") -> "DecodeState":
-        """Returns this state after plain decoding, given what has become of its `of_target`."""
-        own = "drafter", "adaptive", "lookup", "windows"
-        return dataclasses.replace(state, **{name: getattr(self, name) for name in own})
-
     @property
     def statistics(self) -> Statistics:
         """Acceptance statistics of all sequences, with which another run may start."""
@@ -94,25 +85,13 @@ class DecodeState:
             adaptive = dataclasses.replace(adaptive, choice=block_choice.carried(choice))
         if windows is not None and of_windows is not None:
             windows = _with_pool(windows, of_windows)
-        return dataclasses.replace(self, adaptive=adaptive, windows=windows).with_trial()
-
-    def with_trial(self) -> "DecodeState":
-        """Returns the state with a trial of more rows due, if there is a choice of rows."""
-        if self.adaptive is None:
-            return self
-        choice = block_choice.with_trial(self.adaptive.choice)
-        return dataclasses.replace(self, adaptive=dataclasses.replace(self.adaptive, choice=choice))
-
-    def unobserved(self) -> "DecodeState":
-        """Returns the state with all sequences decoding plainly to their end."""
-        return dataclasses.replace(self, adaptive=self.adaptive and self.adaptive.unobserved())
+        return dataclasses.replace(self, adaptive=adaptive, windows=windows)
 
     @property
     def occupancy(self) -> "Occupancy":
         """The arrays that tell occupied slots from empty ones."""
         table, temperature = self.cache.page_table, self.sampling.temperature
-        observed = self.adaptive and self.adaptive.observed
-        return Occupancy(self.length, self.anchor, self.active, temperature, table, observed)
+        return Occupancy(self.length, self.anchor, self.active, temperature, table)
 
     def with_occupancy(self, arrays: "Occupancy") -> "DecodeState":
         """Returns the state with these arrays."""
@@ -123,7 +102,6 @@ class DecodeState:
             active=arrays.active,
             sampling=dataclasses.replace(self.sampling, temperature=arrays.temperature),
             cache=dataclasses.replace(self.cache, page_table=arrays.page_table),
-            adaptive=self.adaptive and dataclasses.replace(self.adaptive, observed=arrays.observed),
         )
 
     def mean_length(self) -> jax.Array:
@@ -147,7 +125,6 @@ class Occupancy(NamedTuple):
     active: jax.Array
     temperature: jax.Array
     page_table: jax.Array
-    observed: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -162,10 +139,6 @@ class Report:
       num_accepted: int32 [C, B]; number of accepted drafts among the valid tokens.
       active: bool [B]; slots that are still active after the dispatch.
       block_sizes: int32 [C, B]; rows that each cycle verified of each sequence.
-      saved: float32 [C]; plain cycles that each cycle saved: its mean number of tokens per active
-        sequence, less its time in plain cycles. 0 without a choice of rows.
-      next_choice: int32 []; index of the choice of rows for the next cycle, unless other sequences
-        enter; 0 without a choice.
       nonfinite_at: int32 [B]; same as in `DecodeState`.
       logprobs: Log-probabilities of the tokens; None if they were dropped before the transfer.
       rejected: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they
@@ -180,8 +153,6 @@ class Report:
     num_accepted: jax.Array
     active: jax.Array
     block_sizes: jax.Array
-    saved: jax.Array
-    next_choice: jax.Array
     nonfinite_at: jax.Array
     logprobs: Logprobs | None
     rejected: jax.Array | None
@@ -199,7 +170,7 @@ class Report:
 
     def by_cycle(self) -> dict[str, Any]:
         """Returns the fields with one entry per cycle."""
-        whole = "cycles", "active", "next_choice", "nonfinite_at"
+        whole = "cycles", "active", "nonfinite_at"
         names = (field.name for field in dataclasses.fields(self) if field.name not in whole)
         return {name: getattr(self, name) for name in names}
 

@@ -128,8 +128,6 @@ class OverlappedEngine(Engine):
         slot: Slot,
         request: Request,
         output_ids: Sequence[int] = (),
-        *,
-        observed: bool = True,
     ) -> OverlappedState:
         """Puts a prefilled sequence into a slot; see `Engine.insert`."""
         decode = super().insert(state.decode, (), anchors, prefill_slot, slot, request, output_ids)
@@ -153,7 +151,6 @@ class OverlappedEngine(Engine):
         state: OverlappedState,
         bucket: int | None = None,
         *,
-        plain: bool = False,
         greedy: bool = False,
         max_idle: int = dispatch.ANY,
     ) -> tuple[OverlappedState, Report]:
@@ -162,8 +159,6 @@ class OverlappedEngine(Engine):
         All of them run however many slots are idle, since the host starts them ahead. One program
         serves greedy requests and all others.
         """
-        if plain:
-            raise ValueError("overlapped cycles always draft")
         state = self._drafted(state)
         reports = []
         for _ in range(self.config.sync_every):

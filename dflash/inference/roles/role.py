@@ -7,7 +7,7 @@ from dflash.inference.program_table import FOR_GREEDY
 
 _COMMON = {"new_state", "new_prefill_state", "unconstrained", "insert", "release"}
 _PREFILL = _COMMON | {"prefill", "new_context", "store", "restore", "replay"}
-_DECODE = _COMMON | {"generate", "generate_plain", "draft", "conclude", "set_pages", "occupied"}
+_DECODE = _COMMON | {"generate", "draft", "conclude", "set_pages", "occupied"}
 
 
 class Role(enum.StrEnum):

@@ -79,21 +79,6 @@ def test_a_drafter_that_is_always_wrong_is_left_alone(batch_size, temperature):
     assert max(sizes) > 1, "nothing was ever tried"
 
 
-def test_long_plain_stretches_have_a_program_of_their_own(monkeypatch):
-    calls, generate = [], Engine.generate
-
-    def recorded(run, state, bucket=None, *, plain=False, **how):
-        calls.append(plain)
-        return generate(run, state, bucket, plain=plain, **how)
-
-    monkeypatch.setattr(Engine, "generate", recorded)
-    options = {"batch_size": 5, "temperature": 0.0, "index": 70}
-    done = decode_scripted(True, [32] * 6, **options, seconds=(1.0, 1.2, 1.8, 2.2))
-    assert calls.count(True) > 2
-    assert True in calls[: calls.index(False, calls.index(True))], "it goes on with the other one"
-    assert max(sizes_of(done)) > 1, "drafts are still tried"
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_a_drafter_that_is_always_right_gets_the_largest_block(batch_size, temperature):

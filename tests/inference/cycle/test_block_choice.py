@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import types
 
 import jax
@@ -136,31 +135,6 @@ def test_a_trial_has_the_size_that_promises_most_and_comes_once_its_loss_is_earn
 def test_an_empty_batch_keeps_its_credit():
     choice = knowing(np.full((BATCH, DRAFTS), 0.3), [1.0, 1.5, 1.9, 2.7], credit=0.25)
     assert float(choose(choice, ~EVERYONE, FAR).credit) == 0.25
-
-
-def test_a_trial_waits_until_half_of_the_sequences_are_observed():
-    choice = knowing(np.zeros((BATCH, DRAFTS)), [1.0, 1.5, 1.9, 2.7], credit=0.5)
-    for observed in itertools.product([False, True], repeat=BATCH):
-        watched = jnp.array(observed)
-        for after in (
-            block_choice.choose(choice, EVERYONE, FAR, SIZES, observed=watched),
-            block_choice.earn(choose(choice, EVERYONE, FAR), EVERYONE, watched),
-        ):
-            assert (after.index > after.best) == (2 * sum(observed) >= BATCH), observed
-            assert float(after.credit) == pytest.approx(0.5, rel=1e-3), "what was earned is kept"
-
-
-def test_sequences_that_are_not_observed_tell_nothing():
-    choice = blank(BATCH, SIZES, np.ones(4))
-    choice = dataclasses.replace(choice, index=jnp.int32(2))
-    lengths, left = jnp.array([1, 3, 4]), jnp.full(BATCH, 99)
-    watched = jnp.array([True, False, True])
-    after = block_choice.learn(choice, lengths, left, SIZES, observed=watched)
-    others = block_choice.learn(choice, lengths * watched, left, SIZES)
-    np.testing.assert_array_equal(after.pool_tried, others.pool_tried)
-    np.testing.assert_array_equal(after.pool_accepted, others.pool_accepted)
-    assert not after.tried[1].any()
-    assert after.tried[2].any()
 
 
 def test_a_trial_that_wins_is_followed_by_another():
@@ -334,7 +308,7 @@ def test_confidence_divides_rows_unless_a_rule_forbids_it():
     rates[0] = 0.95
     state = types.SimpleNamespace(
         active=EVERYONE, length=jnp.ones(BATCH, jnp.int32), limit=FAR,
-        adaptive=types.SimpleNamespace(choice=knowing(rates, np.ones(5)), observed=EVERYONE),
+        adaptive=types.SimpleNamespace(choice=knowing(rates, np.ones(5))),
     )  # fmt: skip
     layout = types.SimpleNamespace(slots_per_replica=BATCH, num_replicas=1)
 
