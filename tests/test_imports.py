@@ -43,7 +43,7 @@ LEVELS = (
     {"cli", "llm"},
     # entry points
     {
-        *("__main__", "benchmark", "chat", "compile", "completion", "convert", "decode", "distill"),
+        *("__main__", "benchmark", "chat", "compile", "convert", "decode", "distill"),
         *("check", "doctor", "rl", "serve", "sweep", "train", "train_tokenizer"),
     },
 )

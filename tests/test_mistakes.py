@@ -190,7 +190,6 @@ MISTAKES = {
     "no workdir": Mistake("train t.yml", "--workdir: required, for checkpoints and weights"),
     "no layout": Mistake("convert a b", "--to is missing; usage: dflash convert SOURCE"),
     "too many arguments": Mistake("doctor c.yml", "expected no argument, not 1 argument"),
-    "shell": Mistake("completion tcsh", "tcsh: no such shell; expected one of bash, fish, zsh"),
     # The config.
     "config": Mistake("decode gone.yml", "gone.yml: no such file"),
     "model for a config": Mistake(

@@ -60,7 +60,6 @@ LINES = (
     "train configs/train/tiny_target.yml --dry_run train.batch_size=4 data.length=64",
     "convert target out --to=orbax --dtype=float32",
     "train_tokenizer out --vocab_size=300 --datasets= --files=gone.jsonl",
-    "completion bash --line=dflash",
     "doctor --help",
 )
 TEXTS = """

@@ -17,5 +17,4 @@ COMMANDS = {
     "convert": ("dflash.convert", "Convert a checkpoint to another layout."),
     "train_tokenizer": ("dflash.train_tokenizer", "Train a tokenizer."),
     "doctor": ("dflash.doctor", "Report what is installed, missing and cached."),
-    "completion": ("dflash.completion", "Print the completion script for bash, zsh or fish."),
 }

@@ -31,7 +31,7 @@ RUN_FLAGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Subcommand:
-    """Declaration of a subcommand, for its command line, help and shell completion.
+    """Declaration of a subcommand, for its command line and help.
 
     Attributes:
       name: Name, as in `dflash NAME`.

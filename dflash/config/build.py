@@ -39,8 +39,7 @@ def build(tree: ConfigTree, run: type, *, complete: bool) -> tuple[Any, set[Path
       The instance, with defaults in place of unusable values, or None if a required key is
       unusable; the paths of the unusable values; every problem, one line each.
     """
-    known = (key.path for key in known_keys(run, tree.content))
-    builder = _ConfigBuilder(tree, complete=complete, known=known)
+    builder = _ConfigBuilder(tree, complete=complete, known=known_keys(run, tree.content))
     built = builder.group(run, tree.content, ())
     return (None if built is typed.INVALID else built), builder.unusable, builder.problems
 
