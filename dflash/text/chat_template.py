@@ -10,7 +10,6 @@ from typing import Any
 from dflash import errors
 from dflash.config import encoding
 from dflash.storage.files import read_regular
-from dflash.text import template_process
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -44,8 +43,7 @@ class ChatTemplate:
           add_generation_prompt: Whether to end with the text that begins an answer.
           **variables: Variables that replace those of the constructor.
         Raises:
-          InputError: The template is missing, fails, or exceeds a limit of its process.
-          UserError: The process that renders was ended from outside.
+          InputError: The template is missing, fails, or exceeds a limit.
         """
         path, source = self._with_tools if variables.get("tools") else self._default
         given = {
@@ -55,8 +53,10 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
+        from dflash.text import template_sandbox  # Imported late, since jinja2 takes time.
+
         try:
-            return template_process.render(source, self._date, given | self._variables | variables)
+            return template_sandbox.render(source, self._date, given | self._variables | variables)
         except errors.InputError as error:
             reason = first_line(error)
             raise errors.InputError(f"{path}: chat template fails: {reason}") from error

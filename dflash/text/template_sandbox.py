@@ -1,35 +1,64 @@
-"""Jinja environment for untrusted chat templates, and the program of the process that renders them.
+"""Rendering of chat templates in jinja's sandbox.
 
-Templates of checkpoints reach neither Python nor files, but a few dozen bytes of them can take all
-time and memory. So a process of its own renders them, with limits on both (`template_process`).
-Each line of its stdin is a rendering, and each line of its stdout the result.
+As in transformers, templates of checkpoints reach neither Python nor files, and range() has at most
+100,000 numbers. Their length and that of the rendered text are limited, and Python's recursion
+limit bounds their nesting. Time and memory of expressions are not limited: a template may loop for
+hours without output or build a huge value, so only load checkpoints that you trust so far.
 """
 
 import datetime
 import functools
 import json
-import sys
+from collections.abc import Mapping
+from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from dflash.text import limited_process
-from dflash.text.template_process import MAX_BYTES, SECONDS
+from dflash import errors
 
 MAX_SOURCE = 1_000_000  # characters of a template
 MAX_TEXT = 20_000_000  # characters of a rendered conversation
 
 
-def main() -> None:
-    """Renders until stdin ends."""
-    limited_process.limit_memory(MAX_BYTES)
-    for line in sys.stdin.buffer:
-        limited_process.limit_time(SECONDS)
-        print(json.dumps(_answer(line)), flush=True)
+def render(source: str, date: datetime.date, variables: Mapping[str, Any]) -> str:
+    """Renders a template.
+
+    Args:
+      source: Text of the template.
+      date: Date that the template may print.
+      variables: Variables of the template; values of JSON's types.
+    Raises:
+      InputError: The template fails or exceeds a limit.
+    """
+    try:
+        return _limited(_compiled(source, date), variables)
+    except jinja2.TemplateError as error:
+        raise errors.InputError(str(error)) from error
+    except Exception as error:  # a template may raise any exception
+        raise errors.InputError(f"{type(error).__name__}: {error}") from error
 
 
-def make_environment(date: datetime.date) -> jinja2.Environment:
+def _limited(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """Renders a template piece by piece, so that an endless text ends at the limit."""
+    pieces, length = [], 0
+    for piece in template.generate(variables):
+        length += len(piece)
+        if length > MAX_TEXT:
+            raise jinja2.TemplateError(f"renders more than {MAX_TEXT:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str, date: datetime.date) -> jinja2.Template:
+    if len(source) > MAX_SOURCE:
+        raise jinja2.TemplateError(f"longer than {MAX_SOURCE:,} characters")
+    return _make_environment(date).from_string(source)
+
+
+def _make_environment(date: datetime.date) -> jinja2.Environment:
     """Builds the environment that chat templates on the Hugging Face hub expect.
 
     Args:
@@ -47,29 +76,6 @@ def make_environment(date: datetime.date) -> jinja2.Environment:
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": moment.strftime}
     return environment
-
-
-def _answer(line: bytes) -> dict[str, str]:
-    """Renders a conversation; returns its `text`, or the `error` of the template."""
-    try:
-        source, date, variables = json.loads(line)
-        text = _compiled(source, date).render(variables)
-    except MemoryError:
-        return {"error": f"takes more than {MAX_BYTES >> 20} MiB"}
-    except jinja2.TemplateError as error:
-        return {"error": str(error)}
-    except Exception as error:  # a template may raise any exception
-        return {"error": f"{type(error).__name__}: {error}"}
-    if len(text) > MAX_TEXT:
-        return {"error": f"renders more than {MAX_TEXT:,} characters"}
-    return {"text": text}
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(source: str, date: str) -> jinja2.Template:
-    if len(source) > MAX_SOURCE:
-        raise jinja2.TemplateError(f"longer than {MAX_SOURCE:,} characters")
-    return make_environment(datetime.date.fromisoformat(date)).from_string(source)
 
 
 class _Generation(jinja2.ext.Extension):
