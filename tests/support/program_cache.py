@@ -5,28 +5,19 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import shutil
 
-PACKAGE = pathlib.Path(__file__).parents[2] / "dflash"
-# A change in any of these packages may change a program.
-COMPILED = ("drafters", "inference", "kernels", "layers", "models", "parallel", "training")
-_KEPT = 4  # directories, the most recently used ones
+MOST_BYTES = 4 * 2**30
 
 
 def directory() -> pathlib.Path:
-    """Creates and returns the directory for the programs of these sources on this machine.
+    """Creates and returns the directory for the programs of this jaxlib on this machine.
 
-    jax finds a program by what it is lowered to, so an outdated one is never used. The key only
-    bounds how much is kept: directories of other sources are removed, the oldest first.
+    jax finds a program by what it is lowered to, so a directory serves all versions of the sources.
     """
-    base = _root() / "programs"
-    found = base / key(PACKAGE)
-    found.mkdir(parents=True, exist_ok=True)
-    os.utime(found)
-    by_age = sorted(base.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for outdated in by_age[_KEPT:]:
-        shutil.rmtree(outdated, ignore_errors=True)
-    return found
+    programs = _root() / "programs" / key()
+    programs.mkdir(parents=True, exist_ok=True)
+    bound(programs, MOST_BYTES)
+    return programs
 
 
 def kernels() -> pathlib.Path:
@@ -34,21 +25,37 @@ def kernels() -> pathlib.Path:
     return _root() / "kernels"
 
 
+def bound(programs: pathlib.Path, most_bytes: int) -> None:
+    """Removes the files that were used longest ago until the others take up `most_bytes` at most.
+
+    jax's own bound, `jax_compilation_cache_max_size`, takes a lock at every access and lists the
+    whole directory at every new program; this one runs once, before the tests.
+    """
+    by_age = sorted(_last_use(path) for path in programs.iterdir())
+    excess = sum(size for _, size, _ in by_age) - most_bytes
+    for _, size, path in by_age:
+        if excess <= 0:
+            break
+        path.unlink(missing_ok=True)
+        excess -= size
+
+
+def key() -> str:
+    """Returns a hash of the versions and of the processor that programs are compiled for."""
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
+    words = (*versions, platform.python_version(), platform.machine(), _processor())
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+
+def _last_use(path: pathlib.Path) -> tuple[float, int, pathlib.Path]:
+    """Returns when a file was written or read last, its size, and its path."""
+    status = path.stat()
+    return max(status.st_atime, status.st_mtime), status.st_size, path
+
+
 def _root() -> pathlib.Path:
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     return base / "dflash_tests"
-
-
-def key(package: pathlib.Path) -> str:
-    """Returns a hash of the jaxlib version, the processor, and the sources that are compiled."""
-    digest = hashlib.sha256()
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
-    for word in (*versions, platform.python_version(), platform.machine(), _processor()):
-        digest.update(word.encode() + b"\0")
-    for name in COMPILED:
-        for path in sorted((package / name).rglob("*.py")):
-            digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _processor() -> str:
