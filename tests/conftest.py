@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import os
 import pathlib
 import signal
@@ -22,6 +23,9 @@ _num_unchecked = 0
 
 os.environ["XLA_FLAGS"] = xla_flags.quick(devices=8)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The TPU compiler acquires no chip: it asks for none, and several may run at the same time.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 # A tenth of the time: no traceback for every operation, and fewer collections while tracing.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 gc.set_threshold(200_000, 50, 1000)
@@ -54,6 +58,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     for tier in tiers.TIERS:
         config.addinivalue_line("markers", f"{tier}: listed in tests/tiers/{tier}.txt")
+    config.addinivalue_line("markers", "tpu_compiler: compiles for TPUs, without a TPU")
+
+
+def pytest_runtest_setup(item):
+    # The compiler takes 0.7 GB and runs on Linux on x86-64 only: the extra `test` leaves it out.
+    if item.get_closest_marker("tpu_compiler") and not importlib.util.find_spec("libtpu"):
+        pytest.skip("needs the TPU compiler: pip install 'jax[tpu]'")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect others
@@ -67,7 +78,8 @@ def pytest_collection_modifyitems(config, items):
     for item, tier in tier_of.items():
         if tier:
             item.add_marker(tier)
-    if config.getoption("markexpr") or any("::" in name for name in config.args):
+    named = any(tier in config.getoption("markexpr") for tier in tiers.TIERS)
+    if named or any("::" in name for name in config.args):
         return
     left_out = {tier for tier in tiers.TIERS if not config.getoption(tier)}
     deselected = [item for item in items if tier_of[item] in left_out]

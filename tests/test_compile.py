@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support.tpu_compiler import needs_compiler
 
 from dflash import compile as compile_command
 from dflash import errors
@@ -44,7 +43,7 @@ def run(*arguments):
     )
 
 
-@needs_compiler
+@pytest.mark.tpu_compiler
 def test_a_drafter_may_have_chips_of_its_own(tmp_path):
     overrides = "drafter.overlap=ssd drafter.block_size=4 drafter.fan_out=1 mesh.tensor=2".split()
     *model, _ = TINY
@@ -58,7 +57,7 @@ def test_a_drafter_may_have_chips_of_its_own(tmp_path):
     assert "has 3 beside the drafter; set the mesh axes so that their product is 3" in done.stderr
 
 
-@needs_compiler
+@pytest.mark.tpu_compiler
 def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     done = run(*TINY, "--workdir", str(tmp_path), "--rows", "1,16", "tpu.max_cycle_ms=0.0001")
     assert done.returncode == 3, done.stderr
@@ -87,7 +86,7 @@ def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     assert loader.load(tmp_path / "config.yml", schema=SCHEMAS).tpu.topology == "v5e:2x2"
 
 
-@needs_compiler
+@pytest.mark.tpu_compiler
 def test_a_forecast_of_a_tiny_model_resumes(tmp_path):
     (tmp_path / "recorded.json").write_text('{"acceptance_histogram": {"1": 1, "8": 1}}')
     asked = (
@@ -150,7 +149,7 @@ def test_a_forecast_requires_the_compiler(monkeypatch):
         compile_command.forecast("configs/forecast/qwen3_4b.yml")
 
 
-@needs_compiler
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -165,7 +164,7 @@ def test_unknown_topologies_are_rejected(name, message):
         topology.find(name)
 
 
-@needs_compiler
+@pytest.mark.tpu_compiler
 def test_the_mesh_covers_the_topology():
     machine = topology.find("v5p:2x2x1", slices=2)
     assert (machine.num_chips, machine.chip.devices) == (8, 1)
@@ -180,7 +179,7 @@ def test_the_mesh_covers_the_topology():
         topology.make_sharding(machine, {"data": 1, "fsdp": 1, "tensor": 8}, rules)
 
 
-@needs_compiler
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(("data", "batch"), [(1, 1), (4, 4), (4, 1)])
 def test_a_single_row_uses_the_matrix_unit(data, batch):
     rules = tpu_schema.CompileDecode().sharding_rules

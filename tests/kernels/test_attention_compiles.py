@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from support.tpu_compiler import CHIPS, compile_for, needs_compiler
+from support.tpu_compiler import CHIPS, compile_for
 
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
@@ -17,7 +17,7 @@ from dflash.kernels.paged_attention import move_rows, paged_attention, row_index
 from dflash.kernels.quantized import Quantized
 from dflash.kernels.split_heads import Part, split_heads
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.tpu_compiler
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 V5P = CHIPS[1]

@@ -5,11 +5,11 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from support.tpu_compiler import CHIPS, compile_for, needs_compiler
+from support.tpu_compiler import CHIPS, compile_for
 
 from dflash.kernels.delta_block import Block, Heads, commit_block, verify_block
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.tpu_compiler
 
 BF16, F32, INT32 = jnp.bfloat16, jnp.float32, jnp.int32
 V5P = CHIPS[1]

@@ -4,13 +4,13 @@ import functools
 
 import jax.numpy as jnp
 import pytest
-from support.tpu_compiler import CHIPS, compile_for, needs_compiler
+from support.tpu_compiler import CHIPS, compile_for
 
 from dflash.kernels.grouped_matmul import grouped_matmul
 from dflash.kernels.latent_attention import latent_attention
 from dflash.kernels.quantized import Quantized
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.tpu_compiler
 
 BF16, F32, INT8, FP8 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn
 V5P = CHIPS[1]

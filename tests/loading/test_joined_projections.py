@@ -11,7 +11,6 @@ from flax import nnx
 from support.engines import check_plain_outputs, engine, random_prompts
 from support.models import ARCHITECTURE, drafter, make_sharding
 from support.models import target as shared_target
-from support.tpu_compiler import needs_compiler
 
 from dflash.compiler import topology
 from dflash.config.schema import SHARDING_RULES
@@ -122,7 +121,7 @@ def test_abstract_weights_are_joined_as_real_ones_are(mesh):
         assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
 
 
-@needs_compiler
+@pytest.mark.tpu_compiler
 def test_a_tpu_has_them_joined_and_a_cpu_apart():
     machine = topology.find("v5p:2x2x1")
     sizes = {"data": 1, "fsdp": 1, "tensor": 4}

@@ -1,6 +1,5 @@
 """Weights of a train step in the program that the TPU compiler generates."""
 
-import os
 import re
 
 import jax
@@ -10,13 +9,12 @@ import pytest
 from flax import nnx
 from jax.experimental import topologies
 from support.models import make_sharding
-from support.tpu_compiler import needs_compiler
 
 from dflash.layers.linear import Linear
 from dflash.parallel import compiler_options, parameters
 from dflash.parallel.sharding import Sharding
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.tpu_compiler
 
 WIDTH = 512
 
@@ -24,8 +22,6 @@ WIDTH = 512
 @pytest.fixture
 def sharding():
     """Returns a sharding with fsdp over the four chips of v5e:2x2."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     like = make_sharding(fsdp=4)
     return Sharding(
