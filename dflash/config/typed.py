@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import ml_collections
 
-from dflash.config import registry, schema
+from dflash.config import registry, removed_keys, schema
 from dflash.config.merging import ConfigTree, Path, merge, text_of
 from dflash.config.strict_yaml import Malformed, Node
 
@@ -173,8 +173,9 @@ class Builder:
         if cls is None:
             name = self._value(str, content["name"], (*path, "name"), {})
             if name is not INVALID:
-                near = registry.suggest(name, self.choices[declared])
-                self._report((*path, "name"), f"unknown name {name!r}{near}")
+                here = (*path, "name")
+                unknown = f"unknown name {name!r}{registry.suggest(name, self.choices[declared])}"
+                self._report(here, removed_keys.notice(here, name) or unknown)
         return cls
 
     def _value(self, declared: Any, content: Any, path: Path, bounds: Mapping[str, Any]) -> Any:
@@ -222,6 +223,10 @@ class Builder:
         return {key: value for key, value in values.items() if key not in bad}
 
     def _mismatch(self, path: Path, declared: Any, node: Node, bounds: Mapping[str, Any]) -> Any:
+        removed = removed_keys.notice(path, text_of(node))
+        if removed:
+            self._report(path, removed, node.source)
+            return INVALID
         if type(node.value) is int and node.value > schema.INT32_MAX:
             bounds = {**bounds, "maximum": bounds.get("maximum") or schema.INT32_MAX}
         if type(node.value) is float and schema.FLOAT32_MAX < node.value < float("inf"):
@@ -241,7 +246,7 @@ class Builder:
         elif namesakes:
             nearest = max(namesakes, key=lambda known: _shared(known, path))
             hint = f"; did you mean {'.'.join(nearest)!r}?"
-        self._report(path, f"unknown key{hint}")
+        self._report(path, removed_keys.notice(path) or f"unknown key{hint}")
 
     def _report(self, path: Path, message: str, source: str | None = None) -> None:
         self.problems.append(f"{source or self.tree.source(path)}: {'.'.join(path)}: {message}")

@@ -1,0 +1,32 @@
+"""Keys and values of keys that earlier versions had, with what to use instead."""
+
+from typing import Any
+
+PAGE = "docs/results/tried_and_removed.md"
+
+# What to use instead, by dotted key; empty if there is nothing. A group covers all keys below it.
+KEYS: dict[str, str] = {}
+# The same by "key=value", for a value of a key that remains.
+VALUES: dict[str, str] = {}
+
+
+def notice(path: tuple[str, ...], value: Any = None) -> str | None:
+    """Returns the message for a removed key, or for a removed value of a key; None for others.
+
+    Args:
+      path: Names from the outermost group to the key.
+      value: Value that the key does not accept; None if the key itself is unknown.
+    """
+    key = ".".join(_declared(path))
+    instead = KEYS.get(key) if value is None else VALUES.get(f"{key}={value}")
+    if instead is None:
+        return None
+    subject = "" if value is None else f"{value!r} "
+    return f"{subject}was removed{instead and f'; {instead}'} (see {PAGE})"
+
+
+def _declared(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the path of the group that a group of a benchmark or a distillation repeats."""
+    if path[0] == "strategies":
+        return ("drafter", *path[2:])
+    return path[1:] if path[:2] in (("answers", "decode"), ("test", "decode")) else path
