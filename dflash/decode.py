@@ -33,7 +33,7 @@ def _decode(command: cli.Command) -> None:
     from dflash.loading import job as jobs
     from dflash.offline import decode_run, merge_shards
     from dflash.parallel import distributed
-    from dflash.runs import dates, records, shards
+    from dflash.runs import dates, frame, records, shards
     from dflash.text import prompts
 
     # A dry run touches no device, so it asks no other process for the date.
@@ -48,7 +48,7 @@ def _decode(command: cli.Command) -> None:
     divided = command.shard is None and distributed.compute_on_first(
         lambda: shards.is_divided(command.workdir, records.OUTPUTS)
     )
-    with contextlib.closing(decode_run.open_display(stream=command.stream)) as display:
+    with contextlib.closing(frame.open_display(stream=command.stream)) as display:
         if divided:
             merge_shards.sum_up(job, command.workdir, display)
             return

@@ -29,8 +29,7 @@ SUBCOMMAND = cli.Subcommand(
 def _distill(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
     from dflash.distillation import distill_plan, stages
-    from dflash.offline import decode_run
-    from dflash.runs import dates
+    from dflash.runs import dates, frame
 
     if command.dry_run:
         print("\n".join(distill_plan.make(command.config, answers=stages.ANSWERS, dry=True)))
@@ -38,8 +37,9 @@ def _distill(command: cli.Command) -> int:
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required, for answers, checkpoints and weights")
     date = dates.find(command.workdir)
-    with stages.open_directory(command.workdir, command.config, date) as directory:
-        return stages.run(command.config, directory, date, decode_run.open_display(stream=False))
+    directory = stages.open_directory(command.workdir, command.config, date)
+    with frame.open_run(directory) as display:
+        return stages.run(command.config, directory, date, display)
 
 
 main = cli.entry_point(SUBCOMMAND, _distill)

@@ -5,7 +5,6 @@ status: 0 when all steps are done; 143 after SIGTERM and 130 after SIGINT, with 
 if numbers are not finite or files cannot be written; 2 for an unusable config or input.
 """
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -103,21 +102,16 @@ def _train(command: cli.Command) -> int:
 
 def _outcome(command: cli.Command) -> "TrainOutcome":
     """Trains, from scratch or from the work directory's newest checkpoint."""
-    import jax
-
     from dflash.offline.evaluation import DraftingTest
-    from dflash.runs import dates
+    from dflash.runs import dates, frame
     from dflash.training import rundir, train_job, train_run
 
     date = dates.find(command.workdir)
     job = train_job.prepare(command.config, date=date)
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required, for checkpoints and weights")
-    profile = command.profile_dir
-    with (
-        rundir.open_directory(command.workdir, command.config, date) as directory,
-        jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
-    ):
+    directory = rundir.open_directory(command.workdir, command.config, date)
+    with frame.open_run(directory, profile_dir=command.profile_dir):
         return train_run.run(job, directory, job.drafting_test(DraftingTest))
 
 

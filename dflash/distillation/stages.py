@@ -13,7 +13,6 @@ The last file or directory of a stage is written atomically when the stage is do
 runs resume as they do on their own, so a kill at any point does not change the result.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import io
@@ -38,7 +37,7 @@ from dflash.offline import decode_run as decoding
 from dflash.offline.decode_sweep import Weights
 from dflash.offline.evaluation import DraftingTest
 from dflash.parallel import agreement, distributed, parameters
-from dflash.runs import dates, records
+from dflash.runs import records
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
 from dflash.storage import files, paths
@@ -152,19 +151,11 @@ def run(config: DistillRun, directory: RunDirectory, date: datetime.date, displa
     return 0
 
 
-@contextlib.contextmanager
 def open_directory(
     path: str | os.PathLike, config: DistillRun, date: datetime.date
-) -> Iterator[RunDirectory]:
+) -> RunDirectory:
     """Locks the work directory of a distillation; see `RunDirectory` for the errors."""
-    first = jax.process_index() == 0
-    with RunDirectory(
-        path, config, is_used=is_used, may_change=distill_schema.is_free, take=first
-    ) as directory:
-        if first:
-            directory.write(dates.FILE, f"{date}\n")
-        agreement.barrier("work directory taken")
-        yield directory
+    return RunDirectory(path, config, is_used=is_used, may_change=distill_schema.is_free, date=date)
 
 
 def is_used(directory: pathlib.Path) -> bool:

@@ -1,6 +1,5 @@
 """Runs of benchmarks: plan, measurements, files and printed figures."""
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -30,7 +29,7 @@ from dflash.measure.bench import Bench
 from dflash.measure.load import Load, LoadMeter
 from dflash.measure.samples import TaskRound
 from dflash.parallel import distributed
-from dflash.runs import shards
+from dflash.runs import frame, shards
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
@@ -87,16 +86,12 @@ def run(
     """
     if shard is not None and config.study is not None:
         raise errors.ConfigError("--shard: studies cannot be divided; remove it or study.name")
-    is_first = jax.process_index() == 0
-    display = Display() if is_first else Display.silent()
-    path = paths.to_path(workdir) if workdir and is_first else None
-    if path is not None and shard is not None:
+    path = paths.to_path(workdir) if workdir else None
+    if path is not None and shard is not None and jax.process_index() == 0:
         shards.check_count(path, merge_benchmarks.ROUNDS, shard)
         shards.check_count(path, results.RESULTS, shard)
-    with (
-        results.open_directory(path, config, shard) as directory,
-        jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext(),
-    ):
+    directory = results.open_directory(path, config, shard)
+    with frame.open_run(directory, profile_dir=profile_dir) as display:
         if config.study is not None:
             return study_run.run(config, directory, display, wide=wide)
         if shard is None and _is_divided(path):
@@ -110,7 +105,8 @@ def run(
     if missing:
         display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
         return values
-    with results.open_directory(path, config) as directory:
+    directory = results.open_directory(path, config)
+    with frame.open_run(directory) as display:
         return sum_up(benches.prepare(config), directory, display, wide=wide)
 
 
@@ -185,7 +181,7 @@ def sum_up(
     Raises:
       WorkdirError: Some shards have not finished.
     """
-    if directory.path is None:
+    if not directory.writes:
         return {}
     done, meter = merge_benchmarks.read(directory.path), LoadMeter()
     with display.status("measuring the machine"):
@@ -215,7 +211,7 @@ def _finish(
         directory.write_json(results.CATEGORIES, categories)
     lines = table.lines(figures.cells, figures.averages, wide=wide)
     table.show([*lines, *speed_bench.lines(categories)], [words, *figures.notes])
-    if directory.path is not None:
+    if directory.writes:
         with display.status("plots and page"):
             report.write(bench, figures.cells, done, values, figures.notes, directory)
 

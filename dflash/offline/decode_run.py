@@ -24,7 +24,7 @@ from dflash.loading.job import Job
 from dflash.offline.decoding import decode
 from dflash.offline.usage import Usage
 from dflash.parallel import distributed
-from dflash.runs import block_advice, dates, outputs, result_text
+from dflash.runs import block_advice, outputs, result_text
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory, check_config
 from dflash.runs.display import Display
@@ -51,7 +51,7 @@ def open_records(
     date: datetime.date | None = None,
     shard: Shard | None = None,
 ) -> Iterator[RunRecords]:
-    """Yields the records of a run; only the first process keeps them in the work directory.
+    """Yields the records of a run; only the first process writes them to the work directory.
 
     Args:
       directory: Work directory; None keeps the records in memory.
@@ -61,33 +61,25 @@ def open_records(
     Raises:
       WorkdirError: The directory cannot be used.
     """
-    path = directory if jax.process_index() == 0 else None
     file = str if shard is None else shard.file
+    if shard is not None and directory is not None and jax.process_index() == 0:
+        records_lib.check_division(paths.to_path(directory), shard)
     with contextlib.ExitStack() as stack:
-        if shard is not None and path is not None:
-            records_lib.check_division(paths.to_path(path), shard)
-        held = stack.enter_context(
-            RunDirectory(path, config, is_used=records_lib.has_outputs, shard=shard)
+        workdir = stack.enter_context(
+            RunDirectory(directory, config, is_used=records_lib.has_outputs, date=date, shard=shard)
         )
-        if date is not None:
-            held.write(dates.FILE, f"{date}\n")
 
         def records(name: str) -> Records:
             return stack.enter_context(
-                records_lib.open_in(held, file(name), file(records_lib.RESULTS))
+                records_lib.open_in(workdir, file(name), file(records_lib.RESULTS))
             )
 
         drafted = records(records_lib.OUTPUTS)
         baseline = records(records_lib.BASELINE) if config.decode.baseline else None
-        if shard is not None and held.path is not None:
+        if shard is not None and workdir.writes:
             # If two shards started together with different configs, one overwrote the other's file.
-            check_config(held.path, config)
+            check_config(workdir.path, config)
         yield RunRecords(drafted, baseline)
-
-
-def open_display(*, stream: bool) -> Display:
-    """Returns the display of this process, which is silent on all processes but the first."""
-    return Display(stream=stream) if jax.process_index() == 0 else Display.silent()
 
 
 def load_weights(job: Job) -> Job:

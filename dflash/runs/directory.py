@@ -8,14 +8,19 @@ All other files belong to the command: records of prompts, checkpoints, tables.
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from dflash import errors
 from dflash.config import loader, locations, strict_yaml
+from dflash.parallel import agreement
+from dflash.runs import dates
 from dflash.runs.shards import Shard
 from dflash.storage import files, hub, paths
 
@@ -29,8 +34,11 @@ _PATIENCE_S = 2.0
 class RunDirectory:
     """Work directory that is locked until it is closed; does nothing without a path.
 
+    Only the first process locks and writes the directory; the others may read it.
+
     Attributes:
       path: Path of the directory; None for a run that writes no files.
+      writes: This process writes to the directory.
       config_hash: `loader.config_hash` of the run's config.
     """
 
@@ -41,12 +49,13 @@ class RunDirectory:
         *,
         is_used: Callable[[pathlib.Path], bool],
         may_change: Callable[[str], bool] = lambda key: False,
-        take: bool = True,
+        date: datetime.date | None = None,
         shard: Shard | None = None,
     ):
         """Creates the directory if it is missing, locks it, and checks and writes its config.
 
-        A directory with results accepts only the config that they belong to.
+        All processes return once the first one holds the lock. A directory with results accepts
+        only the config that they belong to.
 
         Args:
           path: Path of the directory; `~` is the home directory.
@@ -54,8 +63,7 @@ class RunDirectory:
             name the commit that the run reads, and a run that resumes must read the same.
           is_used: Returns whether a directory holds results that belong to its config.yml.
           may_change: Returns whether a resumed run may have another value of a dotted key.
-          take: Lock and write the directory. False for processes other than the first, which only
-            read.
+          date: Date of the run, stored for later starts; see `dates.find`.
           shard: Shard of the run, which has a lock of its own; None for a run without shards.
         Raises:
           WorkdirError: The directory cannot be written, is in use by another run, or belongs to
@@ -65,19 +73,20 @@ class RunDirectory:
         self.config_hash = loader.config_hash(config)
         config = locations.pin_checkpoints(config)
         self._held = contextlib.ExitStack()
-        if self.path is None or not take:
-            return
-        with files.explained(self.path):
-            files.make_private(self.path)
+        self.writes = self.path is not None and jax.process_index() == 0
+        if self.writes:
             lock = _LOCK if shard is None else f"{_LOCK}.{shard.index}-of-{shard.count}"
-            try:
-                self._held.enter_context(_locked(self.path, lock))
-                self._held.enter_context(files.ended_in_order(self.path))
+            with files.explained(self.path), contextlib.ExitStack() as held:
+                files.make_private(self.path)
+                held.enter_context(_locked(self.path, lock))
+                held.enter_context(files.ended_in_order(self.path))
                 _check(self.path, config, is_used(self.path), may_change)
                 self.write(CONFIG, loader.to_yaml(config))
-            except BaseException:
-                self.close()
-                raise
+                if date is not None:
+                    self.write(dates.FILE, f"{date}\n")
+                self._held = held.pop_all()
+        if self.path is not None:
+            agreement.barrier("work directory taken")
 
     def write(self, name: str, content: str | bytes) -> None:
         """Writes a file atomically.
@@ -85,7 +94,7 @@ class RunDirectory:
         Raises:
           WorkdirError: The file cannot be written.
         """
-        if self.path is not None:
+        if self.writes:
             with files.explained(self.path / name):
                 files.write_whole(self.path / name, content)
 

@@ -121,8 +121,8 @@ class Records:
 def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS) -> Records:
     """Opens the records of a run's directory, including those of earlier runs.
 
-    Without a path, the records are in memory only. An incomplete last line of a killed run is
-    dropped.
+    A process that does not write the directory has its records in memory only. An incomplete last
+    line of a killed run is dropped.
 
     Args:
       directory: Directory that this run has locked.
@@ -131,7 +131,7 @@ def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS
     Raises:
       WorkdirError: The file cannot be written, or holds damaged records.
     """
-    return Records() if directory.path is None else _StoredRecords(directory, name, results)
+    return _StoredRecords(directory, name, results) if directory.writes else Records()
 
 
 def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Records:

@@ -14,12 +14,8 @@ import datetime
 import os
 import pathlib
 
-import jax
-
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
-from dflash.parallel import agreement
-from dflash.runs import dates
 from dflash.runs.directory import RunDirectory
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
@@ -28,29 +24,10 @@ _VERSION = "2:"  # Version of the rule by which `identity` is computed.
 
 
 def open_directory(path: str | os.PathLike, config: TrainRun, date: datetime.date) -> RunDirectory:
-    """Opens and locks the work directory of a training run.
-
-    All processes return once the first one holds the lock.
-
-    Args:
-      path: Work directory; created if missing.
-      config: The run's config.
-      date: The run's date, stored for later starts; see `dates.find`.
-    Raises:
-      WorkdirError: The directory cannot be written, is in use by another run, or holds checkpoints
-        of a run with other values of keys that must not change.
-    """
-    directory = RunDirectory(
-        path,
-        config,
-        is_used=_has_checkpoints,
-        may_change=train_schema.is_free,
-        take=jax.process_index() == 0,
+    """Opens and locks the work directory of a training run; see `RunDirectory` for the errors."""
+    return RunDirectory(
+        path, config, is_used=_has_checkpoints, may_change=train_schema.is_free, date=date
     )
-    if jax.process_index() == 0:
-        directory.write(dates.FILE, f"{date}\n")
-    agreement.barrier("work directory taken")
-    return directory
 
 
 def identity(config: TrainRun) -> str:
