@@ -106,7 +106,6 @@ def simplified(answer: str) -> str:
 
 
 def _same(answer: str, reference: str) -> bool:
-    """Implements `same` for simplified answers."""
     if answer == reference:
         return True
     (bracket, items), (other_bracket, others) = _items(answer), _items(reference)
@@ -148,7 +147,6 @@ def _items(text: str) -> tuple[str, list[str]]:
 
 
 def _last_number(text: str) -> str | None:
-    """Returns the last number of a text as written, with its minus sign."""
     for match in reversed(list(_DIGITS.finditer(text))):
         run = match.group().rstrip(".,")
         number = run if _GROUPED.fullmatch(run) else run.rpartition(",")[2]

@@ -176,7 +176,6 @@ def shuffled_order(split: Split, count: int) -> np.ndarray:
 
 
 def _report_progress(examples: Iterable[Example], name: str) -> Iterator[Example]:
-    """Yields the examples and prints the progress from time to time."""
     next_report = time.monotonic() + _REPORT_SECONDS
     for done, example in enumerate(examples):
         if time.monotonic() >= next_report:

@@ -51,8 +51,6 @@ def _equal(left: Value, right: Value) -> bool:
 
 
 class _Parser:
-    """Recursive descent over the tokens of one expression."""
-
     def __init__(self, text: str, point: int):
         if _WORD.search(text):
             raise _NoValue

@@ -132,7 +132,6 @@ def _answer(
 
 
 def _cut(rendered: str, ending: _Ending, tokenizer: Tokenizer) -> str:
-    """Removes what the template writes after the end of an answer."""
     if ending.token is None:
         return rendered.removesuffix(ending.rest)
     ends = tokenizer.special_ends(rendered)

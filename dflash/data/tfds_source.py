@@ -86,7 +86,6 @@ class Tfds(Dataset):
         return rows
 
     def _fields(self, rows: Any, index: int) -> Mapping[str, Any]:
-        """Returns a row as the fields of a line of a JSONL file."""
         config, row = self._config.tfds, rows[index]
         if config.messages is None:
             return {key: _plain(row[getattr(config, key)]) for key in ("prompt", "response")}
@@ -98,7 +97,6 @@ class Tfds(Dataset):
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value of tfds to the types of JSON."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, str):

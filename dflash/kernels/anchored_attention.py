@@ -239,7 +239,6 @@ def _attend_group(
     window,
     causal,
 ):
-    """Computes `anchored_attention` for one group of blocks."""
     batch, blocks, block, heads, width = queries.shape
     kv_heads = keys.shape[3]
     share = heads // kv_heads

@@ -71,7 +71,6 @@ class AnchoredTiling:
         return self._join(array).reshape(shape)[:, : self.length]
 
     def _columns(self, array) -> int:
-        """Returns the number of columns per kv head."""
         return array.shape[3] // self.kv_heads * self.width
 
     def _split(self, array):

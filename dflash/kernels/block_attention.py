@@ -86,7 +86,6 @@ def _with_mask(
     attend, queries, keys, values, context_keys, context_values, length, sinks=None, windows=None,
     *, scale, window, causal,
 ):  # fmt: skip
-    """Computes `block_attention` by `_attend`, or by `_attend_on_cpu`."""
     block = queries.shape[1]
     inside = visible_inside(block, window=window, causal=causal)[None]
     first = _first_visible(length, block, window if windows is None else windows[:, None])
@@ -196,7 +195,6 @@ def _attend_on_cpu(
     queries, keys, values, visible_rows, context_keys, context_values, length, scale, first,
     sinks=None,
 ):  # fmt: skip
-    """Computes `_attend` in C++."""
     arrays = (queries, keys, values, visible_rows, context_keys, context_values, length)
     return attention_cpu.attend(*arrays, scale=scale, first_visible=first, sinks=sinks)
 

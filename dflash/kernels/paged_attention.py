@@ -182,7 +182,6 @@ def _attend_on_cpu(
     sinks,
     scale,
 ):
-    """Computes `_attend` in C++."""
     pages = key_pages, value_pages
     keys, values = (rows.transpose(1, 2, 0, 3) for rows in (keys, values))
     return attention_cpu.attend(

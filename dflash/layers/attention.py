@@ -216,18 +216,15 @@ class Attention(nnx.Module):
 
     @property
     def _view(self) -> dict[str, Any]:
-        """Arguments of the attention ops that are the same for every call."""
         chosen = implementation.for_platform(self.sharding.platform)
         return {"scale": self.scale, "window": self.window, "implementation": chosen}
 
     @property
     def _sinks(self) -> jax.Array | None:
-        """Attention sinks [N], or None."""
         return None if self.attention_sink_bias is None else self.attention_sink_bias[...]
 
     @staticmethod
     def _row_names(batch: str | None) -> tuple[tuple, tuple]:
-        """Returns the logical axes of queries, and those of keys and values."""
         return (batch, None, "heads", None), (batch, None, "kv_heads", None)
 
     def _heads_of(self, products, x, cos_sin):
@@ -270,7 +267,6 @@ class Attention(nnx.Module):
 
 
 def _sinks(num_heads: int, **build) -> nnx.Param:
-    """Returns abstract attention sinks, one per query head."""
     return parameters.declare((num_heads,), ("heads",), stddev=1.0, **build)
 
 

@@ -244,7 +244,6 @@ class PagedCache:
         return self.with_slots(dataclasses.replace(one, layers=written), slot[None], sharding)
 
     def _names(self, pages: str | None) -> list[tuple[str | None, ...]]:
-        """Returns the logical axes of each pool."""
         return [(axis, pages, None, None) for axis in self.axes]
 
     def _replace_pools(self, pools: Sequence[Rows], page_table: jax.Array) -> "PagedCache":
@@ -322,12 +321,10 @@ def window_of(spec: Any) -> int | None:
 
 
 def _is_state(node: Any) -> bool:
-    """Returns whether a node of `PagedCache.layers` is recurrent state, itself a pytree."""
     return isinstance(node, RecurrentState | PendingState)
 
 
 def _is_leaf(node: Any) -> bool:
-    """Returns whether a node of `PagedCache.layers` is recurrent state or a quantized pool."""
     return _is_state(node) or isinstance(node, Quantized)
 
 

@@ -93,7 +93,6 @@ def _product_backward(transposed, dtype, method, residuals, cotangents):
 
 
 def _multiply(equation: str, a, b, dtype: jnp.dtype, widened: bool) -> jax.Array:
-    """Returns the product of two arrays in `dtype`; see `_product`."""
     product = jnp.promote_types(dtype, jnp.result_type(a, b))
     if widened and product == jnp.bfloat16:
         product = jnp.float32

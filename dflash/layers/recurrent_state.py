@@ -142,5 +142,4 @@ def block_names(batch: str | None) -> list[tuple[str | None, ...]]:
 
 
 def _names(batch: str | None) -> list[tuple[str | None, ...]]:
-    """Returns the logical axes of a state's memory and rows."""
     return [(batch, "heads", None, None), (batch, None, "heads")]

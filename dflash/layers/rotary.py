@@ -38,7 +38,6 @@ def mscale(scaling: RopeScaling, weight: float) -> float:
 
 
 def _scale_linear(freqs: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Divides all frequencies by `factor`."""
     del theta
     return freqs / scaling.factor
 

@@ -176,7 +176,6 @@ def _histograms(recordings: Recordings) -> Histograms:
 
 
 def _of_benchmark(cells: Sequence[Any], file: str, source: str) -> list[KnownAcceptance]:
-    """Returns one entry for each strategy that ran cycles."""
     recorded: dict[str, dict[str, Sequence[float]]] = {}
     try:
         for cell in cells:

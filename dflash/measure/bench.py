@@ -236,7 +236,6 @@ class Bench:
         return TaskRound(task, number, tuple(samples), parts)
 
     def _probes(self, queue: Sequence[Item], plain: Sample) -> dict[str, Probe]:
-        """Builds probes whose context ends in the middle of the baseline's first output."""
         output = plain.completions[0].output_ids
         context = (*queue[0].prompt.ids, *output[: len(output) // 2])
         probes = {
@@ -287,7 +286,6 @@ def script(item: Item, longest: int) -> list[int]:
 
 
 def _median(timings: Sequence[Parts]) -> Parts:
-    """Returns the medians of several timings."""
     return Parts(
         draft_ms=statistics.median(timing.draft_ms for timing in timings),
         verify_ms=statistics.median(timing.verify_ms for timing in timings),

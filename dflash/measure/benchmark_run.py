@@ -203,7 +203,6 @@ def _finish(
     *,
     wide: bool,
 ) -> None:
-    """Writes the tables, plots and page of a complete benchmark, and prints its table."""
     directory.write("results.csv", results.table_csv(results.rows(values)))
     words = bench.workload.acceptance["words"]
     categories = speed_bench.by_task(bench.workload.tasks, done)

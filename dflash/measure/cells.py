@@ -248,7 +248,6 @@ def _cell(
     rounds: Sequence[TaskRound],
     setting: Setting,
 ) -> Cell:
-    """Computes a cell from the samples of a strategy and of the baseline on one task."""
     name, longest_path = samples[0].strategy, setting.longest_paths[samples[0].strategy]
     completions = [completion for sample in samples for completion in sample.completions]
     lengths = [length for completion in completions for length in completion.acceptance_lengths]
@@ -300,7 +299,6 @@ def _cell(
 
 
 def _warnings(cell: Cell, setting: Setting) -> tuple[FigureWarning, ...]:
-    """Returns the warnings about figures of a cell."""
     all_warnings = setting.warnings
     if cell.speedup is not None:
         all_warnings += warnings.of_prompts(cell.groups)

@@ -131,7 +131,6 @@ class MeasuredEngine(Engine):
 
     @property
     def _own_rules(self) -> Rules:
-        """Rules of `dispatch`."""
         return self.rules.for_greedy() if self.is_greedy else self.rules
 
     def _draft(self, target, drafter, state: DecodeState, drafter_state, anchor):

@@ -247,13 +247,11 @@ def _figure(theme: Theme, width: float, height: float = 4.2) -> tuple[Figure, Ax
 
 
 def _label(axes: Axes, theme: Theme, text: str, place, offset, **how) -> Annotation:
-    """Adds a small label beside a place."""
     return axes.annotate(text, place, offset, textcoords="offset points", fontsize=8,
                          color=theme.ink, **how)  # fmt: skip
 
 
 def _make_room(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> None:
-    """Widens the axes to the right and upwards until every label is inside."""
     for _ in range(4):  # Wider axes have smaller units, so each label then spans more of them.
         figure.draw_without_rendering()
         boxes = [label.get_window_extent().transformed(axes.transData.inverted())
@@ -267,12 +265,10 @@ def _make_room(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> None
 
 
 def _even(axes: Axes, theme: Theme, height: float, label: str) -> None:
-    """Draws a thin line at the height of no gain and no loss."""
     axes.axhline(height, color=theme.ink, linewidth=0.9, linestyle=(0, (1, 2)), label=label)
 
 
 def _plain_ticks(axis) -> None:
-    """Labels a logarithmic axis with plain numbers, at 1, 2 and 5 times powers of ten."""
     axis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_locator(ticker.NullLocator())

@@ -64,7 +64,6 @@ def write(
 
 
 def _colors(strategies: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns the color of each strategy in each theme, the same as in the plots."""
     slots = palette.slots(strategies)
     return {
         name: {theme: palette.color(colors, slots.get(name)) for theme, colors in _THEMES.items()}
@@ -144,7 +143,6 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
 
 
 def _longest(bench: Bench, task: str, done: Sequence[TaskRound]) -> Item:
-    """Returns the task's item with the longest output of the baseline."""
     lengths = {
         completion.id: len(completion.output_ids)
         for round_ in done
@@ -156,7 +154,6 @@ def _longest(bench: Bench, task: str, done: Sequence[TaskRound]) -> Item:
 
 
 def _as_text(prompt: Prompt) -> str:
-    """Returns a prompt as text for the page."""
     if prompt.messages is not None:
         return "\n".join(message["content"] for message in prompt.messages)
     return prompt.text or f"{len(prompt.ids)} random tokens"

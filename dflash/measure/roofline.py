@@ -187,7 +187,6 @@ def _read_rates() -> tuple[tuple[float, float], ...]:
 
 
 def _least_seconds(left: jax.Array, right: jax.Array) -> float:
-    """Returns the best time of a product over a few runs, after one that compiles."""
     product = jax.jit(jnp.dot)
     seconds_of(product, left, right)
     return min(seconds_of(product, left, right)[0] for _ in range(_TRIES))

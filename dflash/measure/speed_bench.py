@@ -112,7 +112,6 @@ def timing(samples: Sequence[Sample]) -> Values:
 
 
 def _span_s(completions: Sequence[RequestOutput]) -> float:
-    """Returns the time from the first prefill of a queue to its last token, in seconds."""
     begins = [
         completion.finished_at - (completion.decode_ms + completion.prefill_ms) / 1e3
         for completion in completions

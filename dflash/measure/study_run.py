@@ -45,7 +45,6 @@ def run(
 
 
 def _content(config: BenchmarkRun, answer: studies.StudyResult, load: Load) -> dict[str, Any]:
-    """Returns the content of study.json."""
     return {
         "schema": results.STUDY_SCHEMA,
         "study": config.study.name,

@@ -239,7 +239,6 @@ def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording
 
 
 def _recording(row: Any, where: str) -> tuple[str, Recording]:
-    """Returns the data set and the recording of one prompt in a trace; see `read_trace`."""
     if not isinstance(row, dict) or "acceptance_lengths" not in row:
         raise errors.InputError("expected an object with acceptance_lengths")
     task = row.get("dataset", "trace")
@@ -316,7 +315,6 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
 
 
 def _draw(config: BenchmarkRun, job: jobs.Job) -> dict[str, list[Recording]]:
-    """Draws acceptance lengths from the published histograms."""
     random = np.random.default_rng(_SEED)
     drawn: dict[str, list[Recording]] = {}
     for task in config.acceptance:
@@ -340,7 +338,6 @@ def _draw(config: BenchmarkRun, job: jobs.Job) -> dict[str, list[Recording]]:
 def _made_up(
     config: BenchmarkRun, recorded: Mapping[str, Sequence[Recording]], job: jobs.Job
 ) -> dict[str, tuple[Item, ...]]:
-    """Returns prompts of random tokens with the recorded prompt and acceptance lengths."""
     random = np.random.default_rng(_SEED)
     vocab_size = job.target.arch.vocab_size
     tasks: dict[str, tuple[Item, ...]] = {}

@@ -85,7 +85,6 @@ class Qwen3Next(Decoder):
         return TensorRows(f"model.{layer}.self_attn.q_proj.weight", begin, end, 2 * width, heads)
 
     def _delta_source(self, prefix: str, own: str) -> Source:
-        """Returns the source of a parameter of a gated DeltaNet layer."""
         if own in ("A_log", "dt_bias"):
             return f"{prefix}.{own}"
         shape = DeltaShape(**subset(self.arch, DeltaShape))

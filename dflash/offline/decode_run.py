@@ -186,7 +186,6 @@ def _decode(
 
 
 def _ready(job: Job, records: Records) -> list[Prompt]:
-    """Returns the next turn of each unfinished conversation."""
     ready = []
     done = records.completed()
     for prompt in records.pending(job.prompts):
@@ -249,12 +248,10 @@ def _round(
 
 
 def _asked(prompt: Prompt) -> str | tuple[Mapping[str, Any], ...] | None:
-    """Returns the text or the messages of a prompt; None for token ids."""
     return prompt.text if prompt.messages is None else prompt.messages
 
 
 def _record(prompt: Prompt, completion: RequestOutput, tokenizer, clock_s: float) -> Record:
-    """Returns the record of a finished prompt, a line of outputs.jsonl."""
     return Record(
         index=prompt.index,
         prompt=_asked(prompt),
@@ -321,7 +318,6 @@ def report(
 
 
 def _advice(job: Job, summary: Summary, speed_up: float | None) -> list[str]:
-    """Returns a warning if plain decoding was faster; see `block_advice`."""
     cycles = {int(length): count for length, count in summary.acceptance_histogram.items()}
     acceptance = block_advice.BlockAcceptance(cycles, job.longest_path)
     return block_advice.slower_than_plain(job.config.drafter, acceptance, speed_up)

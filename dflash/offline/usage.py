@@ -53,7 +53,6 @@ class Usage:
         }
 
     def _speculation(self) -> dict[str, Any]:
-        """Returns how often outcomes were foreseen; empty without speculation."""
         lookups = self.counts["speculation_lookups"]
         if not lookups:
             return {}

@@ -169,7 +169,6 @@ def _bind_address(coordinator_address: str | None, process_id: int | None) -> st
 
 
 def _exit_unjoined(address: str) -> None:
-    """Exits although the main thread waits for other processes, which nothing can interrupt."""
     print(
         f"error: --coordinator_address={address}: not all processes have joined within "
         f"{_JOIN_TIMEOUT_S} s: start all of them, and check that every host can reach this address",

@@ -263,8 +263,6 @@ _Draw = Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array]
 
 @functools.cache
 def _normal(impl: Hashable) -> _Draw:
-    """Returns a draw from the normal distribution by a generator of jax."""
-
     def draw(key_data, leaf_seed, shape):
         key = jax.random.wrap_key_data(key_data, impl=impl)
         return jax.random.normal(jax.random.fold_in(key, leaf_seed), shape)
@@ -283,8 +281,6 @@ def _hashed(seed, leaf_seed, shape):
 
 @functools.cache  # Leaves of equal shapes share one program, also those of other modules.
 def _creation(draw: _Draw, shape, dtype, sharding, stddev, offset) -> Callable[..., jax.Array]:
-    """Returns the jitted function that creates a leaf from both seeds."""
-
     def create(seed, leaf_seed):
         if stddev is None:
             return jnp.ones(shape, dtype)

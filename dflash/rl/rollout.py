@@ -219,7 +219,6 @@ class DFlashRollout(base_rollout.BaseRollout):
             self._end_step()
 
     def _train_drafter(self) -> None:
-        """Trains the drafter if it is time."""
         taus = [step.tau for step in (*self.history, self.stats) if step.cycles]
         if not self._rollouts or (len(self.history) + 1) % self._training.every:
             return
@@ -233,7 +232,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         self.stats = dataclasses.replace(self.stats, training=metrics, training_seconds=seconds)
 
     def _end_step(self) -> None:
-        """Begins new statistics."""
         end = time.perf_counter()
         self.history.append(dataclasses.replace(self.stats, step_seconds=end - self._step_began))
         self.stats, self._step_began = RolloutStats(), end
@@ -311,7 +309,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         return padded
 
     def _check_tokenizer(self) -> None:
-        """Raises ConfigError if the target's tokenizer reads other texts from the same ids."""
         ids = self._tokenizer.encode(_PROBE)
         vocab_size = self.llm.target.arch.vocab_size
         fits = all(0 <= token < vocab_size for token in ids)

@@ -195,7 +195,6 @@ class Upkeep:
         return known
 
     def _stacked(self, rollouts: Sequence[Rollout]) -> Batch:
-        """Returns the outputs of rollouts, one row each."""
         rows = [self._recent[rollout] for rollout in rollouts]
         stacked = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
         axes = "batch", None, None
@@ -226,7 +225,6 @@ class Upkeep:
         return steps.place(arrays, self._sharding, len(rollouts))
 
     def _install(self) -> None:
-        """Copies the trained weights to the drafter that decodes."""
         working = self._task.working
         # Copies, since the next step donates the state.
         params = jax.tree.map(
@@ -271,6 +269,5 @@ def _window(array: jax.Array, row: int, start: int, length: int) -> jax.Array:
 
 
 def _trimmed(completion: np.ndarray, pad_id: int) -> tuple[int, ...]:
-    """Returns a completion without the padding on its right."""
     length = len(completion) - np.argmax(completion[::-1] != pad_id)
     return tuple(completion[:length].tolist())

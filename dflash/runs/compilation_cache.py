@@ -105,7 +105,6 @@ def why_unsafe(path: pathlib.Path) -> str | None:
 
 
 def _is_foreign(status: os.stat_result) -> bool:
-    """Returns whether something belongs neither to this user nor to root."""
     return status.st_uid not in (os.geteuid(), 0)
 
 
@@ -116,7 +115,6 @@ def machine() -> str:
 
 
 def _cpu() -> str:
-    """Returns the features of the CPU, as the operating system reports them."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

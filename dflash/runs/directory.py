@@ -190,7 +190,6 @@ def _read_config(path: pathlib.Path, schema: type) -> Any:
 
 
 def _is_resolved(path: pathlib.Path, schema: type) -> bool:
-    """Returns whether a run has written a config.yml, which then has every group."""
     if not path.exists():
         return False
     _read_config(path, schema)  # Raise if the file is not a config of this kind of run.

@@ -217,7 +217,6 @@ class Display:
         self._lines(terminal.table_lines(rows, keys=keys, width=width))
 
     def _lines(self, lines: Sequence[str]) -> None:
-        """Shows an empty line and then some lines on stderr."""
         self._fresh_line()
         self._say("".join(f"{line}\n" for line in ("", *lines)))
 
@@ -280,7 +279,6 @@ class Display:
         self._console.print(rich.text.Text(text, style=style), end="", soft_wrap=True)
 
     def _fresh_line(self) -> None:
-        """Starts a new line unless the terminal's cursor is at the start of one."""
         if self._status_open or (self._mid_line and self._stdout_is_terminal):
             self._say("\n")
         self._status_open = False

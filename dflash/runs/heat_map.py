@@ -100,7 +100,6 @@ def _roles(sweep: Sweep) -> tuple[Sequence[str], Sequence[str], Sequence[Sequenc
 
 
 def _steps(sweep: Sweep, axis: Sequence[str]) -> list[list[Any]]:
-    """Returns the steps of an axis in order; one empty step if there is no axis."""
     steps: list[list[Any]] = []
     for point in sweep.points.values():
         step = [point.values[key] for key in axis]

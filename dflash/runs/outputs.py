@@ -185,7 +185,6 @@ _INTEGERS = {"prompt_ids": 0, "output_ids": 0, "acceptance_lengths": 1, "block_s
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the invalid fields of a line, each with the reason."""
     if not _is_integer(values["index"], 0):
         yield "index", f"expected an integer >= 0, got {values['index']!r}"
     prompt = values["prompt"]
@@ -214,7 +213,6 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _cycle_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields inconsistent counts of tokens, cycles and rows, each with its field."""
     lengths, sizes = values["acceptance_lengths"], values["block_sizes"]
     if sizes and len(sizes) != len(lengths):
         yield "block_sizes", f"{len(sizes)} items, but {len(lengths)} acceptance_lengths"

@@ -162,8 +162,6 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
 
 
 class _StoredRecords(Records):
-    """Finished prompts in a file, which the next run reads."""
-
     def __init__(self, directory: RunDirectory, name: str, results: str):
         self._directory, self._results = directory, results
         self._path = directory.path / name
@@ -195,8 +193,6 @@ class _StoredRecords(Records):
 
 
 class _JoinedRecords(Records):
-    """Finished prompts of several shards, read from their files."""
-
     def __init__(
         self, directory: pathlib.Path, config_hash: str, records: Iterable[outputs.Record]
     ):

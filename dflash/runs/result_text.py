@@ -124,7 +124,6 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def _excerpt(record: outputs.Record) -> str:
-    """Returns the first line of a prompt's text, truncated to fit a table."""
     if record.prompt is None:
         return f"prompt {record.index}"
     line = next(iter(prompt_text(record.prompt).strip().splitlines()), "")

@@ -215,7 +215,6 @@ def columns(runner: Runner, rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _named(names: Sequence[str], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures with the given names, over all cells, in the order of the names."""
     return {
         key: figures[key] for name in names for key in figures if key.rpartition(".")[2] == name
     }
@@ -238,7 +237,6 @@ def _chosen(sweep: Sweep, index: int | None) -> list[SweepPoint]:
 
 
 def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[SweepPoint]) -> None:
-    """Raises ConfigError with a line for every point that cannot run."""
     problems: dict[str, list[str]] = {}
     for point in pending:
         try:
@@ -256,7 +254,6 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[SweepPoint
 
 
 def _in_order(runner: Runner, points: Sequence[SweepPoint]) -> Iterator[SweepPoint]:
-    """Yields the points, grouped by equal affinity."""
     groups: dict[str, list[SweepPoint]] = {}
     for point in points:
         groups.setdefault(runner.affinity(point.config), []).append(point)
@@ -267,7 +264,6 @@ def _in_order(runner: Runner, points: Sequence[SweepPoint]) -> Iterator[SweepPoi
 def _record(
     directory: pathlib.Path, point: SweepPoint, metrics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Marks a point as finished, adds it to the table, and returns its row."""
     config_hash = loader.config_hash(point.config)
     content = {"config_hash": config_hash, "values": point.values, "metrics": metrics}
     row = {**point.values, **metrics, "config_hash": config_hash}

@@ -122,7 +122,6 @@ class WordWrap:
         return list(self._word) if length < self._column else []
 
     def _advance(self, character: str, style: str) -> None:
-        """Moves the cursor over a character that was printed."""
         if character == "\n":
             self.reset()
         elif character.isspace():
@@ -136,5 +135,4 @@ class WordWrap:
 
 
 def _breaks(character: str) -> bool:
-    """Returns whether a line may break before a character: a space, or a wide character."""
     return character.isspace() or cell_len(character) == 2

@@ -95,7 +95,6 @@ def _rules(fields: ChatBody, model: ServedModel, prompt: str) -> AnswerRules:
 
 
 def _chosen_tools(fields: ChatBody, model: ServedModel) -> tuple[Tool, ...]:
-    """Returns the tools that an answer may call."""
     functions = {tool.function.name: tool.function for tool in fields.tools}
     choice = fields.tool_choice
     if len(functions) < len(fields.tools):

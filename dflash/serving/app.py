@@ -152,7 +152,6 @@ class Endpoints:
     async def _wait(
         self, http_request: Request, group: RequestGroup, outputs: Sequence[Output]
     ) -> list[OutputDelta]:
-        """Waits for all outputs of a request; cancels them if the client disconnects."""
         with group:
             waiting = responses.wait_for_all(group, outputs)
             return await http.until_disconnect(http_request.receive, waiting)
@@ -373,7 +372,6 @@ def _update_weights_body(body: Body, model: ServedModel) -> UpdateWeightsBody:
 
 
 def _tokenized(body: Body, model: ServedModel) -> responses.Json:
-    """Returns the response of /tokenize."""
     ids, texts = openai_requests.read_tokenize(body, model)
     answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids)}
     answer["token_strs"] = [model.names.of(token) for token in ids] if texts else None
@@ -381,7 +379,6 @@ def _tokenized(body: Body, model: ServedModel) -> responses.Json:
 
 
 def _detokenized(body: Body, model: ServedModel) -> responses.Json:
-    """Returns the response of /detokenize."""
     requests.check_model(body, model)
     fields = validation.parse(DetokenizeBody, body)
     ids = encoding.token_ids(fields.tokens, "tokens", model)

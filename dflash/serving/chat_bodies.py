@@ -126,7 +126,6 @@ class ToolCall(Body):
 
 
 def _text_type(value: Any) -> Any:
-    """Rejects other contents than text."""
     if value == "text":
         return value
     raise invalid(f'only "text" is supported, not {jsonl.quote(value)}', "unsupported")

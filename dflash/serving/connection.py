@@ -100,7 +100,6 @@ class Connection(H11Protocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """Returns whether the client has not sent a whole request."""
         return self._between_requests or self.cycle.more_body
 
     def _make_room(self) -> None:

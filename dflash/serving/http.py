@@ -101,7 +101,6 @@ class BodyReader:
             raise RequestError(message, status=408, code="timeout") from None
 
     async def _receive(self, request: Request, body: bytearray) -> None:
-        """Appends a request's body to `body`."""
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise self._too_large()
@@ -114,7 +113,6 @@ class BodyReader:
             more = message.get("more_body", False)
 
     def _hold(self, body: bytearray, piece: bytes) -> None:
-        """Appends a piece to a body."""
         size = len(body) + len(piece)
         if size > self._max_bytes:
             raise self._too_large()

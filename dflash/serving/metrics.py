@@ -269,7 +269,6 @@ class Metrics:
             self._observe("vllm:request_time_per_output_token_seconds", mean_s)
 
     def _count_cycles(self, event: Tokens, adapter: int) -> None:
-        """Counts cycles by block size, by accepted drafts, and by adapter if there are any."""
         totals, sizes = self.totals, event.block_sizes
         for size in set(sizes):
             self._metric("dflash:block_sizes", size=str(size)).inc(sizes.count(size))

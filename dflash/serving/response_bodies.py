@@ -273,7 +273,6 @@ def _items(value: Any) -> Iterator[ResponseItem]:
 
 
 def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Returns a tool in the form of chats."""
     if tool.get("type") != "function":
         reason = f"only functions are supported, not {jsonl.quote(tool.get('type'))}"
         raise unsupported(f"tools[{place}].type", reason)

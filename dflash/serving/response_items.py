@@ -98,7 +98,6 @@ class ResponseBuilder:
         return self._event(f"response.{kind}", **place, **fields)
 
     def _open(self, part: OutputPart) -> Iterator[Json]:
-        """Begins an item."""
         self._kind = "call" if part.kind == "arguments" else part.kind
         item = _new_item(part)
         self._items.append(item)
@@ -111,7 +110,6 @@ class ResponseBuilder:
             yield self._item_event("content_part.added", part=dict(item["content"][0]))
 
     def _append(self, text: str) -> Iterator[Json]:
-        """Appends to the open item."""
         if self._kind not in _TEXTS:
             self._items[-1]["arguments"] += text
             yield self._item_event("function_call_arguments.delta", delta=text)
@@ -122,7 +120,6 @@ class ResponseBuilder:
         yield self._item_event(f"{part['type']}.delta", delta=text, **logprobs)
 
     def _close(self, status: str) -> Iterator[Json]:
-        """Ends the open item, if there is one."""
         if self._kind is None:
             return
         item = self._items[-1]
@@ -188,7 +185,6 @@ def _new_item(part: OutputPart) -> Json:
 
 
 def _head(id: str, fields: ResponsesBody, request: CompletionRequest, model: ServedModel) -> Json:
-    """Returns the fields that a response has from its beginning."""
     form = fields.text.format
     return {
         "id": id,

@@ -57,7 +57,6 @@ async def follow(
 
 
 def _failure(done: RequestOutput) -> RequestError:
-    """Returns the error of an HTTP request one of whose requests has failed."""
     message = str(done.error).removeprefix(f"prompt {done.id}: ")
     if isinstance(done.error, errors.UnavailableError):
         return unavailable(message)
@@ -186,7 +185,6 @@ def chat_chunk_choice(request: CompletionRequest, model: ServedModel) -> Choice:
 
 
 def _message(request: CompletionRequest, delta: OutputDelta) -> Json:
-    """Returns the content, reasoning and tool calls of a whole answer."""
     if request.chat_format is None:
         return {"content": delta.text}
     texts, calls = {"content": "", "reasoning": ""}, []
@@ -275,7 +273,6 @@ def _ending(output: Output, delta: OutputDelta) -> Json:
 
 
 def _drafts(request: CompletionRequest, output: Output, delta: OutputDelta) -> Json:
-    """Returns the field that reports drafts, if the request has `show_drafts`."""
     if not request.options.drafts:
         return {}
     statistics = output.statistics

@@ -98,8 +98,6 @@ def _status_of(error: BaseException) -> int:
 
 
 class _Follower:
-    """Listener that keeps only the error."""
-
     error: BaseException | None = None
 
     def ready(self, engines) -> None:
@@ -165,7 +163,6 @@ async def serve(
 
 
 def _keys(text: str) -> list[str]:
-    """Returns API keys that are separated by commas."""
     return [key for part in text.split(",") if (key := part.strip())]
 
 
@@ -230,8 +227,6 @@ def stop_signals(stop: Callable[[], None]) -> Iterator[Callable[[], int]]:
 
 
 class _StopEvent(asyncio.Event):
-    """Event that the first signal sets, with the exit status of that signal."""
-
     status = 0
 
 

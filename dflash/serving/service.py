@@ -174,7 +174,6 @@ class Service:
         return group
 
     def _check_room(self, added: int, client: str) -> None:
-        """Raises RequestError if the server, or one client, would have too many requests."""
         capacity, limit = self.slots + self.config.queue, self.config.client_requests
         own = sum(queue.count(client) for queue in self._queues.values()) if limit else 0
         if self.in_flight + added > capacity:
@@ -258,7 +257,6 @@ class Service:
             await asyncio.to_thread(self.tracing.close)
 
     def _submit_next(self) -> None:
-        """Submits the requests that the queues let pass."""
         for mode, queue in self._queues.items():
             for id in queue.take():
                 served = self._requests[id]
@@ -273,7 +271,6 @@ class Service:
         self._thread.put(command)
 
     def _retry_after_s(self) -> int:
-        """Estimates the seconds until the queue has room."""
         if self._mean_s is None:
             return _DEFAULT_RETRY_S
         return min(max(1, math.ceil(self._mean_s / self.slots)), _MAX_RETRY_S)
@@ -361,7 +358,6 @@ class Service:
 
 
 def _tracing(endpoint: str | None) -> "Tracing | None":
-    """Returns the traces for a collector, or None."""
     if endpoint is None:
         return None
     # Imported late, since OpenTelemetry is an extra.

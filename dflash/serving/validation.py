@@ -91,7 +91,6 @@ Text = Annotated[str, AfterValidator(check_unicode)]
 
 
 def _suggestion(kind: type[pydantic.BaseModel], location: tuple[str | int, ...]) -> str:
-    """Returns the hint at a known field with a name similar to an unknown one, or ""."""
     *parents, unknown = location
     for name in parents:
         if isinstance(name, str):

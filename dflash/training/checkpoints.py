@@ -277,7 +277,6 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self, what: str):
-        """Converts any failure to a WorkdirError that names the last good checkpoint."""
         try:
             yield
         except Exception as error:  # Nested errors of Orbax, TensorStore and the system.
@@ -309,7 +308,6 @@ def _find_damage(path: pathlib.Path) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the root cause of an error in a few words."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__

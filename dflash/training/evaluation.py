@@ -49,7 +49,6 @@ class Evaluation:
         return metrics | outlook.forecast(metrics, self._job.task.weights_ratio)
 
     def _held_out_loss(self, params: Params) -> dict[str, float]:
-        """Returns the loss and its metrics, on the same batches and random numbers every time."""
         job = self._job
         totals: dict[str, float] = {}
         total_weight = 0.0

@@ -229,7 +229,6 @@ def _check_files(parts: Sequence[_Part]) -> None:
 
 
 def _check_shared(directory: pathlib.Path, seen: Any) -> None:
-    """Raises if other processes see something else in the directory."""
     if any(other != seen for other in agreement.gather("feature cache", seen)):
         raise errors.InputError(
             f"{directory}: is not shared by all processes: set train.feature_cache to a directory "
@@ -337,7 +336,6 @@ def _write_files(path: pathlib.Path, group: list[Arrays]) -> dict[str, int]:
 
 
 def _writer(name: str) -> int:
-    """Returns the process that has written a file of this name."""
     return int(name.partition(".")[0].removeprefix("process-"))
 
 
@@ -367,7 +365,6 @@ def _damaged(file: pathlib.Path) -> errors.InputError:
 
 
 def _inverse(order: np.ndarray) -> np.ndarray:
-    """Returns the inverse of a permutation."""
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     return inverse

@@ -55,7 +55,6 @@ def warnings(history: Sequence[Entry]) -> list[str]:
 
 
 def _loss_without_tau(window: Sequence[Entry]) -> list[str]:
-    """Returns a warning if the loss falls over the window while τ does not rise."""
     first, last = window[0]["metrics"], window[-1]["metrics"]
     if len(window) < _WINDOW or not {"loss", "tau"} <= first.keys() & last.keys():
         return []

@@ -226,7 +226,6 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
 
 
 def _tensorboard(directory: pathlib.Path, first_step: int):
-    """Opens a writer of TensorBoard events; older events after `first_step` are ignored."""
     import tensorboardX
     from tensorboardX import record_writer
 
@@ -248,8 +247,6 @@ class _BucketEvents:
 
 
 class _Events:
-    """Event file with the methods that tensorboardX calls."""
-
     def __init__(self, path: pathlib.Path):
         self._file = growing.open_file(path)
         self.write, self.close = self._file.append, self._file.close

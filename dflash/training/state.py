@@ -121,7 +121,6 @@ def _checksum(array: jax.Array) -> jax.Array:
 
 
 def _place(optimizer: Any, params: Params, replicated) -> Any:
-    """Shards optimizer moments like their weights, and replicates everything else."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
     def place(path, leaf):

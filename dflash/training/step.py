@@ -139,8 +139,6 @@ def rows_by_process(sharding: Sharding, rows: int) -> dict[int, tuple[int, ...]]
 def _gradients(
     loss, params, frozen, batch, key, dtype, num_microbatches, sharding
 ) -> tuple[Any, Metrics]:
-    """Returns gradients and metrics, averaged over the microbatches of a batch."""
-
     @functools.partial(jax.grad, has_aux=True)
     def differentiate(params, batch, key):
         value, metrics = loss(optax.tree.cast(params, dtype), frozen, batch, key)

@@ -235,7 +235,6 @@ def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) ->
 def _check_block_size(
     config: TrainRun, learner: Drafter, build_drafter: Callable[..., Drafter]
 ) -> None:
-    """Raises ConfigError if `drafter.block_size` is not the size of the trained blocks."""
     if getattr(config.drafter, "block_size", None) is None:
         return
     whole = dataclasses.replace(config.drafter, block_size=None)

@@ -215,7 +215,6 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
 
 
 def _check(job: TrainJob) -> None:
-    """Raises ConfigError if the tokenizer or the row length does not fit the target."""
     arch, length = job.task.target.arch, job.config.data.length
     if job.tokenizer.vocab_size > arch.vocab_size:
         raise errors.ConfigError(

@@ -160,8 +160,6 @@ def _product_flops(jaxpr: Any) -> float:
 
 
 def _abstract_batch(task: Task, rows: int, length: int) -> tuple[dict[str, Any], Any]:
-    """Returns the abstract arrays of a batch with features, and an abstract key."""
-
     def shape(*dimensions, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((rows, length, *dimensions), dtype)
 

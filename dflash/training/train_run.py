@@ -72,7 +72,6 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
 
 
 def _check_answers(job: TrainJob) -> Iterator[str]:
-    """Yields lengths and defects of the answers in the user's own data sets."""
     end_ids = job.task.target.arch.eos_token_id
     for rows in job.training_rows.corpora if jax.process_index() == 0 else ():
         name, _, _ = rows.corpus.name.partition("/")
@@ -83,7 +82,6 @@ def _check_answers(job: TrainJob) -> Iterator[str]:
 def _begin(
     job: TrainJob, directory: RunDirectory, checkpoints: Checkpoints, steps: int, note
 ) -> RestoredCheckpoint:
-    """Returns the newest good checkpoint, or the initial state if there is none."""
     optimizer, _ = job.optimizer(steps)
     _, abstract = states.split(job.task.learner)
     checkpoint = checkpoints.restore(states.abstract(abstract, optimizer, job.sharding), note)
@@ -142,7 +140,6 @@ def _loop_config(job: TrainJob, steps: int, evaluation: Evaluation) -> LoopConfi
 def _training_batches(
     job: TrainJob, directory: RunDirectory, frozen: Params, state: Any, report: TrainReport
 ) -> BatchIterator:
-    """Returns the training batches, with target features if `train.features=cached`."""
     source = job.batches(job.training_rows, state=state)
     agreement.check_same("data", source.state())
     if job.config.train.features == "online" or not job.task.drafts:
@@ -161,7 +158,6 @@ def _training_batches(
 def _feature_cache(
     job: TrainJob, corpus: int, base: pathlib.Path, frozen: Params, report: TrainReport
 ) -> features.FeatureCache:
-    """Returns cached features of the rows that the run reads from a corpus."""
     rows, batch_size = job.training_rows, job.config.train.batch_size
     compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
     name = rows.corpora[corpus].corpus.name
@@ -239,7 +235,6 @@ def _is_export(path: pathlib.Path) -> bool:
 def _finish(
     job: TrainJob, directory: RunDirectory, first_step: int, outcome: TrainOutcome, steps: int
 ) -> str:
-    """Exports the last weights unless better ones are exported; returns a line on the result."""
     if outcome.step < steps and not outcome.stalled:
         return f"stopped after step {outcome.step} of {steps}; run the same command to continue"
     export = directory.path / rundir.EXPORT

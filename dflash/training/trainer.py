@@ -243,7 +243,6 @@ class Trainer:
         self._window.add(values)
 
     def _settle(self) -> None:
-        """Waits for all dispatched steps and checks their metrics."""
         while self._pending:
             self._check_oldest()
 

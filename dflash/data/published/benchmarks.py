@@ -206,8 +206,6 @@ class Mbpp(Benchmark):
 
 
 class _Turns(Benchmark):
-    """Conversations of several questions, some with reference answers."""
-
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
         return row["turns"], row.get("reference", ())
 
@@ -279,7 +277,6 @@ def check_turns(place: str, turns: Any) -> None:
 
 
 def _example(task: str, source: str, turns: Sequence[str], references: Sequence[str]) -> Example:
-    """Builds an example of alternating questions and answers; missing answers are empty."""
     messages = []
     for index, turn in enumerate(turns):
         reference = references[index] if index < len(references) else ""

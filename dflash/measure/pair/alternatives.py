@@ -89,8 +89,6 @@ def of_prompts(prompts: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
 
 
 def _views(shape: Any, window: Any) -> Iterator[Alternative]:
-    """Yields other windows and causalities of the draft layers."""
-
     def seen(field: str, change: str, *views) -> Iterator[Alternative]:
         if views != shape.views:
             yield Alternative(field, change, dataclasses.replace(shape, views=views))
@@ -127,7 +125,6 @@ def _taps(shape: Any, depth: int) -> Iterator[Alternative]:
 
 
 def _rotary(shape: Any, target: TargetArchitecture) -> Iterator[Alternative]:
-    """Yields the target's rotary base and scaling, and the other rotary style."""
     decoder = shape.decoder
     for field in ("rope_theta", "rope_scaling"):
         theirs = getattr(target, field)
@@ -140,7 +137,6 @@ def _rotary(shape: Any, target: TargetArchitecture) -> Iterator[Alternative]:
 
 
 def _masks(shape: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
-    """Yields other tokens that may be the mask: special tokens with a fitting name."""
     for token, spelling in mask_candidates(tokenizer, shape.decoder.vocab_size).items():
         if token != shape.mask_token_id:
             other = dataclasses.replace(shape, mask_token_id=token)

@@ -47,7 +47,6 @@ class Foresight:
         return self.greedy.candidates(self._raise(logits, positions), positions, count)
 
     def _raise(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
-        """Raises the logit of the text's own token above all others, if it is foreseen."""
         last, vocabulary = self.tokens.shape[1] - 1, self.greedy.vocabulary
         own = jnp.take_along_axis(self.tokens, jnp.minimum(positions, last), axis=1)[..., None]
         tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)

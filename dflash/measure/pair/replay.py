@@ -145,13 +145,11 @@ def cycles(
 
 @functools.partial(jax.jit, static_argnums=range(4))
 def _compiled(graph, heads_graph, most, everywhere, weights, heads, texts, foresight) -> Cycles:
-    """Computes `cycles`; other numbers of candidates run the same program."""
     models = nnx.merge(graph, weights), nnx.merge(heads_graph, heads)
     return _run(*models, texts, most, everywhere, foresight)
 
 
 def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
-    """Returns the texts with the features of some layers, in this order."""
     width = target.arch.hidden_size
     parts = [
         texts.features[..., texts.layers.index(layer) * width :][..., :width] for layer in layers
@@ -168,7 +166,6 @@ def _run(
     everywhere: bool,
     foresight: jax.Array | None,
 ) -> Cycles:
-    """Runs cycles over all texts, each of which has at most `most`."""
     batch, length = texts.tokens.shape
     rows = drafter.longest_path
     sampler = SequenceSampler(_greedy(batch))
@@ -243,7 +240,6 @@ def _slice(array: jax.Array, start: jax.Array, count: int) -> jax.Array:
 
 
 def _greedy(batch: int) -> SamplingParams:
-    """Returns sampling parameters of B greedy sequences."""
     zeros = jnp.zeros(batch, jnp.float32)
     none = jnp.zeros(batch, jnp.int32)
     return SamplingParams(jnp.zeros((batch, 2), jnp.uint32), zeros, none, zeros + 1, zeros)

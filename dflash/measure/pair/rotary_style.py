@@ -72,7 +72,6 @@ def _permute_columns(linear: Linear, attention: Attention, parts: str, order: np
 
 
 def _permute(parameter: nnx.Param, index: np.ndarray) -> None:
-    """Permutes the last dimension of a parameter."""
     values = parameter.get_value()
     permuted = jnp.take(values, index, axis=-1)
     parameter.set_value(jax.device_put(permuted, values.sharding))
