@@ -30,7 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
 from support import served
 
-from dflash.serving import bodies, chat_bodies, response_bodies
+from dflash.serving import bodies, responses_api
 
 OPTIONS = ("serve.read_s=2", "serve.send_s=2", "serve.queue=1024")
 NUM_HONEST = 8
@@ -48,8 +48,8 @@ USER = {"role": "user", "content": "abc"}
 # A valid body of each endpoint, and the model of its fields.
 TARGETS = {
     "/v1/completions": ({"prompt": "abcabc", "max_tokens": 4}, bodies.CompletionBody),
-    "/v1/chat/completions": ({"messages": [USER], "max_tokens": 4}, chat_bodies.ChatBody),
-    "/v1/responses": ({"input": "abc", "max_output_tokens": 4}, response_bodies.ResponsesBody),
+    "/v1/chat/completions": ({"messages": [USER], "max_tokens": 4}, bodies.ChatBody),
+    "/v1/responses": ({"input": "abc", "max_output_tokens": 4}, responses_api.ResponsesBody),
     "/generate": ({"text": "abc", "sampling_params": {"max_new_tokens": 4}}, bodies.GenerateBody),
     "/tokenize": ({"prompt": "abc"}, bodies.TokenizeTextBody),
     "/detokenize": ({"tokens": [1, 2, 3]}, bodies.DetokenizeBody),

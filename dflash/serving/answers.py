@@ -5,11 +5,11 @@ import json
 from typing import Any
 
 from dflash import errors
-from dflash.serving.chat_bodies import ChatBody, ChatPromptBody
+from dflash.serving.bodies import ChatBody, ChatPromptBody
 from dflash.serving.completion_request import CompletionRequest, check_structure, one_value
-from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.served_model import ServedModel
 from dflash.serving.structured_output import StructuredOutput
+from dflash.serving.validation import RequestError, unsupported
 from dflash.text import jsonl
 from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool
 from dflash.text.grammar_compiler import inline_schema

@@ -1,9 +1,13 @@
 """HTTP endpoints: OpenAI's, vLLM's and SGLang's, and the web page."""
 
 import asyncio
+import base64
 import dataclasses
 import functools
+import hashlib
+import pathlib
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,29 +22,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash.serving import completion_request as requests
-from dflash.serving import (
-    encoding,
-    http,
-    openai_requests,
-    page,
-    response_items,
-    responses,
-    sglang_requests,
-    validation,
-)
+from dflash.serving import dialects, encoding, http, responses, validation
 from dflash.serving.bodies import DetokenizeBody, UpdateWeightsBody
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.guard import REQUEST_ID, Guard, ServedNames
 from dflash.serving.http import EventStream, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
-from dflash.serving.output import Output, OutputDelta
-from dflash.serving.request_error import RequestError
-from dflash.serving.response_bodies import renamed
-from dflash.serving.response_items import ResponseBuilder
+from dflash.serving.responses import Answer
+from dflash.serving.responses_api import ItemsAnswer, renamed
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import HttpHead, RequestGroup
 from dflash.serving.service import Service, ServiceState
 from dflash.serving.structured_output import GrammarQueue
+from dflash.serving.validation import RequestError
 from dflash.version import __version__
 
 Body = Mapping[str, Any]
@@ -49,6 +43,8 @@ _LARGE_TOKENS = 2**12  # Output tokens from which a response is built on a threa
 _NUM_THREADS = 2  # Threads that parse small bodies, and again for large ones.
 # Paths for probes and the web page, which need no API key.
 _OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version"))
+_FILE = pathlib.Path(__file__).with_name("page.html")
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def application(service: Service, *, names: ServedNames, keys: Sequence[str] = ()) -> ASGIApp:
@@ -149,18 +145,18 @@ class Endpoints:
         head = HttpHead(http_request.url.path, _id(http_request), http_request.headers)
         return self._service.admit(request, client, head)
 
-    async def _wait(
-        self, http_request: Request, group: RequestGroup, outputs: Sequence[Output]
-    ) -> list[OutputDelta]:
+    async def _respond(self, http_request: Request, answer: Answer) -> Response:
+        """Decodes a request and responds; a thread builds large responses."""
+        group = await self._admit(http_request, answer.request)
+        outputs = answer.outputs(group)
+        if answer.request.options.stream:
+            return EventStream(answer.stream(group, outputs), group)
         with group:
             waiting = responses.wait_for_all(group, outputs)
-            return await http.until_disconnect(http_request.receive, waiting)
-
-    async def _respond(self, outputs: Sequence[Output], build: Callable[[], Any]) -> Response:
-        """Returns the response that `build` returns the JSON of; a large one by a thread."""
+            deltas = await http.until_disconnect(http_request.receive, waiting)
 
         def response() -> Response:
-            return JSONResponse(build())
+            return JSONResponse(answer.whole(outputs, deltas))
 
         if sum(len(output.ids) for output in outputs) < _LARGE_TOKENS:
             return response()
@@ -170,97 +166,37 @@ class Endpoints:
 
     async def completions(self, http_request: Request) -> Response:
         """Serves OpenAI's /v1/completions."""
-        request = await self._read(http_request, openai_requests.read_completion)
-        model = self._service.served()
-        id = f"cmpl-{_id(http_request)}"
-        head = responses.envelope("text_completion", id, request, model)
-        choice = responses.text_choice(request, model)
-        return await self._openai(http_request, request, model, (head, choice), (head, choice))
+        request = await self._read(http_request, dialects.read_completion)
+        answer = responses.Completion(_id(http_request), request, self._service.served())
+        return await self._respond(http_request, answer)
 
     async def chat_completions(self, http_request: Request) -> Response:
         """Serves OpenAI's /v1/chat/completions."""
-        request = await self._read(http_request, openai_requests.read_chat)
-        model = self._service.served()
-        id = f"chatcmpl-{_id(http_request)}"
-        head = responses.envelope("chat.completion", id, request, model)
-        whole = head, responses.chat_choice(request, model)
-        head = responses.envelope("chat.completion.chunk", id, request, model)
-        parts = head, responses.chat_chunk_choice(request, model)
-        return await self._openai(http_request, request, model, whole, parts, roles=True)
-
-    async def _openai(
-        self,
-        http_request: Request,
-        request: CompletionRequest,
-        model: ServedModel,
-        whole: tuple[responses.Json, responses.Choice],
-        parts: tuple[responses.Json, responses.Choice],
-        *,
-        roles: bool = False,
-    ) -> Response:
-        """Decodes a request and responds in OpenAI's format.
-
-        Args:
-          http_request: HTTP request, whose body has been read.
-          request: Validated request.
-          model: Model that is served.
-          whole: Envelope and choice function of a response that is not streamed.
-          parts: Envelope and choice function of a stream's chunks.
-          roles: Send a first chunk with its role for each output.
-        """
-        group = await self._admit(http_request, request)
-        if request.options.stream:
-            head, choice = parts
-            events = responses.chunks(request, group, model, head, choice, roles=roles)
-            return EventStream(events, group)
-        head, choice = whole
-        outputs = responses.outputs_of(request, group, model)
-        deltas = await self._wait(http_request, group, outputs)
-
-        def build() -> responses.Json:
-            choices = [choice(*pair) for pair in zip(outputs, deltas, strict=True)]
-            answer = {**head, "choices": choices, "usage": responses.usage(request, outputs)}
-            return answer | responses.metrics(request, outputs, model)
-
-        return await self._respond(outputs, build)
+        request = await self._read(http_request, dialects.read_chat)
+        answer = responses.Chat(_id(http_request), request, self._service.served())
+        return await self._respond(http_request, answer)
 
     async def responses(self, http_request: Request) -> Response:
         """Serves OpenAI's /v1/responses, which keeps nothing between requests."""
-        request, fields = await self._read(http_request, openai_requests.read_response)
-        model = self._service.served()
+        request, fields = await self._read(http_request, dialects.read_response)
+        answer = ItemsAnswer(_id(http_request), request, self._service.served(), fields)
         try:
-            group = await self._admit(http_request, request)
+            return await self._respond(http_request, answer)
         except RequestError as error:
             raise renamed(error) from error
-        builder = ResponseBuilder(_id(http_request), fields, request, model)
-        if request.options.stream:
-            return EventStream(response_items.events(builder, request, group, model), group)
-        outputs = responses.outputs_of(request, group, model)
-        (delta,) = await self._wait(http_request, group, outputs)
-        build = functools.partial(response_items.whole, builder, outputs[0], delta)
-        return await self._respond(outputs, build)
 
     async def generate(self, http_request: Request) -> Response:
         """Serves SGLang's /generate."""
-        started_at = time.perf_counter()
-        request, several = await self._read(http_request, sglang_requests.read_generate)
-        model = self._service.served()
-        group = await self._admit(http_request, request)
-        times = {"id": _id(http_request), "started_at": started_at}
-        if request.options.stream:
-            events = responses.generated_chunks(request, group, model, **times)
-            return EventStream(events, group)
-        outputs = responses.outputs_of(request, group, model)
-        deltas = await self._wait(http_request, group, outputs)
-
-        def build() -> Any:
-            objects = [
-                responses.generated(request, output, model, delta.tokens, **times)
-                for output, delta in zip(outputs, deltas, strict=True)
-            ]
-            return objects if several else objects[0]
-
-        return await self._respond(outputs, build)
+        begin = time.perf_counter()
+        request, several = await self._read(http_request, dialects.read_generate)
+        answer = responses.Generated(
+            _id(http_request),
+            request,
+            self._service.served(),
+            several=several,
+            started_at=begin,
+        )
+        return await self._respond(http_request, answer)
 
     # --- tokens ---------------------------------------------------------------------------------
 
@@ -276,7 +212,7 @@ class Endpoints:
 
     async def page(self, http_request: Request) -> Response:
         """Returns the web page."""
-        return page.response()
+        return _page()
 
     async def health(self, http_request: Request) -> Response:
         """Returns the service's state; the status is 200 while requests are served, else 503."""
@@ -372,7 +308,7 @@ def _update_weights_body(body: Body, model: ServedModel) -> UpdateWeightsBody:
 
 
 def _tokenized(body: Body, model: ServedModel) -> responses.Json:
-    ids, texts = openai_requests.read_tokenize(body, model)
+    ids, texts = dialects.read_tokenize(body, model)
     answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids)}
     answer["token_strs"] = [model.names.of(token) for token in ids] if texts else None
     return answer
@@ -387,3 +323,30 @@ def _detokenized(body: Body, model: ServedModel) -> responses.Json:
 
 def _id(http_request: Request) -> str:
     return http_request.scope["request_id"]
+
+
+def _page() -> Response:
+    """Returns the page; its Content-Security-Policy allows only the page's own script and style."""
+    content, policy = _content()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(content, media_type="text/html", headers=headers)
+
+
+@functools.cache
+def _content() -> tuple[bytes, str]:
+    text = _FILE.read_text(encoding="utf-8")
+    hashes = {"script": "'none'", "style": "'none'"}
+    for kind, inner in _INLINE.findall(text):
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        hashes[kind] = f"'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return text.encode(), policy

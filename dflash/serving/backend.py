@@ -22,8 +22,7 @@ from dflash.parallel import frames
 from dflash.runs.display import Display
 from dflash.serving.completion_request import NUM_STOP_IDS
 from dflash.serving.remote_prefill import RemotePrefiller
-from dflash.serving.served_model import ServedModel
-from dflash.serving.token_names import TokenNames
+from dflash.serving.served_model import ServedModel, TokenNames
 from dflash.text.chat_formats.table import format_of
 from dflash.text.grammar import Vocabulary
 from dflash.version import __version__

@@ -9,9 +9,9 @@ from dflash.config.schema import INT64_MAX, SamplingConfig, subset
 from dflash.inference.request import Request, RequestSampling
 from dflash.serving.bodies import MAX_CHOICES, SamplingBody
 from dflash.serving.encoding import token_ids
-from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.served_model import ServedModel
 from dflash.serving.structured_output import StructuredOutput
+from dflash.serving.validation import RequestError, unsupported
 from dflash.text import jsonl
 from dflash.text.chat_formats.rules import AnswerRules
 from dflash.text.chat_formats.table import ChatFormat

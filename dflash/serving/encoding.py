@@ -9,8 +9,8 @@ from typing import Any
 from dflash import errors
 from dflash.config.schema import MAX_TOKENS
 from dflash.serving.bodies import MAX_CHOICES
-from dflash.serving.request_error import RequestError
 from dflash.serving.served_model import ServedModel
+from dflash.serving.validation import RequestError
 from dflash.text import jsonl
 
 # Accepted types of a prompt, with their names in errors.

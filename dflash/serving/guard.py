@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash.serving.http import error_response
-from dflash.serving.request_error import RequestError
+from dflash.serving.validation import RequestError
 
 REQUEST_ID = "x-request-id"
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,200}")

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from dflash import errors
-from dflash.serving.request_error import RequestError
+from dflash.serving.validation import RequestError
 from dflash.text import jsonl
 
 Result = TypeVar("Result")

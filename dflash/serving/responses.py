@@ -3,27 +3,19 @@
 import collections
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from dflash import errors
 from dflash.inference.request import RequestOutput, Tokens
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.output import Output, OutputDelta, TokenText
-from dflash.serving.request_error import RequestError, unavailable
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
+from dflash.serving.validation import RequestError, unavailable
 from dflash.text.chat_formats.reader import OutputPart
 
 Json = dict[str, Any]
-# Returns the "choice" object of a response or of a chunk, for an output and its newest part.
-Choice = Callable[[Output, OutputDelta], Json]
-
-
-def outputs_of(request: CompletionRequest, group: RequestGroup, model: ServedModel) -> list[Output]:
-    """Returns an empty output for each request of the group."""
-    tokenizer = model.tokenizer
-    return [Output(i, one, request, tokenizer) for i, one in enumerate(group.requests)]
 
 
 async def follow(
@@ -77,6 +69,37 @@ async def wait_for_all(group: RequestGroup, outputs: Sequence[Output]) -> list[O
     return whole
 
 
+class Answer:
+    """JSON of one HTTP response: whole, or as the events of a stream.
+
+    Attributes:
+      request: Request of the client.
+    """
+
+    def __init__(self, id: str, request: CompletionRequest, model: ServedModel):
+        """Begins a response.
+
+        Args:
+          id: Id of the response.
+          request: Request of the client.
+          model: Model that is served.
+        """
+        self.request, self._id, self._model = request, id, model
+
+    def outputs(self, group: RequestGroup) -> list[Output]:
+        """Returns an empty output for each request of the group."""
+        requests, tokenizer = enumerate(group.requests), self._model.tokenizer
+        return [Output(index, request, self.request, tokenizer) for index, request in requests]
+
+    def whole(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Any:
+        """Returns the response for outputs that have ended, each with all of its parts."""
+        raise NotImplementedError
+
+    def stream(self, group: RequestGroup, outputs: Sequence[Output]) -> AsyncIterator[Json]:
+        """Yields the events of a stream, which pushes what arrives to the outputs."""
+        raise NotImplementedError
+
+
 # --- OpenAI -------------------------------------------------------------------------------------
 
 
@@ -101,87 +124,126 @@ def usage(request: CompletionRequest, outputs: Sequence[Output]) -> Json:
     }
 
 
-def metrics(request: CompletionRequest, outputs: Sequence[Output], model: ServedModel) -> Json:
-    """Returns the field that reports accepted drafts in vLLM's form, if a request asks for it."""
-    if not request.options.metrics:
-        return {}
-    histogram = outputs[0].statistics.accepted_drafts
-    steps, accepted = histogram.total(), outputs[0].statistics.accepted
-    drafted = outputs[0].statistics.drafted
-    counts = {
-        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": [histogram[count] for count in range(model.drafts + 1)],
-        "num_spec_steps": steps,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": model.drafts,
-    }
-    return {"metrics": {"speculative_decoding": counts}}
+class Completion(Answer):
+    """Response of /v1/completions."""
 
+    prefix, kinds = "cmpl-", ("text_completion", "text_completion")
 
-def envelope(kind: str, id: str, request: CompletionRequest, model: ServedModel) -> Json:
-    """Returns the fields that a response, or each chunk of a stream, begins with."""
-    name = model.served_names[request.adapter]
-    return {"id": id, "object": kind, "created": int(time.time()), "model": name}
+    def __init__(self, id: str, request: CompletionRequest, model: ServedModel):
+        super().__init__(f"{self.prefix}{id}", request, model)
+        self._created = int(time.time())
+        self._offsets: dict[int, int] = {}  # Characters of each output so far.
 
+    def whole(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Json:
+        choices = [self._choice(*pair) for pair in zip(outputs, deltas, strict=True)]
+        answer = self._head(self.kinds[0])
+        answer |= {"choices": choices, "usage": usage(self.request, outputs)}
+        return answer | self._metrics(outputs)
 
-def text_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns a function that builds the choices of /v1/completions, whole or in chunks."""
-    offsets: dict[int, int] = {}
-    options = request.options
+    async def stream(self, group: RequestGroup, outputs: Sequence[Output]) -> AsyncIterator[Json]:
+        options, head = self.request.options, self._head(self.kinds[1])
+        async for deltas in follow(group, outputs):
+            for place, delta in deltas.items():
+                for choice in self._chunk_choices(outputs[place], delta):
+                    chunk = {**head, "choices": [choice]}
+                    if options.running_usage:
+                        chunk["usage"] = usage(self.request, outputs)
+                    elif options.usage:
+                        chunk["usage"] = None
+                    yield chunk
+        if options.usage or options.metrics:
+            last = {**head, "choices": [], "usage": usage(self.request, outputs)}
+            yield last | self._metrics(outputs)
 
-    def choice(output: Output, delta: OutputDelta) -> Json:
-        text = delta.text
-        if options.echo and output.index not in offsets:
-            prompt = model.tokenizer.decode(
+    def _head(self, kind: str) -> Json:
+        name = self._model.served_names[self.request.adapter]
+        return {"id": self._id, "object": kind, "created": self._created, "model": name}
+
+    def _metrics(self, outputs: Sequence[Output]) -> Json:
+        """Returns the field that reports accepted drafts in vLLM's form, if it is requested."""
+        if not self.request.options.metrics:
+            return {}
+        statistics, most = outputs[0].statistics, self._model.drafts
+        steps, accepted = statistics.accepted_drafts.total(), statistics.accepted
+        drafted = statistics.drafted
+        counts = {
+            "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": [
+                statistics.accepted_drafts[count] for count in range(most + 1)
+            ],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": most,
+        }
+        return {"metrics": {"speculative_decoding": counts}}
+
+    def _chunk_choices(self, output: Output, delta: OutputDelta) -> Iterator[Json]:
+        yield self._choice(output, delta)
+
+    def _choice(self, output: Output, delta: OutputDelta) -> Json:
+        options, text = self.request.options, delta.text
+        if options.echo and output.index not in self._offsets:
+            prompt = self._model.tokenizer.decode(
                 output.request.prompt, special_tokens=options.special_tokens
             )
             text = prompt + text
-            offsets[output.index] = len(prompt)
+            self._offsets[output.index] = len(prompt)
         logprobs = None
         if options.logprobs is not None:
-            begin = offsets.get(output.index, 0)
-            logprobs = _completion_logprobs(delta.tokens, model, begin)
-            offsets[output.index] = begin + sum(len(token.text) for token in delta.tokens)
-        fields = {"index": output.index, "text": text, "logprobs": logprobs}
-        return fields | _ending(output, delta) | _drafts(request, output, delta)
+            begin = self._offsets.get(output.index, 0)
+            logprobs = _completion_logprobs(delta.tokens, self._model, begin)
+            self._offsets[output.index] = begin + sum(len(token.text) for token in delta.tokens)
+        return self._ended({"text": text, "logprobs": logprobs}, output, delta)
 
-    return choice
-
-
-def chat_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns a function that builds the choices of /v1/chat/completions."""
-
-    def choice(output: Output, delta: OutputDelta) -> Json:
-        message = {"role": "assistant", **_message(request, delta)}
-        fields = {"index": output.index, "message": message, "logprobs": None}
-        if request.options.logprobs is not None:
-            fields["logprobs"] = _chat_logprobs(delta.tokens, model)
-        return fields | _ending(output, delta) | _drafts(request, output, delta)
-
-    return choice
+    def _ended(self, fields: Json, output: Output, delta: OutputDelta) -> Json:
+        """Returns a choice with its index, the reason of its end, and drafts if requested."""
+        choice = {"index": output.index, **fields, "finish_reason": None, "stop_reason": None}
+        if delta.is_last:
+            choice |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        return choice | (_drafts(output, delta) if self.request.options.drafts else {})
 
 
-def chat_chunk_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns a function that builds the choices of the chunks of /v1/chat/completions."""
+class Chat(Completion):
+    """Response of /v1/chat/completions."""
 
-    calls: collections.Counter[int] = collections.Counter()  # Calls so far, by output.
+    prefix, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
-    def choice(output: Output, delta: OutputDelta) -> Json:
-        if request.chat_format is None:
-            message = {"content": delta.text}
-        else:
-            message = {}
-            for part in delta.parts:
-                calls[output.index] += part.kind == "call"
-                message |= _message_delta(request, part, calls[output.index] - 1)
-        fields = {"index": output.index, "delta": message, "logprobs": None}
-        if request.options.logprobs is not None and delta.tokens:
-            fields["logprobs"] = _chat_logprobs(delta.tokens, model)
-        return fields | _ending(output, delta) | _drafts(request, output, delta)
+    def __init__(self, id: str, request: CompletionRequest, model: ServedModel):
+        super().__init__(id, request, model)
+        self._begun: set[int] = set()  # Outputs whose role was sent.
+        self._calls: collections.Counter[int] = collections.Counter()  # Calls so far, by output.
 
-    return choice
+    def _choice(self, output: Output, delta: OutputDelta) -> Json:
+        message = {"role": "assistant", **_message(self.request, delta)}
+        return self._ended({"message": message, **self._logprobs(delta)}, output, delta)
+
+    def _chunk_choices(self, output: Output, delta: OutputDelta) -> Iterator[Json]:
+        if output.index not in self._begun:
+            self._begun.add(output.index)
+            role = {"role": "assistant", "content": ""}
+            yield {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
+        for part in delta.split():
+            if self.request.chat_format is None or not part.is_empty or output.ended:
+                fields = {"delta": self._message_delta(output.index, part), "logprobs": None}
+                if part.tokens:
+                    fields |= self._logprobs(part)
+                yield self._ended(fields, output, part)
+
+    def _logprobs(self, delta: OutputDelta) -> Json:
+        if self.request.options.logprobs is None:
+            return {"logprobs": None}
+        return {"logprobs": _chat_logprobs(delta.tokens, self._model)}
+
+    def _message_delta(self, index: int, delta: OutputDelta) -> Json:
+        if self.request.chat_format is None:
+            return {"content": delta.text}
+        message: Json = {}
+        for part in delta.parts:
+            self._calls[index] += part.kind == "call"
+            message |= _message_delta(self.request, part, self._calls[index] - 1)
+        return message
 
 
 def _message(request: CompletionRequest, delta: OutputDelta) -> Json:
@@ -221,60 +283,7 @@ def call_of(part: OutputPart) -> Json:
     return {"id": part.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
 
 
-async def chunks(
-    request: CompletionRequest,
-    group: RequestGroup,
-    model: ServedModel,
-    head: Json,
-    choice: Choice,
-    *,
-    roles: bool,
-) -> AsyncIterator[Json]:
-    """Yields the chunks of a stream in OpenAI's format.
-
-    Args:
-      request: Request of the client.
-      group: Requests of the engine.
-      model: Model that is served.
-      head: Fields that every chunk begins with.
-      choice: Function that builds the choices.
-      roles: Begin each output with a chunk that names its role, as in chats.
-    """
-    outputs, begun = outputs_of(request, group, model), set()
-
-    def chunk(choices: list[Json]) -> Json:
-        fields = {**head, "choices": choices}
-        if request.options.running_usage:
-            fields["usage"] = usage(request, outputs)
-        elif request.options.usage:
-            fields["usage"] = None
-        return fields
-
-    async for deltas in follow(group, outputs):
-        for place, delta in deltas.items():
-            if roles and place not in begun:
-                begun.add(place)
-                role = {"role": "assistant", "content": ""}
-                first = {"index": place, "delta": role, "logprobs": None, "finish_reason": None}
-                yield chunk([first])
-            for part in delta.split():
-                output = outputs[place]
-                if request.chat_format is None or not part.is_empty or output.ended:
-                    yield chunk([choice(output, part)])
-    if request.options.usage or request.options.metrics:
-        last = {**head, "choices": [], "usage": usage(request, outputs)}
-        yield last | metrics(request, outputs, model)
-
-
-def _ending(output: Output, delta: OutputDelta) -> Json:
-    if not delta.is_last:
-        return {"finish_reason": None, "stop_reason": None}
-    return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-
-
-def _drafts(request: CompletionRequest, output: Output, delta: OutputDelta) -> Json:
-    if not request.options.drafts:
-        return {}
+def _drafts(output: Output, delta: OutputDelta) -> Json:
     statistics = output.statistics
     return {
         "dflash": {
@@ -321,66 +330,70 @@ def _chat_logprobs(tokens: Sequence[TokenText], model: ServedModel) -> Json:
 # --- SGLang -------------------------------------------------------------------------------------
 
 
-def generated(
-    request: CompletionRequest,
-    output: Output,
-    model: ServedModel,
-    tokens: Sequence[TokenText],
-    *,
-    id: str,
-    started_at: float,
-) -> Json:
-    """Returns the response of /generate for an output: its text so far and its statistics.
+class Generated(Answer):
+    """Response of SGLang's /generate; the events of a stream have the whole text so far."""
 
-    Args:
-      request: Request of the client.
-      output: Output so far.
-      model: Model that is served.
-      tokens: All tokens so far; used if log-probabilities are requested.
-      id: Id of the HTTP request.
-      started_at: Arrival of the HTTP request, in seconds of time.perf_counter.
-    """
-    statistics, count = output.statistics, len(output.ids)
-    cycles, drafted = statistics.cycles, statistics.drafted
-    meta: Json = {
-        "id": id,
-        "finish_reason": _sglang_ending(output),
-        "prompt_tokens": len(output.request.prompt),
-        "completion_tokens": count,
-        "cached_tokens": statistics.cached_tokens,
-        "e2e_latency": time.perf_counter() - started_at,
-    }
-    if model.drafts:
-        meta |= {
-            "spec_verify_ct": cycles,
-            # SGLang counts the first token too, which comes from the prefill.
-            "spec_accept_length": count / cycles if cycles else float(count),
-            "spec_accept_rate": statistics.accepted / drafted if drafted else 0.0,
-            "spec_accept_token_num": statistics.accepted,
-            "spec_draft_token_num": drafted,
+    def __init__(
+        self,
+        id: str,
+        request: CompletionRequest,
+        model: ServedModel,
+        *,
+        several: bool,
+        started_at: float,
+    ):
+        """Begins a response.
+
+        Args:
+          id: Id of the HTTP request.
+          request: Request of the client.
+          model: Model that is served.
+          several: Whether the response is a list.
+          started_at: Arrival of the HTTP request, in seconds of time.perf_counter.
+        """
+        super().__init__(id, request, model)
+        self._several, self._started_at = several, started_at
+
+    def whole(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Any:
+        pairs = zip(outputs, deltas, strict=True)
+        objects = [self._object(output, delta.tokens) for output, delta in pairs]
+        return objects if self._several else objects[0]
+
+    async def stream(self, group: RequestGroup, outputs: Sequence[Output]) -> AsyncIterator[Json]:
+        tokens: list[TokenText] = []
+        async for deltas in follow(group, outputs):
+            tokens += [token for delta in deltas.values() for token in delta.tokens]
+            yield self._object(outputs[0], tokens)
+
+    def _object(self, output: Output, tokens: Sequence[TokenText]) -> Json:
+        statistics, count = output.statistics, len(output.ids)
+        cycles, drafted = statistics.cycles, statistics.drafted
+        meta: Json = {
+            "id": self._id,
+            "finish_reason": _sglang_ending(output),
+            "prompt_tokens": len(output.request.prompt),
+            "completion_tokens": count,
+            "cached_tokens": statistics.cached_tokens,
+            "e2e_latency": time.perf_counter() - self._started_at,
         }
-    if request.options.logprobs is not None:
-        name = model.names.of
-        meta["output_token_logprobs"] = [[one.logprob, one.id, name(one.id)] for one in tokens]
-        meta["output_top_logprobs"] = [
-            [[logprob, token, name(token)] for token, logprob in one.top] for one in tokens
-        ]
-    return {"text": output.text, "output_ids": list(output.ids), "meta_info": meta}
-
-
-async def generated_chunks(
-    request: CompletionRequest,
-    group: RequestGroup,
-    model: ServedModel,
-    *,
-    id: str,
-    started_at: float,
-) -> AsyncIterator[Mapping[str, Any]]:
-    """Yields the chunks of a stream of /generate, each with the whole text so far."""
-    outputs, tokens = outputs_of(request, group, model), []
-    async for deltas in follow(group, outputs):
-        tokens += [token for delta in deltas.values() for token in delta.tokens]
-        yield generated(request, outputs[0], model, tokens, id=id, started_at=started_at)
+        if self._model.drafts:
+            meta |= {
+                "spec_verify_ct": cycles,
+                # SGLang counts the first token too, which comes from the prefill.
+                "spec_accept_length": count / cycles if cycles else float(count),
+                "spec_accept_rate": statistics.accepted / drafted if drafted else 0.0,
+                "spec_accept_token_num": statistics.accepted,
+                "spec_draft_token_num": drafted,
+            }
+        if self.request.options.logprobs is not None:
+            name = self._model.names.of
+            meta["output_token_logprobs"] = [
+                [token.logprob, token.id, name(token.id)] for token in tokens
+            ]
+            meta["output_top_logprobs"] = [
+                [[logprob, id, name(id)] for id, logprob in token.top] for token in tokens
+            ]
+        return {"text": output.text, "output_ids": list(output.ids), "meta_info": meta}
 
 
 def _sglang_ending(output: Output) -> Json | None:

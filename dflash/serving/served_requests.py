@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from dflash.inference.request import Event, Request, RequestOutput, Tokens
-from dflash.serving.request_error import RequestError
+from dflash.serving.validation import RequestError
 
 CancelReason = Literal["stop", "abort"]
 

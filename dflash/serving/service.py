@@ -34,7 +34,6 @@ from dflash.serving.engine_thread import (
 )
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
-from dflash.serving.request_error import RequestError, unavailable, unsupported
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import (
     HttpHead,
@@ -43,6 +42,7 @@ from dflash.serving.served_requests import (
     RequestGroup,
     ServedRequest,
 )
+from dflash.serving.validation import RequestError, unavailable, unsupported
 
 _MAX_RETRY_S = 60
 _DEFAULT_RETRY_S = 1  # Used until a request has finished.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from dflash import errors
 from dflash.serving.fair_queue import FairQueue
-from dflash.serving.request_error import RequestError
+from dflash.serving.validation import RequestError
 from dflash.text import grammar
 from dflash.text.grammar import Grammar, Kind, Vocabulary
 

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash.serving import validation
-from dflash.serving.bodies import CompletionBody
-from dflash.serving.chat_bodies import ChatBody
-from dflash.serving.request_error import RequestError
+from dflash.serving.bodies import ChatBody, CompletionBody
+from dflash.serving.validation import RequestError
 
 RESPONSES = "/v1/responses"
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

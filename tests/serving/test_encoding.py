@@ -4,7 +4,7 @@ import pytest
 
 from dflash import errors
 from dflash.serving.encoding import encode_within, input_error
-from dflash.serving.request_error import RequestError
+from dflash.serving.validation import RequestError
 
 
 class Encoder:

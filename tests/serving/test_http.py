@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 
 from dflash.serving.http import LARGE_BODIES, BodyReader, EventStream
-from dflash.serving.request_error import RequestError
+from dflash.serving.validation import RequestError
 
 SCOPE = {"type": "http"}
 

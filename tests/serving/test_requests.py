@@ -6,10 +6,9 @@ import pytest
 from support.served_model import END, make_model, tokenizer
 
 from dflash.inference.request import RequestSampling
-from dflash.serving.openai_requests import read_chat, read_completion
-from dflash.serving.request_error import RequestError
-from dflash.serving.sglang_requests import read_generate
-from dflash.serving.token_names import TokenNames
+from dflash.serving.dialects import read_chat, read_completion, read_generate
+from dflash.serving.served_model import TokenNames
+from dflash.serving.validation import RequestError
 
 
 def chat(content, **fields):

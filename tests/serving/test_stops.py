@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.serving.stops import StopFinder
+from dflash.serving.output import StopFinder
 
 LETTERS = st.text("ab", max_size=12)
 STOPS = st.lists(LETTERS.filter(bool), max_size=3)

@@ -8,8 +8,8 @@ from support import grammars
 
 from dflash import errors
 from dflash.serving import structured_output
-from dflash.serving.request_error import RequestError
 from dflash.serving.structured_output import GrammarQueue, StructuredOutput
+from dflash.serving.validation import RequestError
 from dflash.text import grammar_compiler
 
 

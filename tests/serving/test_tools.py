@@ -9,10 +9,9 @@ from support import spoiled
 
 from dflash import errors
 from dflash.config import schema
-from dflash.serving.openai_requests import read_chat
-from dflash.serving.request_error import RequestError
-from dflash.serving.served_model import ServedModel
-from dflash.serving.token_names import TokenNames
+from dflash.serving.dialects import read_chat
+from dflash.serving.served_model import ServedModel, TokenNames
+from dflash.serving.validation import RequestError
 from dflash.text.chat_formats.table import FORMATS, ChatFormat
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.tokenizer import ByteTokenizer

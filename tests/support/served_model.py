@@ -5,8 +5,7 @@ import pathlib
 
 import dflash
 from dflash.config import schema
-from dflash.serving.served_model import ServedModel
-from dflash.serving.token_names import TokenNames
+from dflash.serving.served_model import ServedModel, TokenNames
 from dflash.text.grammar import Vocabulary
 from dflash.text.tokenizer_loading import for_target
 

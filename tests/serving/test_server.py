@@ -6,26 +6,26 @@ import types
 import pytest
 
 from dflash.drafters.dflash_config import DFlashConfig
-from dflash.serving import log
+from dflash.serving import server
 from dflash.serving.metrics import Totals
 
 
 def test_acceptance_lengths_follow_from_the_counters():
     totals = Totals(cycles=100, accepted_at=[50, 20, 0])
-    assert log.acceptance(totals).cycles == {1: 50, 2: 30, 3: 20, 4: 0}
-    assert log.acceptance(totals).tau(4) == pytest.approx(1 + 0.5 + 0.2)
+    assert server.acceptance(totals).cycles == {1: 50, 2: 30, 3: 20, 4: 0}
+    assert server.acceptance(totals).tau(4) == pytest.approx(1 + 0.5 + 0.2)
 
 
-@pytest.mark.parametrize(("cycles", "told"), [(log.ADVISE_AFTER, 1), (10, 0)])
+@pytest.mark.parametrize(("cycles", "told"), [(server.ADVISE_AFTER, 1), (10, 0)])
 def test_blocks_that_are_longer_than_needed_are_told_once(monkeypatch, capsys, cycles, told):
-    monkeypatch.setattr(log, "EVERY_S", 0.0)
+    monkeypatch.setattr(server, "EVERY_S", 0.0)
     totals = Totals(cycles=cycles, accepted_at=[cycles // 2] + [0] * 14)
     service = types.SimpleNamespace(
         metrics=types.SimpleNamespace(totals=totals), in_flight=0, stats={}
     )
 
     async def write() -> None:
-        task = asyncio.create_task(log.write_log(service, DFlashConfig()))
+        task = asyncio.create_task(server.write_log(service, DFlashConfig()))
         for _ in range(20):
             await asyncio.sleep(0)
         task.cancel()
