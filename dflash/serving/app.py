@@ -21,9 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from dflash.serving import completion_request as requests
-from dflash.serving import dialects, encoding, http, responses, validation
-from dflash.serving.bodies import DetokenizeBody, UpdateWeightsBody
+from dflash.serving import dialects, http, responses, validation
+from dflash.serving.bodies import UpdateWeightsBody
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.guard import REQUEST_ID, Guard, ServedNames
 from dflash.serving.http import EventStream, endpoint
@@ -202,11 +201,11 @@ class Endpoints:
 
     async def tokenize(self, http_request: Request) -> Response:
         """Returns the token ids of a prompt or a chat."""
-        return JSONResponse(await self._read(http_request, _tokenized))
+        return JSONResponse(await self._read(http_request, dialects.tokenize))
 
     async def detokenize(self, http_request: Request) -> Response:
         """Returns the text of token ids."""
-        return JSONResponse(await self._read(http_request, _detokenized))
+        return JSONResponse(await self._read(http_request, dialects.detokenize))
 
     # --- about the server -----------------------------------------------------------------------
 
@@ -305,20 +304,6 @@ def _parse_and_read(
 
 def _update_weights_body(body: Body, model: ServedModel) -> UpdateWeightsBody:
     return validation.parse(UpdateWeightsBody, body)
-
-
-def _tokenized(body: Body, model: ServedModel) -> responses.Json:
-    ids, texts = dialects.read_tokenize(body, model)
-    answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids)}
-    answer["token_strs"] = [model.names.of(token) for token in ids] if texts else None
-    return answer
-
-
-def _detokenized(body: Body, model: ServedModel) -> responses.Json:
-    requests.check_model(body, model)
-    fields = validation.parse(DetokenizeBody, body)
-    ids = encoding.token_ids(fields.tokens, "tokens", model)
-    return {"prompt": model.tokenizer.decode(ids, special_tokens=True)}
 
 
 def _id(http_request: Request) -> str:

@@ -1,4 +1,4 @@
-"""JSON bodies of the endpoints, as pydantic models; `chat_bodies` has those of chats.
+"""JSON bodies of the endpoints, as pydantic models.
 
 Unknown fields are errors. A field that is null counts as absent, as in OpenAI's API. Fields that
 clients send although the server does not implement them accept `only` the values that leave the
@@ -207,14 +207,27 @@ class StructuredOutputs(Body):
 class OpenAIBody(SamplingBody):
     """Fields that OpenAI's generation endpoints share, with vLLM's extensions."""
 
-    LIMITS, MINIMUM, SEEDS = ("max_completion_tokens", "max_tokens"), "min_tokens", ("seed",)
+    MINIMUM, SEEDS = "min_tokens", ("seed",)
 
     model: Text = None
-    max_tokens: Limit = None
-    max_completion_tokens: Limit = None
     min_tokens: Minimum = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    cache_salt: CacheSalt = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    service_tier: only("auto", "default") = None
+    store: only(False) = None
+    metadata: Any = None
+    user: Any = None
+
+
+class OutputBody(OpenAIBody):
+    """Fields that OpenAI's completions and chats share."""
+
+    LIMITS = ("max_completion_tokens", "max_tokens")
+
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
     include_stop_str_in_output: bool = False
     show_drafts: bool = False
     include_metrics: bool = False
@@ -225,15 +238,10 @@ class OpenAIBody(SamplingBody):
     structured_outputs: StructuredOutputs = StructuredOutputs()
     length_penalty: only(1) = None
     metadata: only({}) = None
-    cache_salt: CacheSalt = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
-    service_tier: only("auto", "default") = None
-    store: only(False) = None
     use_beam_search: only(False) = None
-    user: Any = None
 
 
-class CompletionBody(OpenAIBody):
+class CompletionBody(OutputBody):
     """Body of /v1/completions."""
 
     prompt: Any
@@ -465,7 +473,7 @@ class ChatPromptBody(Body):
     add_generation_prompt: bool = True
 
 
-class ChatBody(OpenAIBody, ChatPromptBody):
+class ChatBody(OutputBody, ChatPromptBody):
     """Body of /v1/chat/completions."""
 
     logprobs: bool = False

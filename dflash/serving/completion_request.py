@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from dflash.config.schema import INT64_MAX, SamplingConfig, subset
@@ -141,11 +141,6 @@ class CompletionRequest:
                 param="min_tokens",
             )
         return limit
-
-
-def check_model(body: Mapping[str, Any], model: ServedModel) -> None:
-    """Raises RequestError if a body names another model than the target or one of its adapters."""
-    adapter_number(body.get("model"), model)
 
 
 def adapter_number(name: Any, model: ServedModel, param: str = "model") -> int:

@@ -2,18 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash import errors
 from dflash.serving import completion_request as requests
 from dflash.serving import encoding, validation
 from dflash.serving.answers import template_variables, with_answer
 from dflash.serving.bodies import (
+    Body,
     ChatBody,
     ChatPromptBody,
     CompletionBody,
+    DetokenizeBody,
     GenerateBody,
-    OpenAIBody,
+    OutputBody,
     TokenizeChatBody,
     TokenizeTextBody,
 )
@@ -22,6 +24,8 @@ from dflash.serving.responses_api import ResponsesBody, chat_of, renamed
 from dflash.serving.served_model import ServedModel
 from dflash.serving.validation import RequestError, unsupported
 
+Fields = TypeVar("Fields", bound=Body)
+
 
 def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
     """Reads the body of /v1/completions.
@@ -29,8 +33,7 @@ def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRe
     Raises:
       RequestError: A field is invalid or not supported; the error names it.
     """
-    requests.check_model(body, model)
-    fields = validation.parse(CompletionBody, body)
+    fields = _parse(CompletionBody, body, model)
     prompts, _ = encoding.encode_prompts(
         fields.prompt, "prompt", model, add_special_tokens=fields.add_special_tokens
     )
@@ -45,8 +48,7 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
     Raises:
       RequestError: A field is invalid or not supported; the error names it.
     """
-    requests.check_model(body, model)
-    fields = validation.parse(ChatBody, body)
+    fields = _parse(ChatBody, body, model)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise RequestError("top_logprobs: needs logprobs: true", param="top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
@@ -65,31 +67,41 @@ def read_response(
     Raises:
       RequestError: A field is invalid or not supported; the error names it.
     """
-    requests.check_model(body, model)
-    fields = validation.parse(ResponsesBody, body)
+    fields = _parse(ResponsesBody, body, model)
     try:
         return read_chat(chat_of(fields, body), model), fields
     except RequestError as error:
         raise renamed(error) from error
 
 
-def read_tokenize(body: Mapping[str, Any], model: ServedModel) -> tuple[tuple[int, ...], bool]:
-    """Reads the body of vLLM's /tokenize.
+def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Returns the response of vLLM's /tokenize: the token ids of a prompt or of messages.
 
-    Returns:
-      Token ids of the prompt or of the messages, and whether to return the tokens' texts.
     Raises:
       RequestError: A field is invalid or not supported; the error names it.
     """
-    requests.check_model(body, model)
     if body.get("prompt") is None:
-        chat = validation.parse(TokenizeChatBody, body)
-        return encode_chat(render_chat(chat, model), model), chat.return_token_strs
-    fields = validation.parse(TokenizeTextBody, body)
-    ids = encoding.encode_text(
-        fields.prompt, "prompt", model, add_special_tokens=fields.add_special_tokens
-    )
-    return ids, fields.return_token_strs
+        fields = _parse(TokenizeChatBody, body, model)
+        ids = encode_chat(render_chat(fields, model), model)
+    else:
+        fields = _parse(TokenizeTextBody, body, model)
+        ids = encoding.encode_text(
+            fields.prompt, "prompt", model, add_special_tokens=fields.add_special_tokens
+        )
+    texts = [model.names.of(token) for token in ids] if fields.return_token_strs else None
+    answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids)}
+    return answer | {"token_strs": texts}
+
+
+def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Returns the response of vLLM's /detokenize: the text of token ids.
+
+    Raises:
+      RequestError: A field is invalid or not supported; the error names it.
+    """
+    fields = _parse(DetokenizeBody, body, model)
+    ids = encoding.token_ids(fields.tokens, "tokens", model)
+    return {"prompt": model.tokenizer.decode(ids, special_tokens=True)}
 
 
 def render_chat(fields: ChatPromptBody, model: ServedModel) -> str:
@@ -129,8 +141,14 @@ def encode_chat(prompt: str, model: ServedModel) -> tuple[int, ...]:
     return encoding.check_prompt(ids, "messages", model)
 
 
+def _parse(kind: type[Fields], body: Mapping[str, Any], model: ServedModel) -> Fields:
+    # The model first, since its error has a status of its own.
+    requests.adapter_number(body.get("model"), model)
+    return validation.parse(kind, body)
+
+
 def _request(
-    fields: OpenAIBody,
+    fields: OutputBody,
     model: ServedModel,
     prompts: tuple[tuple[int, ...], ...],
     logprobs: int | None,

@@ -13,8 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -88,17 +87,18 @@ class _StoppedEarly(Exception):
     """Stop was requested before the engines were ready."""
 
 
-class Listener(Protocol):
-    """Receiver of the engine thread's reports.
-
-    Its methods run on the engine thread, so they must not block.
-    """
+class Listener:
+    """Receiver of the engine thread's reports; ignores those that a subclass does not override."""
 
     def ready(self, engines: Mapping[str, Engine]) -> None:
         """Reports that all programs are compiled and requests are served."""
 
     def stepped(
-        self, events: Sequence[Event], stats: Mapping[str, SchedulerStats], seconds: float
+        self,
+        events: Sequence[Event],
+        stats: Mapping[str, SchedulerStats],
+        seconds: float,
+        end: float,
     ) -> None:
         """Reports a step.
 
@@ -106,6 +106,7 @@ class Listener(Protocol):
           events: Events that the step produced.
           stats: Statistics of each mode's scheduler after the step.
           seconds: Duration of the step; 0 if all schedulers were idle.
+          end: Time of its end, in seconds of time.perf_counter.
         """
 
     def updated(self, problem: str | None) -> None:
@@ -116,17 +117,26 @@ class Listener(Protocol):
 
 
 class EngineThread(threading.Thread):
-    """Thread that runs one scheduler per decoding mode."""
+    """Thread that runs one scheduler per decoding mode.
 
-    def __init__(self, backend: Backend, listener: Listener):
+    Attributes:
+      error: Exception that ended the thread; None if it has not failed.
+    """
+
+    def __init__(
+        self, backend: Backend, listener: Listener, post: Callable[..., None] = lambda *_: None
+    ):
         """Creates the thread without starting it.
 
         Args:
           backend: Engines, which are loaded and compiled on the thread.
           listener: Receiver of the thread's reports.
+          post: Calls a method of the listener with arguments, on a thread of its own choice; called
+            on the engine thread, so it must not block.
         """
         super().__init__(name="engine", daemon=True)
-        self._backend, self._listener = backend, listener
+        self.error: BaseException | None = None
+        self._backend, self._listener, self._post = backend, listener, post
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._engines: Mapping[str, Engine] = {}
@@ -148,17 +158,16 @@ class EngineThread(threading.Thread):
         try:
             self._engines = self._backend.start(self._go_on)
             self._schedulers = self._backend.schedulers(self._engines)
-            self._listener.ready(self._engines)
+            self._post(self._listener.ready, self._engines)
             while self._execute(self._next_commands()):
                 self._step()
             for scheduler in self._schedulers.values():
                 scheduler.close()
         except _StoppedEarly:
-            self._listener.stopped(None)
+            pass
         except BaseException as error:
-            self._listener.stopped(error)
-        else:
-            self._listener.stopped(None)
+            self.error = error
+        self._post(self._listener.stopped, self.error)
 
     def _go_on(self) -> None:
         """Raises _StoppedEarly if stop was requested.
@@ -176,9 +185,9 @@ class EngineThread(threading.Thread):
         for event in events:
             if isinstance(event, RequestOutput) and event.error is not None:
                 print(f"request failed: {event.error}", file=sys.stderr, flush=True)
-        seconds = time.perf_counter() - begin if busy else 0.0
+        end = time.perf_counter()
         stats = {name: scheduler.stats() for name, scheduler in self._schedulers.items()}
-        self._listener.stepped(events, stats, seconds)
+        self._post(self._listener.stepped, events, stats, end - begin if busy else 0.0, end)
 
     def _next_commands(self) -> list[Command]:
         """Returns the commands to execute now; waits for one if all schedulers are idle."""
@@ -216,7 +225,7 @@ class EngineThread(threading.Thread):
                     for scheduler in self._schedulers.values():
                         scheduler.flush_prefix_cache()
                 case ReplaceWeights(path):
-                    self._listener.updated(self._update(path))
+                    self._post(self._listener.updated, self._update(path))
                 case Profile(None):
                     jax.profiler.stop_trace()
                 case Profile(directory):

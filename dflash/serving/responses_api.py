@@ -13,15 +13,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from dflash.serving import responses, validation
-from dflash.serving.bodies import (
-    Body,
-    CacheSalt,
-    Limit,
-    Minimum,
-    SamplingBody,
-    StreamOptions,
-    listed,
-)
+from dflash.serving.bodies import Body, Limit, OpenAIBody, listed
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.output import Output, OutputDelta
 from dflash.serving.responses import Json
@@ -179,19 +171,15 @@ class TextOptions(Body):
     verbosity: only("medium") = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(OpenAIBody):
     """Body of /v1/responses."""
 
-    LIMITS, MINIMUM, SEEDS = ("max_output_tokens",), "min_tokens", ("seed",)
+    LIMITS = ("max_output_tokens",)
 
     input: Any
-    model: Text = None
     instructions: Text = None
     max_output_tokens: Limit = None
-    min_tokens: Minimum = None
     n: only(1) = 1
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     tools: list[dict[str, Any]] = ()
     tool_choice: Any = None
     parallel_tool_calls: bool = True
@@ -202,20 +190,14 @@ class ResponsesBody(SamplingBody):
     text: TextOptions = TextOptions()
     previous_response_id: _NotStored = None
     conversation: _NotStored = None
-    store: only(False) = None
     background: only(False) = None
     truncation: only("disabled") = None
     # Encrypted reasoning is for servers that hide it; this one returns it as it is.
     include: only([], ["reasoning.encrypted_content"]) = None
     top_logprobs: only(0) = None
-    service_tier: only("auto", "default") = None
-    cache_salt: CacheSalt = None
-    priority: Any = None
-    metadata: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
-    user: Any = None
 
 
 # Fields that chats have under the same name.

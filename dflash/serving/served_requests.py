@@ -70,29 +70,6 @@ class Recorder(Protocol):
         """Records a request that a stop string ended, or whose client disconnected."""
 
 
-class Recorders:
-    """Recorder that passes everything on to several others."""
-
-    def __init__(self, *recorders: Recorder):
-        """Creates the recorder; it calls the others in this order."""
-        self._recorders = recorders
-
-    def tokens(self, served: ServedRequest, event: Tokens, now: float) -> None:
-        """Counts new tokens of a request."""
-        for recorder in self._recorders:
-            recorder.tokens(served, event, now)
-
-    def finished(self, served: ServedRequest, done: RequestOutput, now: float) -> None:
-        """Records a request that the engine has finished."""
-        for recorder in self._recorders:
-            recorder.finished(served, done, now)
-
-    def cancelled(self, served: ServedRequest, reason: CancelReason) -> None:
-        """Records a request that a stop string ended, or whose client disconnected."""
-        for recorder in self._recorders:
-            recorder.cancelled(served, reason)
-
-
 class RequestGroup:
     """The admitted requests of one HTTP request; leaving the context cancels unfinished ones.
 
@@ -110,7 +87,7 @@ class RequestGroup:
         *,
         timeout_s: float,
         cancel: Callable[[int], None],
-        recorder: Recorder,
+        recorders: Sequence[Recorder],
     ):
         """Creates the group of requests that were admitted together.
 
@@ -118,12 +95,12 @@ class RequestGroup:
           requests: Requests with unique ids.
           timeout_s: Time in which all of them must finish.
           cancel: Function that cancels the request with an id.
-          recorder: Receiver of the tokens and the ends of the requests.
+          recorders: Receivers of the tokens and the ends of the requests.
         """
         now = time.perf_counter()
         self.requests = tuple(requests)
         self.served = tuple(ServedRequest(self, i, one, now) for i, one in enumerate(requests))
-        self._timeout_s, self._cancel, self._recorder = timeout_s, cancel, recorder
+        self._timeout_s, self._cancel, self._recorders = timeout_s, cancel, recorders
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._open = {request.id for request in requests}
         self._unrecorded = set(range(len(requests)))  # Requests whose end was not recorded yet.
@@ -164,7 +141,8 @@ class RequestGroup:
         """Ends the requests at these indices whose end was not recorded yet."""
         for index in sorted(self._unrecorded.intersection(indices)):
             self._unrecorded.discard(index)
-            self._recorder.cancelled(self.served[index], reason)
+            for recorder in self._recorders:
+                recorder.cancelled(self.served[index], reason)
             id = self.requests[index].id
             if id in self._open:
                 self._open.discard(id)
@@ -172,14 +150,16 @@ class RequestGroup:
 
     def count(self, index: int, event: Tokens, now: float) -> None:
         """Records tokens of the output of the request at `index`, which arrived at `now`."""
-        self._recorder.tokens(self.served[index], event, now)
+        for recorder in self._recorders:
+            recorder.tokens(self.served[index], event, now)
         self.served[index].count(len(event.ids), now)
 
     def finish(self, index: int, done: RequestOutput, now: float) -> None:
         """Records the end of the request at `index`, unless it was cancelled."""
         if index in self._unrecorded:
             self._unrecorded.discard(index)
-            self._recorder.finished(self.served[index], done, now)
+            for recorder in self._recorders:
+                recorder.finished(self.served[index], done, now)
 
     def deliver(self, index: int, event: Event, now: float) -> None:
         """Passes an event of the request at `index`, which arrived at `now`, on to `events`."""

@@ -20,7 +20,7 @@ from dflash.runs import block_advice
 from dflash.serving import connection, guard
 from dflash.serving.app import application
 from dflash.serving.backend import Backend
-from dflash.serving.engine_thread import EngineThread
+from dflash.serving.engine_thread import EngineThread, Listener
 from dflash.serving.metrics import Totals
 from dflash.serving.service import Service
 
@@ -91,9 +91,9 @@ def follow(backend: Backend) -> int:
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    follower = _Follower()
-    EngineThread(backend, follower).run()
-    return 0 if follower.error is None else _status_of(follower.error)
+    thread = EngineThread(backend, Listener())
+    thread.run()
+    return 0 if thread.error is None else _status_of(thread.error)
 
 
 def _status_of(error: BaseException) -> int:
@@ -102,22 +102,6 @@ def _status_of(error: BaseException) -> int:
         raise error
     print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)
     return _FAILED
-
-
-class _Follower:
-    error: BaseException | None = None
-
-    def ready(self, engines) -> None:
-        pass
-
-    def stepped(self, events, stats, seconds) -> None:
-        pass
-
-    def updated(self, problem: str | None) -> None:
-        pass
-
-    def stopped(self, error: BaseException | None) -> None:
-        self.error = error
 
 
 async def _serve(

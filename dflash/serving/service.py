@@ -12,8 +12,8 @@ import enum
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dflash import errors
 from dflash.config.serve_schema import ServeConfig
@@ -27,6 +27,7 @@ from dflash.serving.engine_thread import (
     Command,
     EngineThread,
     Flush,
+    Listener,
     Profile,
     ReplaceWeights,
     Stop,
@@ -35,13 +36,7 @@ from dflash.serving.engine_thread import (
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
 from dflash.serving.served_model import ServedModel
-from dflash.serving.served_requests import (
-    HttpHead,
-    Recorder,
-    Recorders,
-    RequestGroup,
-    ServedRequest,
-)
+from dflash.serving.served_requests import HttpHead, Recorder, RequestGroup, ServedRequest
 from dflash.serving.validation import RequestError, unavailable, unsupported
 
 _MAX_RETRY_S = 60
@@ -63,8 +58,8 @@ class ServiceState(enum.Enum):
     FAILED = "failed"
 
 
-class Service:
-    """Admits requests and delivers their events; a `Listener` of the engine's thread.
+class Service(Listener):
+    """Admits requests and delivers their events.
 
     Attributes:
       config: Limits and timeouts.
@@ -112,8 +107,12 @@ class Service:
 
     def start(self) -> None:
         """Starts the engine's thread."""
-        self._thread = EngineThread(self._backend, self)
+        self._thread = EngineThread(self._backend, self, self._post)
         self._thread.start()
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed during shutdown.
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     @property
     def slots(self) -> int:
@@ -158,12 +157,11 @@ class Service:
             except errors.InputError as error:
                 raise RequestError(str(error).removeprefix(f"prompt {request.id}: ")) from error
         self._check_room(len(requests), client)
-        recorder: Recorder = self.metrics
+        recorders: list[Recorder] = [self.metrics]
         if self.tracing is not None:
-            own = self.tracing.recorder(head, completion_request, model)
-            recorder = Recorders(self.metrics, own)
+            recorders.append(self.tracing.recorder(head, completion_request, model))
         group = RequestGroup(
-            requests, timeout_s=self.config.request_s, cancel=self.cancel, recorder=recorder
+            requests, timeout_s=self.config.request_s, cancel=self.cancel, recorders=recorders
         )
         for served in group.served:
             self._requests[served.request.id] = served
@@ -275,33 +273,9 @@ class Service:
             return _DEFAULT_RETRY_S
         return min(max(1, math.ceil(self._mean_s / self.slots)), _MAX_RETRY_S)
 
-    # --- listener, called on the engine's thread --------------------------------------------------
+    # --- reports of the engine's thread, on the event loop ----------------------------------------
 
     def ready(self, engines: Mapping[str, Engine]) -> None:
-        """Reports that all programs are compiled."""
-        self._call_soon(self._on_ready, engines)
-
-    def stepped(
-        self, events: Sequence[Event], stats: Mapping[str, SchedulerStats], seconds: float
-    ) -> None:
-        """Reports the events of a step."""
-        self._call_soon(self._on_step, events, stats, seconds, time.perf_counter())
-
-    def updated(self, problem: str | None) -> None:
-        """Reports the end of an update of the weights."""
-        self._call_soon(self._on_update, problem)
-
-    def stopped(self, error: BaseException | None) -> None:
-        """Reports that the thread has ended, with the exception if it failed."""
-        self._call_soon(self._on_end, error)
-
-    def _call_soon(self, function, *arguments) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop is closed during shutdown.
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    # --- on the event loop ----------------------------------------------------------------------
-
-    def _on_ready(self, engines: Mapping[str, Engine]) -> None:
         self._engines, self.model = engines, self._backend.model(engines)
         for mode, engine in engines.items():
             slots = engine.layout.batch_size
@@ -311,12 +285,12 @@ class Service:
             self.state = ServiceState.READY
         self.is_ready.set()
 
-    def _on_step(
+    def stepped(
         self,
         events: Sequence[Event],
         stats: Mapping[str, SchedulerStats],
         seconds: float,
-        now: float,
+        end: float,
     ) -> None:
         self.stats = {
             mode: dataclasses.replace(one, waiting=one.waiting + self._queues[mode].waiting)
@@ -330,17 +304,17 @@ class Service:
             if isinstance(event, RequestOutput):
                 del self._requests[event.id]
                 self._leave_queue(event.id)
-                took = now - served.submitted_at
+                took = end - served.submitted_at
                 self._mean_s = took if self._mean_s is None else 0.9 * self._mean_s + 0.1 * took
-            served.group.deliver(served.index, event, now)
+            served.group.deliver(served.index, event, end)
         self._submit_next()
 
-    def _on_update(self, problem: str | None) -> None:
+    def updated(self, problem: str | None) -> None:
         end = self._updates.popleft()
         if not end.done():  # The client may have disconnected.
             end.set_result(problem)
 
-    def _on_end(self, error: BaseException | None) -> None:
+    def stopped(self, error: BaseException | None) -> None:
         self.error = error
         for end in self._updates:
             if not end.done():

@@ -51,7 +51,10 @@ def run(tracing, act, model, head=HEAD, **changes) -> None:
 
     async def one():
         with RequestGroup(
-            [Request(7, (1, 2, 3, 4), 20)], timeout_s=9, cancel=lambda id: None, recorder=recorder
+            [Request(7, (1, 2, 3, 4), 20)],
+            timeout_s=9,
+            cancel=lambda id: None,
+            recorders=[recorder],
         ) as group:
             group.served[0].taken_at = time.perf_counter()
             act(group)
