@@ -40,7 +40,6 @@ def find(text: str, *, finished: bool = True) -> str | None:
     r"""Finds the final answer of a solution: in its last \boxed{}, after "####", or a number.
 
     Args:
-      text: Solution, such as the output of a model.
       finished: False if the text was cut off at a limit. Then its last number is not taken as the
         answer, and a "####" in its incomplete last line is ignored.
     Returns:
@@ -57,7 +56,6 @@ def agree(text: str, reference: str, *, finished: bool = True) -> bool | None:
     """Returns whether a text has the final answer of a reference; None if that has no answer.
 
     Args:
-      text: Solution to grade.
       reference: Worked solution.
       finished: False if the text was cut off at a limit; see `find`.
     """

@@ -32,7 +32,6 @@ class Batches:
         """Starts at the position `state`, or at the first batch.
 
         Args:
-          mixture: Rows to read.
           batch_size: Rows per batch, over all processes.
           mine: Indices of the rows of each batch that this process reads; None for all.
           state: Position to resume from, as `state()` returns it; None for the beginning.

@@ -13,7 +13,6 @@ class Dataset(abc.ABC):
     """Data set whose name, version, variant and split determine its examples.
 
     Attributes:
-      name: Name in the registry.
       version: Version of the examples; raise it when they change.
       variant: Everything else that the examples depend on, as part of a directory name.
       has_answers: True if some examples have a final answer to compare with.
@@ -44,8 +43,6 @@ class Dataset(abc.ABC):
         """Returns whether `text` has the same final answer as the last answer of the example.
 
         Args:
-          example: Example with the right answer.
-          text: Answer to grade.
           finished: False if the text was cut off at a limit; see `answers.find`.
         Returns:
           The result of the comparison; None if the example has no final answer, as in a

@@ -83,9 +83,6 @@ def open_corpus(
     """Opens a split of a data set as token ids; encodes and stores it on the first call.
 
     Args:
-      dataset: Data set to encode.
-      split: Split of the data set.
-      tokenizer: Tokenizer of the model to train.
       directory: Directory of all data sets.
     Raises:
       InputError: The data are malformed, the split is empty, the directory cannot be written, or

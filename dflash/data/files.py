@@ -36,8 +36,6 @@ def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Ite
     """Yields the examples of a split in the order of the files and their lines.
 
     Args:
-      files: Paths of the files.
-      split: Split to yield.
       held_out_percent: Percentage of the questions in validation, and the same again in test.
     Raises:
       InputError: A file is empty, or lines are unusable. The message lists the first ten of these
@@ -57,7 +55,6 @@ def read_examples(
     Args:
       name: Name of the lines as a whole.
       entries: Place of each line, and a function that returns its fields.
-      task: Name of the data set.
     Raises:
       InputError: There are no lines, or some are unusable. The message lists the first ten of these
         and counts the others.

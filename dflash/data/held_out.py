@@ -28,10 +28,7 @@ def mixed_prompts(
     ids, such as those of a decode run's outputs.jsonl, stay unchanged.
 
     Args:
-      sets: Data sets by name.
-      tokenizer: Tokenizer of the model that receives the prompts.
       directory: Directory of all data sets; caches the prompts of large ones.
-      split: Split of every data set.
       limit: Maximum number of prompts over all data sets.
     Raises:
       InputError: A data set has no examples in this split, or the chat template cannot render its

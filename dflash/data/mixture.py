@@ -79,8 +79,6 @@ def open_mixture(
     Args:
       config: Shares and length of the rows, seed of their order, and directory of the data.
       sets: Data sets by name; see `datasets.find_all`.
-      tokenizer: Tokenizer of the model to train.
-      split: Split of every data set.
       vocab_size: Vocabulary size of the model, to check the token ids; None for no check.
     Raises:
       InputError: The data are malformed (the message has file and line) or empty, or no document

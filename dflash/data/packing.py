@@ -61,7 +61,6 @@ def pack(corpus: Corpus, length: int, seed: int = 0) -> DocumentPacking:
     """Places each document with a supervised token in exactly one row.
 
     Args:
-      corpus: Documents to place.
       length: Tokens per row; longer documents are truncated.
       seed: Seed of the order among documents of equal length.
     """

@@ -172,7 +172,6 @@ def _own_text(message: _Message, opened: re.Match | None, tokenizer: Tokenizer) 
     Args:
       message: Answer.
       opened: Match of `_OPENED` in the prompt; None if the model itself began its reasoning.
-      tokenizer: Tokenizer of the template.
     """
     content = message["content"] or ""
     field, reasoned = message.get("reasoning_content"), _REASONED.match(content)

@@ -56,7 +56,6 @@ def train(sentences: Iterable[str], *, vocab_size: int, num_threads: int = 1) ->
     Args:
       sentences: Texts; no token spans two of them.
       vocab_size: Number of tokens, including the special ones and the 256 bytes.
-      num_threads: Number of threads.
     Returns:
       The content of tokenizer.model.
     Raises:

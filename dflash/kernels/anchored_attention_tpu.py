@@ -192,13 +192,7 @@ class AnchoredTiling:
         """Calls a kernel on the grid (sequence, kv head, tile of blocks, tile of context).
 
         Args:
-          kernel: Kernel function.
-          name: Name of the kernel in profiles.
           inputs: Scalar-prefetch arguments (first and end tiles), then the other arguments.
-          in_specs: Block specs of the other arguments.
-          out_shapes: Shapes of the outputs.
-          out_specs: Block specs of the outputs.
-          scratch: Scratch shapes.
           interpret: Argument of `pl.pallas_call`.
           products: Dot products per pair of a row and a key, for the cost estimate.
         """
@@ -232,7 +226,6 @@ def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, window, causal, in
     The latter is float32, of shape `tiling.per_row_shape`.
 
     Args:
-      tiling: Shapes of the call.
       arrays: Queries, keys, values, context keys and context values, in the layout of the kernels.
       bounds: Result of `tiling.bounds`.
       scale: Factor that multiplies the scores.
@@ -277,7 +270,6 @@ def backward(
     """Returns the gradients of `arrays`; those of the context are float32.
 
     Args:
-      tiling: Shapes of the call.
       arrays: Arrays of `forward`.
       bounds: Result of `tiling.bounds`.
       outputs: Outputs of `forward`.

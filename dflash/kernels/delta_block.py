@@ -55,7 +55,6 @@ def verify_block(
       memory: float32 [B, V, dk, dv]; state before the block.
       before: [B, W - 1, C]; rows before the block that the convolution reads, the latest last.
       ancestry: bool [B, T, T]; see `gated_delta.solve_block`. None is a chain.
-      eps: Epsilon of the output norm.
       implementation: Implementation to run; see `implementation.run`.
     Returns:
       Outputs [B, T, V · dv] in the dtype of the rows, and the block.

@@ -126,7 +126,6 @@ class Softmax:
         """Returns the normalized outputs [R, H] of a head.
 
         Args:
-          head: Index of the head.
           sink: [R, 1]; score without a value, in units of log2, that is added to the sum.
         """
         total = self.total[head].sum(axis=-1, keepdims=True)
@@ -246,7 +245,6 @@ def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) ->
     """Returns the bytes of VMEM that a kernel needs.
 
     Args:
-      op: Name of the op, for the error message.
       arrays: Shape, over all buffers, and dtype of each array by name.
     Returns:
       Bytes, including the padding of the last two dimensions to tiles.

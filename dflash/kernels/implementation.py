@@ -46,7 +46,6 @@ def run(
       implementation: One of `IMPLEMENTATIONS`. "auto" runs the kernel if the program is lowered for
         a TPU and the kernel supports the case, and the reference otherwise. "cpu" runs the C++
         kernel if there is one for the case, and the reference otherwise.
-      *arrays: Arguments of the implementations.
       reference: Reference, called as `reference(*arrays)`.
       pallas: Kernel, called as `pallas(*arrays, interpret=...)`, where `interpret` is an argument
         of `pl.pallas_call`.

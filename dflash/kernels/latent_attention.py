@@ -44,7 +44,6 @@ def latent_attention(
       value_width: Elements of a value, V.
       scale: Factor that multiplies the scores.
       implementation: Implementation to run; see `implementation.run`.
-      sizes: Tile sizes of the kernel.
     Returns:
       Outputs [B, T, N, V] in the dtype of `queries`, and the pages.
     Raises:

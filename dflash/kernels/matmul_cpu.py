@@ -28,7 +28,6 @@ def is_supported(x: jax.Array, weights: jax.Array, sharding: Sharding) -> bool:
     Args:
       x: Rows, float32 or bfloat16.
       weights: Matrix, float32, bfloat16 or int8, on the one CPU of the mesh.
-      sharding: Mesh and platform of the arrays.
     """
     return (
         weights.ndim == 2

@@ -42,7 +42,6 @@ def packed_attention(
       keys: [D, N, K, H]; the number of heads is a multiple of K.
       values: [D, N, K, H].
       key_pages: Pages of keys; see `paged_attention`.
-      value_pages: Pages of values.
       page_table: int32 [B, M].
       start: int32 [B]; cached positions before this call.
       packing: Packing of up to T rows of B sequences into N for each of D replicas.

@@ -169,11 +169,7 @@ def unsupported(queries, packing, key_pages, *tiling, sizes: BlockSizes) -> str 
     """Returns why the kernel does not support a call, or None if it does.
 
     Args:
-      queries: Queries of the call.
-      packing: Packing of the call.
-      key_pages: Pool of keys.
       *tiling: Further arguments of `PackedTiling`.
-      sizes: Tile sizes of the kernel.
     """
     name, width = f"{OP} of packed rows", queries.shape[-1]
     if isinstance(key_pages, Quantized):

@@ -206,7 +206,6 @@ def fold_in_context(
     Tiles that no row of the batch sees are skipped.
 
     Args:
-      partial: Attention to the new rows.
       attend_tile: Function from page indices int32 [B, n] and the visibility of their rows,
         bool [B, 1 or R, n·S], to the attention to these pages.
       page_table: int32 [B, M].

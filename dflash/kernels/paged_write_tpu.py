@@ -30,8 +30,6 @@ class Windows:
       padded: Rows of the array of new rows, at least T.
       width: Elements per row, H.
       page_size: Rows per page, S.
-      dtype: Dtype of the pools.
-      quantized: The pools have scales.
     """
 
     kinds: int
@@ -93,7 +91,6 @@ class Windows:
 
         Args:
           tile: Rows per tile of the stream.
-          buffers: Buffers of the stream.
         """
         if not self.quantized:
             return self._shapes
@@ -106,7 +103,6 @@ class PageWriter:
     """Asynchronous copies of one sequence's new rows to its pages.
 
     Attributes:
-      windows: Shapes of the windows.
       start: int32 []; position of the first new row.
       own_heads: Index of this grid step's heads in a pool.
       page_of: Function from a position of the sequence to its page.

@@ -106,8 +106,6 @@ def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, int] | N
     """Repeats scales [..., in blocks, out blocks] for each weight of a kernel [..., in, out].
 
     Args:
-      scales: Scales of the kernel.
-      shape: Shape of the kernel.
       block: Inputs and outputs per block; the last blocks may be incomplete. None for scales
         [..., 1, out], which are returned unchanged.
     """

@@ -51,7 +51,6 @@ def split_heads(
         the rotation. Empty for no norms.
       parts: Parts of the columns, in order.
       width: Elements per head, H; None for twice the last dimension of cos and sin.
-      eps: Epsilon of the norms.
       implementation: Implementation to run; see `implementation.run`. Only the reference computes
         gradients of the angles.
     Returns:
@@ -140,7 +139,6 @@ def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates heads x [B, T, n, H] in float32.
 
     Args:
-      x: Heads.
       cos_sin: Cos and sin of the positions, each float32 [B, T, 1, H/2]. If their last dimension
         is smaller, only the first elements of a head are rotated.
     """

@@ -83,8 +83,6 @@ def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
     """Calls a kernel on tiles of rows.
 
     Args:
-      kernel: Kernel function.
-      name: Name of the kernel in profiles.
       arrays: Arrays [B, T, n·H] to process.
       cos: float32 [B, T, 1, H/2].
       sin: float32 [B, T, 1, H/2].

@@ -99,7 +99,6 @@ class TileStream:
         """Visits the tiles of a sequence; a sequence without rows has none.
 
         Args:
-          sequence: Index of the sequence.
           following: Index of the next sequence.
           has_following: Whether there is a next sequence, bool [].
           first_tile: First tile to visit; the last tile is always visited.

@@ -43,7 +43,6 @@ def assemble(
       parts: Matrices [F, D] if `transposed`; otherwise arrays that are [D, F] in another shape, and
         have layers as their second dimension if `layer` is given.
       shape: Shape of the result, [D, sum of F], or that of its panels; see `matmul_cpu.to_panels`.
-      transposed: Transpose the parts.
       layer: Layer to take from all parts; None if they hold one layer.
     """
     layers = 1 if layer is None else parts[0].shape[1]

@@ -60,13 +60,6 @@ class Attention(nnx.Module):
         """Builds abstract projections.
 
         Args:
-          width: Size of an input row.
-          num_heads: Number of query heads.
-          num_kv_heads: Number of key and value heads.
-          head_dim: Width of a head.
-          eps: Epsilon of the norms.
-          qk_norm: Normalize the heads of queries and keys.
-          norm_class: Class of these norms.
           v_norm: Normalize the heads of values, without a learned scale.
           bias: Whether the projections to queries, keys and values have biases.
           output_bias: Whether the output projection has a bias.

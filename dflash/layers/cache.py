@@ -192,7 +192,6 @@ class PagedCache:
         Args:
           slot: int32 []; slot of the sequence within its device's shard.
           table: int32 [M]; its page table. The sequence alone owns pages 0 … M - 1.
-          sharding: Sharding of the arrays.
         """
         one = self.at_slots(slot[None], jnp.zeros(1, bool), table[None], sharding)
 
@@ -220,7 +219,6 @@ class PagedCache:
           slot: int32 []; slot of the sequence within its device's shard.
           table: int32 [M]; its page table.
           length: int32 []; number of its positions, at least 1.
-          sharding: Sharding of the arrays.
         """
         one = self.at_slots(slot[None], jnp.ones(1, bool), table[None], sharding)
         turn, last = jnp.arange(table.shape[0]), (length - 1) // self.page_size

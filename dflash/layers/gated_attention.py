@@ -24,9 +24,6 @@ class GatedAttention(Attention):
         """Builds abstract projections.
 
         Args:
-          width: Size of an input row.
-          num_heads: Number of query heads.
-          head_dim: Width of a head.
           **options: Further arguments of `Attention`.
         """
         build = {"dtype": dtype, "sharding": sharding}

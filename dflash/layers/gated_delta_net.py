@@ -74,8 +74,6 @@ class GatedDeltaNet(nnx.Module):
 
         Args:
           width: Size of an input row and of an output row.
-          shape: Sizes of heads and of the convolution.
-          eps: Epsilon of the output norm.
         Raises:
           ConfigError: The heads do not divide over the devices.
         """
@@ -135,7 +133,6 @@ class GatedDeltaNet(nnx.Module):
         """Returns linear attention of new rows to the state and to one another.
 
         Args:
-          state: State of the sequences.
           tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
           count: int32 [B]; new rows of a chain to commit at once. None if the rows are verified
             first.

@@ -42,7 +42,6 @@ class Kernel(nnx.Module):
 
         Args:
           shape: [..., in, out].
-          axes: Logical axes of the kernel.
           stddev: Standard deviation of the initializer; None for 1 / sqrt(in).
         """
         stddev = 1 / math.sqrt(shape[-2]) if stddev is None else stddev
@@ -56,7 +55,6 @@ class Kernel(nnx.Module):
         """Redeclares the kernel in eight bits; the kernel must still be abstract.
 
         Args:
-          form: Format of values and scales.
           stored: The checkpoint stores values and scales in this format. Otherwise they are
             computed from its plain weights, one kernel at a time.
         """
@@ -159,8 +157,6 @@ class Linear(Kernel):
         """Declares the kernel and the bias.
 
         Args:
-          in_features: Size of an input row.
-          out_features: Size of an output row.
           axes: Logical axes of the kernel [in, out].
           bias: Whether the map has a bias [out], which is never quantized.
           stddev: Standard deviation of the initializer; None for 1 / sqrt(in_features).

@@ -112,7 +112,6 @@ def block_weights(
     Args:
       nll: float32 [B, A, G]; negative log-likelihood at draft positions 1 … G of each block.
       counted: bool [B, A, G]; draft positions with a label.
-      options: Weighting rule and its parameters.
     Returns:
       Weights float32 [B, A, G], without gradient, and a divisor float32 [].
     """

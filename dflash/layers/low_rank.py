@@ -25,7 +25,6 @@ class LowRank(nnx.Module):
         """Declares the weights of a map's updates.
 
         Args:
-          linear: The map.
           ranks: Rank of the update of each adapter that has one for this map, by its number.
         """
         rows, columns = linear.kernel.get_value().shape

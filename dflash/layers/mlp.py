@@ -39,7 +39,6 @@ class Mlp(nnx.Module):
 
         Args:
           width: Size of an input row and of an output row.
-          hidden: Size of a hidden row.
           activation: Name in `ACTIVATIONS`.
         """
         build = {"dtype": dtype, "sharding": sharding}

@@ -252,13 +252,11 @@ class SparseMlp(nnx.Module):
         """Builds an abstract layer.
 
         Args:
-          routing: Routing rule.
           width: Size of a row.
           hidden: Hidden size of each expert.
           shared_hidden: Total hidden size of the shared experts; 0 for none.
           gates_shared: Multiply the output of the shared experts by the sigmoid of a learned gate,
             one number per row.
-          form: Form of the routed experts.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.gate = Router(width, routing, **build)
@@ -319,7 +317,6 @@ def stacked_names(path: str, num_experts: int) -> tuple[str, ...] | None:
 
     Args:
       path: Dotted path of a parameter of the model.
-      num_experts: Number of experts.
     Returns:
       For "layers.3.mlp.experts.up_proj.kernel", the names "layers.3.mlp.experts.0.up_proj.weight"
       and so on. None if the parameter is not one of `Experts`.

@@ -24,7 +24,6 @@ def project(
     Args:
       x: Rows [..., D].
       weights: [D, F], or [F, D] if `transposed`, or panels; see `matmul_cpu.to_panels`.
-      sharding: Mesh and platform of the arrays.
       transposed: Contract with the last dimension of `weights`.
       dtype: Dtype of the result; None for the promoted dtype of x and weights.
     """
@@ -63,7 +62,6 @@ def _product(x, weights, transposed, dtype, method):
       x: Rows [..., D].
       weights: [D, F], or [F, D] if `transposed`.
       transposed: Contract with the last dimension of `weights`.
-      dtype: Dtype of the result.
       method: "plain", "widened", or "kernel", that of `kernels/matmul_cpu.py`. Widened products are
         computed in float32 and rounded: XLA on a CPU uses the matrix units for bfloat16 factors
         only if the product is in float32.
@@ -116,7 +114,6 @@ def finish(product: jax.Array, sharding: Sharding) -> jax.Array:
 
     Args:
       product: Output of a linear map, returned unchanged.
-      sharding: Mesh and platform of the array.
     """
     return jax.lax.optimization_barrier(product) if sharding.platform == "tpu" else product
 
@@ -133,7 +130,6 @@ def widen_late(x: jax.Array, weights: jax.Array, sharding: Sharding) -> jax.Arra
     Args:
       x: Rows that the weights are about to be multiplied with.
       weights: Weights, returned bit for bit unless x begins with a NaN.
-      sharding: Mesh and platform of the arrays.
     """
     if sharding.platform != "cpu" or weights.dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return weights

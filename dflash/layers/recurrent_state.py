@@ -68,7 +68,6 @@ class RecurrentState:
           slots: int32 [n]; each counts within its device's shard of the slots.
           fresh: bool [n]; sequences that begin, whose state is zero.
           batch: Logical axis of slots and sequences.
-          sharding: Sharding of the arrays.
         """
 
         def take(memory, rows, slots, fresh):
@@ -120,7 +119,6 @@ class PendingState:
           count: int32 [B]; number of accepted rows.
           path: int32 [B, R]; row of the block at each depth of the accepted path. None is a chain.
           batch: Logical axis of the sequences.
-          sharding: Sharding of the arrays.
         """
 
         chosen = implementation.for_platform(sharding.platform)

@@ -26,7 +26,6 @@ class Routing:
       groups_per_token: Best groups per row, from which its experts are chosen.
       has_correction: A learned bias is added to the scores for choosing experts, but not for their
         weights.
-      has_bias: A learned bias is added to the logits.
     """
 
     num_experts: int
@@ -47,7 +46,6 @@ def route(
 
     Args:
       logits: [..., E].
-      routing: Routing rule.
       correction: float32 [E]; required if `routing.has_correction`.
     Returns:
       Experts int32 [..., k], best first, and their weights float32 [..., k].

@@ -73,7 +73,6 @@ class TransformerLayer(nnx.Module):
         """Builds an abstract layer.
 
         Args:
-          arch: Architecture of the decoder.
           attention: Attention module; None for grouped-query attention with the sizes of `arch`.
           mlp: Module from [B, ..., D] to [B, ..., D]; None for a gated MLP of
             `arch.intermediate_size`.
@@ -124,8 +123,6 @@ def grouped_attention(
     """Returns grouped-query attention with the sizes of `arch`.
 
     Args:
-      arch: Architecture of the decoder.
-      kind: Class of the attention.
       **options: Arguments of `Attention`; they take precedence over sizes of `arch`.
     """
     sizes = {

@@ -25,7 +25,6 @@ class KnownAcceptance:
     Attributes:
       histograms: Histogram of each task.
       strategy: Name of the recorded strategy; None if the source does not name it.
-      source: Description of the source.
       published: Whether the histograms are those in the module `published`.
       recordings: Cycles of each task in their order, if the source has them; else empty.
     """
@@ -42,7 +41,6 @@ class DraftShape:
     """Shape of a strategy's drafts.
 
     Attributes:
-      drafter: Name of the drafter.
       rows: Rows per sequence that the target verifies.
       tree: Number of drafts per tree; None for chains.
     """
@@ -82,7 +80,6 @@ def expected(
 
     Args:
       known: Histograms, as from `read`.
-      shapes: Shapes of the strategies, by name.
       drafter: Drafter that histograms without a strategy name belong to.
     """
     expectations = {}

@@ -254,7 +254,6 @@ def make_engine(
     """Builds an engine over a job's models.
 
     Args:
-      job: Job of a strategy.
       script: Number of sequences, and of cycles per sequence, for which acceptance lengths can be
         forced; None leaves acceptance to verification.
       num_stop_ids: Number of stop ids that a request may have.
@@ -303,7 +302,6 @@ def prepare(
     """Builds all models, reads all prompts, and checks that they fit together.
 
     Args:
-      config: Config of the run.
       cut: Allow forced acceptance lengths beyond a strategy's block, which are cut to it.
       target: Loaded target to share; None builds one.
       dry: Prepare a plan only: use no device and download no checkpoint.

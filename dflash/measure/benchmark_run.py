@@ -73,7 +73,6 @@ def run(
     The run that finishes the last shard also combines the figures of all shards.
 
     Args:
-      config: Config of the run.
       workdir: Directory for the files; None writes no files.
       shard: Part to measure. None measures everything, or combines the shards in `workdir`.
       profile_dir: Directory for a profiler trace, or None.
@@ -126,8 +125,6 @@ def measure(
 
     Args:
       bench: Prepared benchmark, nothing loaded.
-      directory: Directory for the files.
-      display: Display of the progress.
       wide: Print all figures, not only those that fit into 80 columns.
       shard: Part to measure; plots, tables and page are then left to `sum_up`.
     Returns:
@@ -174,7 +171,6 @@ def sum_up(
     Args:
       bench: Prepared benchmark with the prompts of all shards, nothing loaded.
       directory: Directory of the shards; only the first process has a path.
-      display: Display of the progress.
       wide: Print all figures, not only those that fit into 80 columns.
     Returns:
       The content of results.json; empty on all processes but the first.
@@ -221,7 +217,6 @@ class Figures:
 
     Attributes:
       cells, averages: Figures of each cell, and of each strategy over all tasks.
-      machine: Peak rates of the machine.
       load: Load of the machine since the run began.
     """
 

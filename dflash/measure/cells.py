@@ -166,9 +166,7 @@ def setting_of(
     """Returns the properties of a benchmark that determine how its figures are judged.
 
     Args:
-      bench: Prepared benchmark.
       machine: Peak rates for the roofline; None if unknown.
-      about_run: Warnings about the run as a whole.
     """
     config = bench.config
     coupled = config.decode.verify == "coupled" or not config.decode.temperature

@@ -50,10 +50,8 @@ class ForcedDrafter(Drafter):
         """Initializes the wrapper with a script of ones.
 
         Args:
-          inner: Drafter that does all the work.
           sequences: Most rows of a script.
           cycles: Most columns of a script; each later cycle commits one token.
-          sharding: Mesh and sharding rules.
         """
         self.inner = inner
         self.feature_layers = inner.feature_layers
@@ -131,7 +129,6 @@ class FixedDrafter(Drafter):
         """Initializes the drafter.
 
         Args:
-          proposal: Proposal to return.
           drafter: Drafter that made the proposal; determines how it is verified.
         """
         leaves, self.form = jax.tree.flatten(proposal)

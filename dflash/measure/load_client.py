@@ -26,7 +26,6 @@ class LoadPlan:
     """Requests to send, and their times.
 
     Attributes:
-      url: URL of the server.
       bodies: JSON bodies for /v1/completions.
       at_a_time: Number of concurrent requests: each one that ends starts the next. None starts
         requests at random times, independently of each other.

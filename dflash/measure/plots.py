@@ -29,7 +29,6 @@ class Line:
     """Curve of a plot.
 
     Attributes:
-      name: Name in the legend.
       places, values: Coordinates of its points.
       flagged: Whether each point has a warning, and is drawn hollow; None if no point has one.
       roofline_of: Name of the line whose roofline this is; it is drawn dashed, in the same color.
@@ -188,12 +187,10 @@ def curves(
 
     Args:
       lines: Lines to draw; a roofline takes the color of its line.
-      title, x, y: Title of the plot, and labels of its axes.
       log: Whether both axes are logarithmic; "x" for the x-axis alone.
       even: Height of a thin horizontal line; None draws no line.
       shares: Both axes go from 0 to 1, and a thin line shows where they are equal.
       note: Small print below the title.
-      theme: Colors.
     """
     figure, axes = _figure(theme, 7.0 if len(lines) <= _WITHIN else 9.6)
     slots = palette.line_slots(line.name for line in lines if line.roofline_of is None)
@@ -281,9 +278,6 @@ def _finish(
     """Adds title, notes, grid and legend.
 
     Args:
-      axes: Axes to finish.
-      theme: Colors.
-      title: Title.
       notes: Notes to join below the title; empty ones are left out.
       below: Put the legend below the axes; else it is inside, or beside them if it is long.
       more: Entries of the legend before those of the axes.

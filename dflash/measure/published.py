@@ -117,9 +117,7 @@ def beside(
     """Returns a table that compares the expected speed-up with the measured figures in `PORT`.
 
     Args:
-      heading: Description of the expectation.
       tokens: Expected mean acceptance length (τ) by task.
-      roofline: Expected times by roofline.
       cycles: Expected times by the compiler's cycles; all zero if these are unknown.
     """
     tasks = [task for task in tokens if task in PORT]

@@ -45,9 +45,7 @@ def record(
 
     Args:
       engine: Compiled engine of the strategy.
-      request: Request to decode.
       lengths: Acceptance lengths to force; empty leaves acceptance to verification.
-      tokenizer: Tokenizer of the target.
     """
     engine.follow([lengths])
     slot = Slot(0, engine.layout.standing_pages(0))
@@ -81,7 +79,6 @@ def split(
     Args:
       drafted: Token of each draft.
       parents: Row that each draft continues, counted from the anchor; None for a chain.
-      committed: Tokens that the cycle committed.
     Returns:
       The number of accepted drafts, which come first in `committed`; and the tokens of the rejected
       drafts, in order.

@@ -35,7 +35,6 @@ def open_directory(
 
     Args:
       path: Directory; None writes no files.
-      config: Config of the run.
       shard: Part that this run measures; None is all of it.
     Raises:
       WorkdirError: The directory cannot be written, is in use, or belongs to a run with another

@@ -33,7 +33,6 @@ class Machine:
     """Peak rates of all devices of a run together.
 
     Attributes:
-      name: Number and name of the chips.
       flops_per_s: Peak rate of arithmetic.
       bytes_per_s: Peak rate of reading memory.
       source: Source of the figures.
@@ -149,8 +148,6 @@ def products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> Forw
     """Returns the work of reading all weights once and multiplying them with `rows` rows.
 
     Args:
-      model: Model.
-      rows: Number of rows.
       unread: Path prefixes of weights to leave out.
     """
     share_of, work = moe.shares(model, rows), ForwardWork(0, 0)

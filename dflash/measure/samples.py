@@ -34,7 +34,6 @@ class Sample:
 
     Attributes:
       task, strategy: Names of the task and the strategy.
-      round: Number of the round.
       completions: Completion of each prompt, in the order of the queue.
       conversations: Number of each prompt's conversation.
       marks: Whether each output has the right answer; None if its prompt has none.

@@ -45,7 +45,6 @@ class Bin(NamedTuple):
       low: Lower end of the bin.
       predicted: Mean predicted survival.
       observed: Share of drafts that survived.
-      drafts: Number of drafts.
     """
 
     low: float

@@ -48,7 +48,6 @@ def of_cost(
     Args:
       cycle_ms: Milliseconds of the whole cycle.
       parts_ms: Milliseconds of its forwards.
-      share_of_ideal: Speed-up relative to the ideal one.
     """
     reasons, parts = [], sum(parts_ms)
     if parts > MAX_PARTS_OVER_CYCLE * cycle_ms:
@@ -111,7 +110,6 @@ def of_slots(busy: float | None, slots: int) -> tuple[FigureWarning, ...]:
 
     Args:
       busy: Number of slots in use, averaged over time.
-      slots: Number of slots.
     """
     if busy is None or busy >= LEAST_BUSY_SLOTS * slots:
         return ()

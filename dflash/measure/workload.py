@@ -140,9 +140,6 @@ class Workload:
 def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
     """Reads, or draws, the prompts of a run.
 
-    Args:
-      config: Config of the run.
-      job: Job with the tokenizer and the vocabulary.
     Raises:
       InputError: A file is unusable, or has no task of a given name.
     """
@@ -209,7 +206,6 @@ def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording
     have `dataset`, `prompt_tokens`, and `confidence` (that of the drafts of each cycle).
 
     Args:
-      file: Path of the file.
       tasks: Data sets to keep; empty keeps all.
     Raises:
       InputError: The file cannot be read, is not such a list, or lacks a task.

@@ -86,7 +86,6 @@ class Decoder(nnx.Module):
         """Returns layer `i`, a `TransformerLayer` or a module with the same members.
 
         Args:
-          i: Index of the layer.
           **build: `dtype` and `sharding` of its parameters.
         """
         return self.layer_class(

@@ -55,7 +55,6 @@ def open_records(
 
     Args:
       directory: Work directory; None keeps the records in memory.
-      config: Config of the run.
       date: Date of the run, stored for later starts; see `dates.find`.
       shard: Part of the prompts, if the run is divided.
     Raises:
@@ -277,7 +276,6 @@ def report(
     """Summarizes all prompts of the work directory, including those of earlier runs.
 
     Args:
-      job: Job of the run.
       records: Records of all prompts, which are finished.
       display: Display that shows the summary.
       cycle_ms: Milliseconds per cycle by block size; empty if the block size is fixed.

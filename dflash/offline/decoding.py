@@ -16,8 +16,6 @@ def decode(
     """Decodes requests in order of arrival, as many at a time as there are slots.
 
     Args:
-      engine: Engine that decodes.
-      requests: All requests.
       tell: Called at the end with the scheduler's statistics.
     Yields:
       Tokens as they are committed, and one RequestOutput per request after its last Tokens.

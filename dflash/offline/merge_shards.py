@@ -23,8 +23,6 @@ def sum_up(
 
     Args:
       job: Job with the prompts of all shards.
-      directory: Work directory.
-      display: Display that shows the summary.
       shard: Shard that has just finished. If others are unfinished, the display lists them, and
         the last one to finish writes the summary.
     Raises:

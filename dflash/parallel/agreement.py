@@ -71,7 +71,6 @@ def check_same(name: str, value: Any) -> None:
     """Raises if a value differs between processes.
 
     Args:
-      name: Name of the value, for the message.
       value: This process's value; compared with `==`.
     Raises:
       InputError: On all processes; names the first process that differs from process 0.
@@ -111,11 +110,7 @@ class ProcessGroup:
     """
 
     def __init__(self, report: Callable[[Failure], None]):
-        """Opens the group; `jax.distributed` must be initialized.
-
-        Args:
-          report: Prints a failure.
-        """
+        """Opens the group; `jax.distributed` must be initialized."""
         self._coordination = jax_internals.coordination()
         self.process, self._client = self._coordination.process, self._coordination.client
         self._report = report

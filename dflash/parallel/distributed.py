@@ -34,7 +34,6 @@ def initialize(
     Args:
       coordinator_address: "host:port" of process 0, at which alone it listens, or "auto" where JAX
         detects the cluster (TPU pods, Slurm, Kubernetes, …); then it listens on all interfaces.
-      num_processes: Number of processes.
       process_id: Index of this process, from 0.
     Raises:
       ConfigError: Some of the three are missing or inconsistent.

@@ -20,7 +20,6 @@ class Coordination:
       client: Client of the key-value store and of barriers; None before the processes have joined.
       process: Index of this process. Unlike `jax.process_index()`, reading it initializes no
         devices.
-      num_processes: Number of processes.
     """
 
     client: Any

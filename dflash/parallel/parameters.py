@@ -108,7 +108,6 @@ def gathered(module: nnx.Module, sharding: Sharding) -> nnx.Module:
     so that no device holds a whole sum.
 
     Args:
-      module: Module whose weights are arrays of the program.
       sharding: Sharding that the weights are declared with.
     """
     split = set(sharding.axes("batch"))

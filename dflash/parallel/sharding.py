@@ -191,7 +191,6 @@ def beside(sharding: Sharding, count: int, devices: Sequence[jax.Device] | None 
 
     Args:
       sharding: Sharding whose rules it has, and whose devices it leaves alone.
-      count: Number of devices.
       devices: Devices to choose from; None for all that are present.
     Raises:
       ConfigError: Fewer devices are left, or the run has several processes.

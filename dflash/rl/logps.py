@@ -32,7 +32,6 @@ class TokenLogps:
         """Creates the program of a target; its weights may be updated.
 
         Args:
-          target: Policy.
           feature_layers: Layers whose outputs become features, for the training of a drafter.
         """
         self._graph, self._params = nnx.graphdef(target), nnx.state(target)
@@ -50,7 +49,6 @@ class TokenLogps:
         Args:
           prompts: int32 [B, P]; padded on the left.
           completions: int32 [B, T]; padded on the right. Padding gets meaningless numbers.
-          pad_id: Token of the padding.
           temperature: Divisor of the logits; 0 counts as 1.
         """
         how = self._feature_layers, pad_id, float(temperature or 1.0)

@@ -82,7 +82,6 @@ class DFlashRollout(base_rollout.BaseRollout):
     """Rollout engine of Tunix's `ClusterConfig.rollout_engine`.
 
     Attributes:
-      llm: Target and drafter that decode.
       stats: Statistics of the rollouts with the present weights.
       history: Statistics of the rollouts with each of the earlier weights that had any.
       upkeep: Training of the drafter; None if `train.every` is 0.
@@ -145,8 +144,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         "raw_logprobs".
 
         Args:
-          prompts: Texts.
-          rollout_config: Sampling of all prompts.
           **kwargs: Arguments for other engines.
         Raises:
           InputError: A prompt is empty or too long.

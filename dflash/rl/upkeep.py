@@ -56,7 +56,6 @@ class Upkeep:
 
         Args:
           llm: Target and drafter that decode; the drafter's weights are replaced after training.
-          config: Options of the training.
         Raises:
           ConfigError: The drafter has no weights to train.
           WorkdirError: The checkpoints cannot be read.
@@ -122,7 +121,6 @@ class Upkeep:
         Args:
           prompts: int32 [B, P]; padded on the left.
           completions: int32 [B, T]; padded on the right.
-          pad_id: Token of the padding.
           outputs: Policy's "features" and "hidden" of all rows, each [B, P + T, …].
         """
         length = self._llm.config.decode.max_length

@@ -49,7 +49,6 @@ def slower_than_plain(
 
     Args:
       drafter: Config group `drafter`.
-      acceptance: Acceptance lengths of the run.
       speed_up: Measured speed-up over plain decoding; None if it is unknown.
     """
     if speed_up is None or speed_up >= 1 or not acceptance.cycles or acceptance.block_size < 2:

@@ -45,7 +45,6 @@ def compile_library(compiler: str, source: pathlib.Path, include: str) -> pathli
     """Returns the library for this processor, after compiling it unless it is in the directory.
 
     Args:
-      compiler: Path of the compiler.
       source: Directory of the files in C++, *.cc, and their headers.
       include: Directory of the headers of XLA's foreign function interface.
     Raises:

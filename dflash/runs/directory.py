@@ -127,7 +127,6 @@ def check_config(
 
     Args:
       directory: Directory that may hold a config.yml.
-      config: The run's resolved config.
       may_change: Returns whether the value of a dotted key may differ.
     Raises:
       WorkdirError: The configs differ, in keys that the message names; or config.yml is not a

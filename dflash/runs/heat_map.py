@@ -22,7 +22,6 @@ def draw(
     Cells of unfinished points stay blank.
 
     Args:
-      sweep: Sweep with all points.
       metric: Key of a number in each row; a value of None leaves the cell blank.
       rows: Figures of finished points, by name.
       path: PNG file, replaced atomically.

@@ -126,8 +126,6 @@ def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS
 
     Args:
       directory: Directory that this run has locked.
-      name: Name of the file of records.
-      results: Name of the file of their summary.
     Raises:
       WorkdirError: The file cannot be written, or holds damaged records.
     """
@@ -139,9 +137,7 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
 
     Args:
       directory: Work directory of the shards.
-      config_hash: Config hash for the summary.
       name: Name that the file of records has in a run without shards.
-      count: Number of shards.
     Raises:
       WorkdirError: A file cannot be read, or holds damaged records.
     """

@@ -26,7 +26,6 @@ class Shard:
 
     Attributes:
       index: Index of the shard, from 0.
-      count: Number of shards.
     """
 
     index: int
@@ -57,7 +56,6 @@ def parse(text: str | None, environment: Mapping[str, str]) -> Shard | None:
 
     Args:
       text: "i/n"; "auto" to read the index of a Kubernetes Job or Slurm array; None for no shard.
-      environment: Environment variables of the process.
     Raises:
       ConfigError: The text is invalid or out of range, or the environment names no shard.
     """

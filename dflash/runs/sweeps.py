@@ -65,7 +65,6 @@ class Runner(abc.ABC):
         """Draws a heat map of every shown figure.
 
         Args:
-          sweep: Sweep with all points.
           rows: Figures of finished points, by name.
           directory: Directory for the PNG files.
         Raises:
@@ -100,12 +99,9 @@ def run(
     """Runs the unfinished points of a sweep; if one fails, the others still run.
 
     Args:
-      sweep: Sweep with all points.
-      runner: Command that runs a point.
       directory: Work directory; created if missing.
       display: Display for one line per point.
       index: Index of the only point to run, from 0; None runs all.
-      shard: Shard of the points to run.
     Returns:
       Finished points, including those of earlier runs, and failed points.
     Raises:

@@ -87,13 +87,7 @@ class WordWrap:
         self._word: list[tuple[str, str]] = []  # Characters of the word so far, with their styles.
 
     def feed(self, text: str, width: int, style: str = "") -> Iterator[TerminalEdit]:
-        """Yields what to print for the next piece of text.
-
-        Args:
-          text: Piece of text.
-          width: Cells of a line.
-          style: Style of the piece.
-        """
+        """Yields what to print for the next piece of text."""
         plain: list[str] = []  # Characters since the last break.
         for character in text:
             if self._fits(character, width - 1):  # In the last column a cursor's place is unclear.

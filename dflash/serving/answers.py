@@ -51,9 +51,6 @@ def with_answer(
 
     Args:
       request: Request without these.
-      fields: Validated body.
-      model: Model that is served.
-      prompt: Rendered prompt.
     Raises:
       RequestError: The model cannot answer in this way; the error names the field.
     """

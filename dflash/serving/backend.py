@@ -31,19 +31,13 @@ DRAFTED, PLAIN = "drafted", "plain"  # Decoding modes: with the drafter and with
 
 
 class Backend:
-    """Engines behind a server, and the facts about the model that they serve.
-
-    Attributes:
-      config: Config of the run.
-    """
+    """Engines behind a server, and the facts about the model that they serve."""
 
     def __init__(self, job: Job, config: ServeRun, display: Display, *, loaded: bool = False):
         """Creates the backend without loading anything.
 
         Args:
           job: Job with room for the longest request.
-          config: Config of the run.
-          display: Display of the progress of loading and compiling.
           loaded: Whether the job's weights are loaded already.
         """
         self.config = config
@@ -119,7 +113,6 @@ class Backend:
 
         Args:
           path: Directory of a checkpoint in safetensors on this machine.
-          engines: Engines, which share the target.
         Raises:
           InputError: There is no such directory, or there are several processes.
           CheckpointError: The checkpoint is damaged or does not fit. The old weights stay.

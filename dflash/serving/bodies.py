@@ -83,7 +83,6 @@ def _constraint(kind: Kind, param: str) -> Any:
 
     Args:
       kind: Language of the constraint. A JSON schema may be an object or its text.
-      param: Full name of the field.
     """
     source = Annotated[Any, AfterValidator(_schema_text)] if kind == "json_schema" else Text
     return Annotated[source, AfterValidator(lambda text: StructuredOutput(kind, text, param))]

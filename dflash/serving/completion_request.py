@@ -99,9 +99,6 @@ class CompletionRequest:
     def requests(self, model: ServedModel, ids: Iterator[int]) -> list[Request]:
         """Returns the engine's requests, ordered by prompt, then by output.
 
-        Args:
-          model: Model that is served.
-          ids: Unused request ids.
         Raises:
           RequestError: A prompt and its output exceed the context length.
         """
@@ -148,8 +145,6 @@ def adapter_number(name: Any, model: ServedModel, param: str = "model") -> int:
 
     Args:
       name: Value of the field; no string if it is absent, or invalid in another way.
-      model: Model that is served.
-      param: Name of the field.
     Raises:
       RequestError: There is no such model.
     """
@@ -177,10 +172,6 @@ def complete(
     """Builds a request from the fields that all dialects share.
 
     Args:
-      body: Validated fields.
-      model: Model that is served.
-      prompts: Token ids of the prompts.
-      options: Format and contents of the response.
       cache_salt: Salt of the prefix cache; None if the request has none.
     Raises:
       RequestError: A field is invalid or not supported; the error names it.

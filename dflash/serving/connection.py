@@ -37,7 +37,6 @@ class Connection(H11Protocol):
 
         Args:
           *args: Arguments of uvicorn's protocol.
-          limits: Limits of the server.
           **kwargs: Arguments of uvicorn's protocol.
         """
         super().__init__(*args, **kwargs)
@@ -128,8 +127,6 @@ class Server(uvicorn.Server):
         """Creates the server without starting it.
 
         Args:
-          app: ASGI application.
-          limits: Limits of the server.
           closing_s: Time in which connections must close at the end.
         """
         limits = _within_file_limit(limits)

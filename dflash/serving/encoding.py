@@ -56,8 +56,6 @@ def encode_prompts(
 
     Args:
       value: JSON value of the field: a prompt or a list of prompts.
-      param: Name of the field.
-      model: Model that is served.
       kinds: Accepted types of a prompt, with their names in errors.
       add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
     Returns:
@@ -100,9 +98,6 @@ def encode_text(
     """Encodes a text prompt, without a chat template.
 
     Args:
-      text: Text from the client.
-      param: Name of the field.
-      model: Model that is served.
       add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
       max_length: Number of tokens beyond which a text is too long.
     Raises:
@@ -152,9 +147,6 @@ def encode_within(
     The time of a rejection is then bounded by `max_length` and not by the text.
 
     Args:
-      text: Text to encode.
-      encode: Function that encodes a text.
-      param: Name of the field.
       max_length: Number of tokens that the context holds.
     Raises:
       RequestError: The text has more tokens than the context holds.
@@ -177,7 +169,6 @@ def input_error(error: errors.InputError, param: str, root: str) -> RequestError
 
     Args:
       error: Error of the tokenizer or the chat template, which may name files of the server.
-      param: Name of the field.
       root: Name of the target's checkpoint, often a path.
     """
     message = str(error).replace(root, pathlib.PurePath(root).name)

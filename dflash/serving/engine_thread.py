@@ -103,7 +103,6 @@ class Listener:
         """Reports a step.
 
         Args:
-          events: Events that the step produced.
           stats: Statistics of each mode's scheduler after the step.
           seconds: Duration of the step; 0 if all schedulers were idle.
           end: Time of its end, in seconds of time.perf_counter.
@@ -130,7 +129,6 @@ class EngineThread(threading.Thread):
 
         Args:
           backend: Engines, which are loaded and compiled on the thread.
-          listener: Receiver of the thread's reports.
           post: Calls a method of the listener with arguments, on a thread of its own choice; called
             on the engine thread, so it must not block.
         """

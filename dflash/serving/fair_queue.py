@@ -10,11 +10,8 @@ class _Share:
     """Share of an owner in the places of its parent, such as of a request in those of its client.
 
     Attributes:
-      count: Number of requests that wait or have a place.
-      held: Number of places.
       used_s: Time of places that it has used, plus what each of its rivals had used when it came.
       rivals_used_s: The same for a newcomer among its own children.
-      children: Number of its children.
     """
 
     count: int = 0

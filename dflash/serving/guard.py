@@ -49,7 +49,6 @@ def served_names(address: str, names: Sequence[str]) -> ServedNames:
     """Returns the names of a server.
 
     Args:
-      address: Address that the server listens on.
       names: Further names; "*" accepts every name.
     """
     own = {*_LOOPBACK, address, *filter(None, names)}
@@ -82,13 +81,11 @@ class Guard:
         """Wraps `app`.
 
         Args:
-          app: Application to wrap.
           names: Names that the Host header may have.
           origins: Origins whose web pages may send requests, besides the server's own; "*" accepts
             all.
           keys: API keys, one of which clients must send as a bearer token; without any, all clients
             are accepted.
-          open_paths: Paths that need no key.
         """
         self._app, self._names, self._open_paths = app, names, open_paths
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)

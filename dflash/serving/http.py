@@ -150,7 +150,6 @@ async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
 
     Args:
       receive: ASGI channel of a request whose body has been read.
-      work: Coroutine or future to wait for.
     Raises:
       ClientDisconnected: The client disconnected.
     """

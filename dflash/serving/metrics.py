@@ -175,12 +175,7 @@ class Metrics:
         return prometheus_client.generate_latest(self.registry)
 
     def describe(self, model: ServedModel, engine: Engine) -> None:
-        """Sets labels and constants, and initializes all series so that the first scrape has them.
-
-        Args:
-          model: Facts about the served model.
-          engine: Engine that decodes with drafts.
-        """
+        """Sets labels and constants, and initializes all series for the first scrape."""
         self._labels = {"model_name": model.name, "engine": "0"}
         self._served_names = model.served_names
         self.totals.accepted_at = [0] * (engine.drafter.longest_path - 1)
@@ -209,7 +204,6 @@ class Metrics:
         """Records an engine step.
 
         Args:
-          events: Events that the step produced.
           stats: Statistics of each mode's scheduler after the step.
           seconds: Duration of the step; 0 if the engine was idle.
         """

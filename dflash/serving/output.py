@@ -24,7 +24,6 @@ class TokenText:
     """A token of an output, with its text and log-probabilities.
 
     Attributes:
-      id: Token id.
       text: Text that the token adds to the output.
       logprob: Log-probability under the target's raw logits.
       top: (id, log-probability) of the likeliest tokens at this position.
@@ -108,8 +107,6 @@ class Output:
     """Text and statistics of one request, updated by its events.
 
     Attributes:
-      index: Position among the outputs of its HTTP request.
-      request: Request as submitted to the engine.
       ids: Output tokens, up to the end of the output.
       text: Concatenated text of all deltas.
       finish_reason: Reason why the output ended; None until it ends.
@@ -127,10 +124,7 @@ class Output:
         """Creates an output without tokens.
 
         Args:
-          index: Position among the outputs of its HTTP request.
-          request: Request as submitted to the engine.
           completion_request: Request as the client sent it.
-          tokenizer: Tokenizer of the target.
         """
         self.index, self.request = index, request
         self.ids: list[int] = []
@@ -299,7 +293,6 @@ class StopFinder:
 
         Args:
           stops: Stop strings, none of them empty.
-          include: Return the stop string as part of the text.
         """
         self._stops, self._include = stops, include
         self._held, self._visible = "", b""  # Text that is held back; a byte 0 hides a character.

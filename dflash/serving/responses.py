@@ -70,20 +70,10 @@ async def wait_for_all(group: RequestGroup, outputs: Sequence[Output]) -> list[O
 
 
 class Answer:
-    """JSON of one HTTP response: whole, or as the events of a stream.
-
-    Attributes:
-      request: Request of the client.
-    """
+    """JSON of one HTTP response: whole, or as the events of a stream."""
 
     def __init__(self, id: str, request: CompletionRequest, model: ServedModel):
-        """Begins a response.
-
-        Args:
-          id: Id of the response.
-          request: Request of the client.
-          model: Model that is served.
-        """
+        """Begins a response."""
         self.request, self._id, self._model = request, id, model
 
     def outputs(self, group: RequestGroup) -> list[Output]:
@@ -345,9 +335,6 @@ class Generated(Answer):
         """Begins a response.
 
         Args:
-          id: Id of the HTTP request.
-          request: Request of the client.
-          model: Model that is served.
           several: Whether the response is a list.
           started_at: Arrival of the HTTP request, in seconds of time.perf_counter.
         """

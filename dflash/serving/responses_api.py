@@ -213,7 +213,6 @@ def chat_of(fields: ResponsesBody, body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the body of the chat that a request stands for.
 
     Args:
-      fields: Validated body.
       body: The same body as the client sent it.
     Raises:
       RequestError: An item or a tool is of an unknown kind; the error names it.
@@ -277,14 +276,7 @@ class ItemsAnswer(responses.Answer):
     def __init__(
         self, id: str, request: CompletionRequest, model: ServedModel, fields: ResponsesBody
     ):
-        """Begins a response without items.
-
-        Args:
-          id: Id of the HTTP request.
-          request: Request of the client.
-          model: Model that is served.
-          fields: Validated body.
-        """
+        """Begins a response without items."""
         super().__init__(f"resp_{id}", request, model)
         self._items: list[Json] = []
         self._kind: Kind | None = None  # Kind of the last item while it is open.

@@ -17,8 +17,6 @@ class ServedRequest:
     """A request that is queued or being decoded.
 
     Attributes:
-      group: Group that the request belongs to.
-      index: Position in the group.
       request: Request as submitted to the engine.
       submitted_at: Time of submission, in seconds of time.perf_counter.
       taken_at: Time at which the scheduler got the request, in the same unit; None before it.
@@ -47,8 +45,6 @@ class HttpHead(NamedTuple):
     """Head of the HTTP request that outputs belong to.
 
     Attributes:
-      path: Path of the endpoint.
-      id: Id of the request.
       headers: Headers, by names in lower case.
     """
 
@@ -92,10 +88,7 @@ class RequestGroup:
         """Creates the group of requests that were admitted together.
 
         Args:
-          requests: Requests with unique ids.
           timeout_s: Time in which all of them must finish.
-          cancel: Function that cancels the request with an id.
-          recorders: Receivers of the tokens and the ends of the requests.
         """
         now = time.perf_counter()
         self.requests = tuple(requests)

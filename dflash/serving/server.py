@@ -66,7 +66,6 @@ def run(
     """Serves until SIGTERM or SIGINT, or until the engine fails.
 
     Args:
-      backend: Engines to serve.
       listener: Socket that `listen` has opened.
       on_ready: Function that is called with the URL once requests are served.
       profile_dir: Directory of profiler traces; None disables profiling.
@@ -130,7 +129,6 @@ async def serve(
     Args:
       service: Service that has not been started.
       listener: Socket that `listen` has opened.
-      stop: Event that requests the stop.
       on_ready: Function that is called with the URL once requests are served.
     """
     names = guard.served_names(listener.getsockname()[0], service.config.hosts)
@@ -245,7 +243,6 @@ async def write_log(service: Service, drafter: DrafterConfig) -> None:
     """Writes log lines to stderr until it is cancelled.
 
     Args:
-      service: Service that is logged.
       drafter: Config of the drafter, on whose block size the log advises once.
     """
     advised = False
@@ -271,14 +268,7 @@ def acceptance(totals: Totals) -> block_advice.BlockAcceptance:
 
 
 def line(service: Service, before: Totals, now: Totals, seconds: float) -> str:
-    """Returns the log lines of an interval, in vLLM's format.
-
-    Args:
-      service: Service that is logged.
-      before: Counts at the beginning of the interval.
-      now: Counts at the end of the interval.
-      seconds: Duration of the interval.
-    """
+    """Returns the log lines of an interval, in vLLM's format."""
     schedulers = list(service.stats.values())
     pages = sum(stats.pages_total for stats in schedulers)
     used = sum(stats.pages_used for stats in schedulers) / pages if pages else 0.0

@@ -78,7 +78,6 @@ class Service(Listener):
         """Creates the service without starting its engine.
 
         Args:
-          backend: Engines to serve.
           profile_dir: Directory of profiler traces; None disables profiling.
         """
         self.config: ServeConfig = backend.config.serve
@@ -140,9 +139,7 @@ class Service(Listener):
         """Queues the requests of one HTTP request: all of them, or none.
 
         Args:
-          completion_request: Validated HTTP request.
           client: Name of the client, with whose other requests it shares slots.
-          head: Head of the HTTP request, for traces.
         Raises:
           RequestError: They cannot be decoded, or too many others wait.
         """

@@ -25,7 +25,6 @@ class StructuredOutput:
 
     Attributes:
       kind: Language of `source`.
-      source: Text of the constraint.
       param: Full name of the field that held it.
       parts: Constraints that `source` consists of, one of which an error may name instead.
     """
@@ -75,9 +74,7 @@ class GrammarQueue:
         """Compiles a constraint in its turn; cancelling this ends the work, too.
 
         Args:
-          structure: Constraint to compile.
           vocabulary: Function that returns the target's vocabulary; may raise InputError.
-          client: Name of the client.
         Raises:
           RequestError: The constraint cannot be used, or too many others of the client wait.
         """

@@ -170,7 +170,6 @@ def _phases(served: ServedRequest, queued_s: float) -> Iterator[tuple[str, float
     """Yields the name, the begin and the end of each phase that an output has reached.
 
     Args:
-      served: Record of the output.
       queued_s: Time that it has waited in the scheduler; 0 if unknown.
     """
     now = time.perf_counter()

@@ -39,7 +39,6 @@ class RequestError(Exception):
     """A request that cannot be served.
 
     Attributes:
-      status: HTTP status.
       message: Message in one line.
       param: Name of the invalid field; None if the error does not concern a single field.
       code: Machine-readable error code; None if there is none.
@@ -99,8 +98,6 @@ def parse(kind: type[Body], body: Mapping[str, Any], place: str = "") -> Body:
     """Validates a JSON object.
 
     Args:
-      kind: Model of the object.
-      body: Object to validate.
       place: Name of the field that holds the object; "" for the body of a request.
     Raises:
       RequestError: A field is unknown or missing, or its value is not supported; names the first

@@ -126,7 +126,6 @@ class Checkpoints:
         Args:
           step: Number of finished steps.
           state: Training state; may be donated as soon as this method returns.
-          metadata: JSON values to save with the state.
           best: Step of the best checkpoint, which is kept; None if there is none.
         Raises:
           WorkdirError: This or an earlier checkpoint cannot be written.

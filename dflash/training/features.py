@@ -136,7 +136,6 @@ class CachedBatches:
 
         Args:
           batches: Batches of the mixture, without features.
-          mixture: Mixture that reads the rows.
           caches: Features of every corpus; see `open_cache`.
         """
         self._batches, self._mixture, self._caches = batches, mixture, caches

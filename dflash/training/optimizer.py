@@ -32,10 +32,6 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
     Vectors (norms) and embeddings have no weight decay. Muon updates the matrices other than
     embeddings and heads.
-
-    Args:
-      config: The run's optimizer group.
-      total_steps: Total optimizer steps.
     """
     schedule = make_schedule(config, total_steps)
     update = optax.adamw(
@@ -64,10 +60,6 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
     The rate rises linearly during warm-up, from more than zero at step 0, and then falls to
     `final_fraction` of its peak at `total_steps`.
-
-    Args:
-      config: The run's optimizer group.
-      total_steps: Total optimizer steps.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = round(config.warmup_fraction * total_steps)

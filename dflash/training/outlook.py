@@ -25,7 +25,6 @@ def forecast(metrics: Mapping[str, float], weights_ratio: float | None) -> dict[
     """Returns an upper bound of the speed-up that decoding with the evaluated weights can reach.
 
     Args:
-      metrics: Metrics of an evaluation.
       weights_ratio: Bytes of weights read per decode cycle over bytes read per token of plain
         decoding; None if no drafter is trained.
     Returns:

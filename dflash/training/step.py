@@ -42,11 +42,9 @@ def make_train_step(
 
     Args:
       loss: Loss of one microbatch.
-      optimizer: Update rule.
       schedule: Maps a step to its learning rate, for the metrics.
       dtype: Compute dtype; gradients and weights stay float32.
       accumulate_steps: Number of microbatches per batch, computed one after the other.
-      sharding: The run's mesh and rules.
       state: Abstract state with shardings.
     """
 
@@ -96,7 +94,6 @@ def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
 
     Args:
       batch: Arrays [rows of this process, …], in the order of `rows_of_process`.
-      sharding: The run's mesh and rules.
       rows: Rows of the batch over all processes.
     """
     own_rows = rows_of_process(sharding, rows)

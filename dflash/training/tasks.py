@@ -34,7 +34,6 @@ class Task(abc.ABC):
     """Models and loss of a run; the models are abstract until their weights are loaded.
 
     Attributes:
-      config: The run's config.
       target: Target in the compute dtype, frozen unless it is the learner.
       target_source: Source of the target's weights.
       learner: Model that is trained, in float32.
@@ -202,8 +201,6 @@ def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) ->
     """Builds the models of a run.
 
     Args:
-      config: The run's config.
-      sharding: The run's mesh and rules.
       download: Download checkpoints that are not on this machine.
     Raises:
       UserError: The config does not fit the checkpoints.

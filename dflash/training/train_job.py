@@ -44,8 +44,6 @@ class TrainJob:
     """Prepared training run.
 
     Attributes:
-      config: The run's config.
-      sharding: The run's mesh and rules.
       task: Abstract models and the loss.
       tokenizer: Tokenizer of the data and of held-out prompts.
       tokenizer_directory: Directory of the tokenizer's files, which are exported with the weights;
@@ -194,7 +192,6 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     """Builds and checks everything that a run needs, except its weights.
 
     Args:
-      config: The run's config.
       date: Date that chat templates print; None is today.
       dry: Prepare a plan only: use no device and download nothing.
     Raises:

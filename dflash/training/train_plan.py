@@ -51,8 +51,6 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> TrainPlan:
     """Plans a run from abstract models.
 
     Args:
-      task: Models and loss of the run.
-      optimizer: Optax optimizer.
       steps: Total optimizer steps; None if the number depends on the data.
     """
     config = task.config

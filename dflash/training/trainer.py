@@ -139,14 +139,10 @@ class Trainer:
         Args:
           config: Length and cadence of the run.
           functions: Functions for training, evaluation and export.
-          state: Initial training state.
           step: Number of steps already done in `state`.
           batches: Training batches, beginning with the one of the next step.
-          sharding: The run's mesh and rules, for placing batches.
-          checkpoints: Store for training states.
           metadata: JSON values to save with each state. For a resumed run, the metadata of the
             restored checkpoint.
-          report: Receives metrics and messages.
         """
         self._config, self._functions = config, functions
         self._state, self._step = state, step

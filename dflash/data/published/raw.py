@@ -51,9 +51,6 @@ def raw_directory(raw_dir: str | None, data_dir: str | None = None) -> pathlib.P
 def fetch(file: RawFile, directory: pathlib.Path) -> pathlib.Path:
     """Returns the path of a raw file; downloads the file if it is missing.
 
-    Args:
-      file: Published file.
-      directory: Directory of all raw files.
     Raises:
       InputError: The file is missing and cannot be downloaded; the message says where to put it.
     """

@@ -46,10 +46,8 @@ def of_drafter(
 
     Args:
       shape: Shape of the drafter; a strategy without one of the fields has no such readings.
-      target: Architecture of the target.
       tokenizer: Tokenizer of the target, whose special tokens may be the mask.
       window: Window that the drafter's config.json states, for layers that may not use it.
-      longest_prompt: Tokens of the longest prompt.
     """
     if hasattr(shape, "views"):
         yield from _views(shape, window)
@@ -74,7 +72,6 @@ def of_prompts(prompts: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
     """Yields the alternative readings of the config group `prompts`.
 
     Args:
-      prompts: Config group of the run.
       tokenizer: Tokenizer of the target; without a chat template there is no alternative.
     """
     if not tokenizer.has_chat_template:

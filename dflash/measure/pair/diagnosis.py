@@ -168,7 +168,6 @@ def read_all(
       engine: Engine that decoded the texts; see `compiled_engine`.
       job: Job with loaded weights.
       decoded: Result of `measure`.
-      others: Alternatives to measure.
       tell: Called after each of them.
     """
     shapes = [one.shape for one in others if one.shape is not None]
@@ -196,7 +195,6 @@ def compiled_engine(
 
     Args:
       job: Job with prompts and loaded weights.
-      others: Alternatives to be measured.
       progress: Called with the numbers of programs that are ready and of all.
     """
     more = (with_prompts(job, one).prompts for one in others if one.shape is None)

@@ -92,9 +92,7 @@ def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Te
     """Returns the texts with the target's features.
 
     Args:
-      target: Target with weights.
       texts: Texts, at least one.
-      layers: Target layers whose features are needed.
     """
     longest = max(len(text.prompt) + len(text.answer) for text in texts)
     tokens = np.zeros((len(texts), -(-longest // _MULTIPLE) * _MULTIPLE), np.int32)
@@ -127,7 +125,6 @@ def cycles(
     """Returns the cycles that decode the texts, as NumPy arrays.
 
     Args:
-      drafter: Drafter with weights.
       target: Target, whose embedding and output head the drafter may use.
       texts: Texts with the features that the drafter needs.
       everywhere: Begin a cycle at every token of the answers, as if each committed only one.

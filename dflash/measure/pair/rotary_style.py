@@ -19,7 +19,6 @@ def pair_neighbors(drafter: Drafter, rotated: int) -> None:
     """Permutes weights in place, such that dimensions 2i and 2i + 1 of heads are rotated together.
 
     Args:
-      drafter: Drafter with weights, joined or not.
       rotated: Number of rotated dimensions per head, from the first one on.
     """
     for _, module in list(nnx.iter_modules(drafter)):
