@@ -59,7 +59,7 @@ def _clash_advice(distribution: str) -> str:
     return (
         f"the distribution {distribution} installs into the same folder and replaces files of "
         f"{DISTRIBUTION}: pip uninstall {distribution} {DISTRIBUTION}, then install {DISTRIBUTION} "
-        "again (docs/install.md)"
+        "again (docs/index.md)"
     )
 
 

@@ -21,6 +21,8 @@ import pytest
 from support import scripts
 from support.reduced_recipes import REDUCED, TARGET, TRAINING
 
+from dflash.cli.commands import COMMANDS
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(
@@ -116,11 +118,12 @@ def test_every_page_is_in_the_navigation():
         assert re.search(rf"\b{re.escape(name)}$", navigation, re.MULTILINE), f"{name} is missing"
 
 
-def test_the_reference_of_keys_is_that_of_the_schemas():
-    """`python tools/write_keys.py` writes it; every key has a meaning."""
-    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+def test_the_reference_is_that_of_the_declarations():
+    """`python tools/write_keys.py` writes it; every command is there, every key has a meaning."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert page == scripts.load("tools/write_keys.py").page()
-    rows = re.findall(r"^\| (`\S+`) \| .* \| (.*) \|$", page, re.MULTILINE)
+    assert set(COMMANDS) <= set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
+    rows = re.findall(r"^\| `([^`]+)` \| (.*) \|$", page.partition("\n## Keys\n")[2], re.MULTILINE)
     assert len(rows) > 120
     bare = re.compile(r"(One of .*|At \w+ \S+|\S+ to \S+|A number, or .*)?")
     assert [key for key, meaning in rows if bare.fullmatch(meaning)] == []
@@ -152,8 +155,8 @@ def test_links_between_pages_lead_somewhere():
 
 
 def documented_functions():
-    """Yields every function and method that docs/api_reference.md shows."""
-    page = (ROOT / "docs" / "api_reference.md").read_text(encoding="utf-8")
+    """Yields every function and method whose signature docs/api.md shows."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
         module, _, name = path.rpartition(".")
         documented = getattr(importlib.import_module(module), name)

@@ -142,7 +142,7 @@ def test_readme_and_checks_agree():
 def test_the_citation_names_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == version.__version__
-    page = (ROOT / "docs" / "citing.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert f"version = {{{version.__version__}}}" in page
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"\n## {version.__version__}\n" in changes

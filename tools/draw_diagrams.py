@@ -1,4 +1,4 @@
-"""Draws the diagrams of docs/pictures, and the chart of docs/how_fast.md from its table.
+"""Draws the diagrams of docs/pictures, and the chart of docs/measuring.md from its tables.
 
     python tools/draw_diagrams.py
 
@@ -205,8 +205,8 @@ def speed_rows(page: str) -> list[Row]:
     """Returns (what, speed-up, kind) of each row of the page's tables that the chart shows."""
     rows, kind = [], ""
     for line in page.splitlines():
-        heading = re.match(r"## (Measured|Forecast|Published)", line)
-        if line.startswith("## "):
+        heading = re.match(r"### (Measured|Forecast|Published)", line)
+        if line.startswith(("## ", "### ")):
             kind = heading[1].lower() if heading else ""
         cells = re.match(r"\| ([^|]+) \| (\d+\.\d+) ×", line)
         if kind and cells:
@@ -215,8 +215,8 @@ def speed_rows(page: str) -> list[Row]:
 
 
 def speed() -> str:
-    """Returns the chart of docs/how_fast.md."""
-    return chart(speed_rows((_DOCS / "how_fast.md").read_text(encoding="utf-8")))
+    """Returns the chart of docs/measuring.md."""
+    return chart(speed_rows((_DOCS / "measuring.md").read_text(encoding="utf-8")))
 
 
 def chart(rows: Sequence[Row]) -> str:

@@ -91,34 +91,23 @@ class GroupPlot(NamedTuple):
 
 PLOTS = {
     "tiny_benchmark.png": GroupPlot(
-        page="tiny_benchmark.md",
+        page="tiny_family.md",
         header="| speed-up |",
         values={1: "dflash2", 2: "dflash2, chosen", 3: "dflash", 4: "eagle3"},
         labels={"title": "The embedded tiny family on two CPU cores", "ylabel": "speed-up"},
         even=1.0,
     ),
-    "tiny_family.png": GroupPlot(
-        page="tiny_family.md",
-        header="| | prompts | tokens, DFlash2 |",
-        values={3: "dflash2, 2,870 steps", 4: "dflash2, 1,070 steps", 5: "dflash, run 6"},
-        labels={
-            "title": "Drafters of the embedded tiny family",
-            "ylabel": "mean acceptance length (τ)",
-        },
-    ),
     "trees.png": GroupPlot(
         page="trees.md",
         header="| greedy |",
-        values={1: "dflash2, chain", 4: "dflash2, tree of 32", 5: "dflash2, tree of 64"},
-        labels={
-            "title": "Trees of the embedded DFlash2 drafter, greedy",
-            "ylabel": "mean acceptance length (τ)",
-        },
+        values={2: "chain", 3: "tree of 8", 4: "tree of 16", 5: "tree of 32"},
+        labels={"title": "SmolLM2-135M, greedy", "ylabel": "mean acceptance length (τ)"},
+        name=1,
+        only={0: "SmolLM2"},
     ),
     "forecast.png": GroupPlot(
-        page="forecast.md",
-        header="| context | strategy | batch 1 | batch 4 | batch 16 | batch 64 |\n"
-        "|---|---|---|---|---|---|\n| 512 | block_4 |",
+        page="tpu_compile.md",
+        header="| context | strategy | batch 1 |",
         values={2: "batch 1", 3: "batch 4", 4: "batch 16", 5: "batch 64"},
         labels={
             "title": "Qwen3-4B on one v5p chip after 512 tokens, by roofline",
@@ -131,7 +120,7 @@ PLOTS = {
     "overlap_ssd.png": GroupPlot(
         page="overlap.md",
         header="| models | batch | in turn",
-        values={3: "ssd, 2 + 2 chips", 6: "ssd, 4 + 1 chips", 2: "in turn, drafter on one chip"},
+        values={3: "ssd, 2 + 2 chips", 4: "ssd, 4 + 1 chips", 2: "in turn, drafter on one chip"},
         labels={
             "title": "One sequence on v5p, by roofline",
             "ylabel": "speed relative to drafting in turn (expected)",
@@ -139,95 +128,23 @@ PLOTS = {
         only={1: "1"},
         even=1.0,
     ),
-    "overlap_pingpong.png": GroupPlot(
-        page="overlap.md",
-        header="| models | batch | in turn",
-        values={
-            3: "ssd, 2 + 2 chips",
-            6: "ssd, 4 + 1 chips",
-            4: "pingpong, 2 + 2 chips",
-            7: "pingpong, 4 + 1 chips",
-        },
-        labels={
-            "title": "64 sequences on v5p, by roofline",
-            "ylabel": "speed relative to drafting in turn (expected)",
-        },
-        only={1: "64"},
-        even=1.0,
-    ),
-    "roles.png": GroupPlot(
-        page="roles.md",
-        header="| prompt by chunk |",
-        values={
-            3: "one server on one chip",
-            4: "one server on two chips",
-            5: "one for each role",
-        },
-        labels={
-            "title": "Qwen3-4B and DFlash on v5p, eight sequences, by roofline",
-            "ylabel": "longest gap between dispatches, ms (expected)",
-        },
-    ),
-    "draft_vocabulary.png": GroupPlot(
-        page="draft_vocabulary.md",
-        header="| draft vocabulary | math |",
-        values={1: "math", 2: "code", 3: "chat", 4: "mean"},
-        labels={
-            "title": "DFlash drafters by the size of their vocabulary",
-            "ylabel": "mean acceptance length (τ)",
-        },
-    ),
-    "quantization.png": GroupPlot(
-        page="quantization.md",
-        header="| | change of logits |",
-        values={4: "roofline", 5: "cycles"},
-        labels={
-            "title": "Cycle of Qwen3-4B on v5p, by the TPU compiler",
-            "ylabel": "relative to bfloat16 (estimated)",
-        },
-        even=1.0,
-    ),
-    "decode_cpu.png": GroupPlot(
-        page="decode_cpu.md",
-        header="| | texts equal | cycles, of equal length | cycle, reference |",
-        values={
-            3: "cycle, PyTorch reference",
-            4: "cycle, this package",
-            6: "plain token, PyTorch reference",
-            7: "plain token, this package",
-        },
-        labels={"title": "DFlash on two CPU cores, beside the public reference", "ylabel": "ms"},
-    ),
     "smollm2_peers.png": BarPlot(
-        page="smollm2_peers.md",
-        header="| tiny family |",
+        page="decode_cpu.md",
+        header="| SmolLM2 | identical |",
         value=3,
-        title="The tiny family in float32 on one core",
-        label="tokens per processor-second",
-    ),
-    "smollm2_learning.png": TablePlot(
-        page="smollm2.md",
-        header="| tokens seen |",
-        place=0,
-        values={1: "held-out answers"},
-        groups=(),
-        labels={
-            "title": "A DFlash2 drafter of SmolLM2-135M-Instruct",
-            "x": "thousand tokens of training",
-            "y": "mean acceptance length (τ)",
-        },
-        even=1.0,
+        title="SmolLM2-135M in float32 on two cores",
+        label="tokens per second",
     ),
     "load.png": TablePlot(
         page="load.md",
-        header="| chip | task | batch |",
-        place=2,
-        values={5: ""},
-        groups=(0, 1),
+        header="| model | sequences |",
+        place=1,
+        values={6: ""},
+        groups=(0,),
         labels={
-            "title": "Qwen3-4B on one chip, best fixed choice, by roofline",
+            "title": "A block size chosen per cycle, on a mix of tasks",
             "x": "sequences",
-            "y": "expected speed-up (not measured)",
+            "y": "speed relative to plain decoding",
         },
         even=1.0,
     ),
@@ -242,31 +159,6 @@ PLOTS = {
             "x": "context",
             "y": "mean acceptance length (τ)",
         },
-    ),
-    "verification_cost.png": TablePlot(
-        page="tpu_compile.md",
-        header="| rows | ideal |",
-        place=0,
-        values={1: "ideal", 2: "roofline", 3: "cycles"},
-        groups=(),
-        labels={
-            "title": "One forward of Qwen3-4B on v5p, by the TPU compiler",
-            "x": "rows to verify",
-            "y": "ms (estimated, not timed)",
-        },
-    ),
-    "block_width_cost.png": TablePlot(
-        page="block_width.md",
-        header="| chip | batch | rows |",
-        place=2,
-        values={5: ""},
-        groups=(0, 1),
-        labels={
-            "title": "Cycle of Qwen3-4B by the width of its block, by roofline",
-            "x": "rows of the block",
-            "y": "cost relative to 16 rows (estimated)",
-        },
-        even=1.0,
     ),
 }
 

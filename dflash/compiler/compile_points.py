@@ -1,7 +1,7 @@
 """Costs of a cycle for `--forecast`, from one small compilation per strategy and batch size.
 
 Three simplifications keep a compilation small. Each is exact or nearly so:
-docs/results/forecast.md compares them with whole programs.
+docs/results/tpu_compile.md compares them with whole programs.
   * Layers: if all layers are alike, only two layers of the target and of a randomly initialized
     drafter are compiled, and the costs of attention and MLP are multiplied.
   * Context: the attention kernels state the cost of full caches, which is linear in the context, so

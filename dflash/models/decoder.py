@@ -1,7 +1,7 @@
 """Decoder-only network that all target families share.
 
 A family sets a few class attributes, as in qwen3.py and llama3.py, and overrides the methods that
-differ; see docs/adding_a_target.md.
+differ; see docs/targets.md.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """The `dflash` command: which subcommands there are, and that help is right and instant."""
 
 import importlib
-import pathlib
 import shlex
 import subprocess
 import sys
@@ -131,10 +130,3 @@ def test_it_is_the_same_by_every_name(tmp_path):
     ]  # fmt: skip
     assert [done.returncode for done in said] == [2, 2]
     assert [done.stderr for done in said] == ["error: gone.yml: no such file\n"] * 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_of_commands_has_the_help_as_it_is(capsys, name):
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
-    assert f"\n## {name}\n\n```\n{run(capsys, name, '--help')[1]}```\n" in page
-    assert f"| [`{name}`](#{name}) | {COMMANDS[name][1]} |" in page

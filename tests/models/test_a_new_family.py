@@ -2,7 +2,7 @@
 
 Even layers have grouped-query attention, whose projections are fused in checkpoints, and a dense
 MLP. Odd layers attend to one latent array that all heads share, without positions, and mix experts,
-each of which has tensors of its own in checkpoints. docs/adding_a_target.md describes the steps.
+each of which has tensors of its own in checkpoints. docs/targets.md describes the steps.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ from support import scripts
 
 ROOT = pathlib.Path(__file__).parents[2]
 draw_diagrams = scripts.load("tools/draw_diagrams.py")
-_SOURCES = ("tiny_benchmark", "forecast")
+_SOURCES = ("tiny_family", "smollm2", "tpu_compile")
 
 
 @pytest.mark.parametrize("name", draw_diagrams.DIAGRAMS)
@@ -32,13 +32,13 @@ def test_a_drawing_is_shown_on_a_page():
 
 
 def test_measured_and_forecast_figures_are_those_of_the_results():
-    page = (ROOT / "docs" / "how_fast.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8")
     rows = draw_diagrams.speed_rows(page)
     assert {kind for _, _, kind in rows} == {"measured", "forecast", "published"}
     results = [(ROOT / "docs/results" / f"{name}.md").read_text("utf-8") for name in _SOURCES]
     figures = set(re.findall(r"\d+\.\d+", "".join(results)))
     for name, value, kind in rows:
         assert kind == "published" or f"{value:.2f}" in figures, name
-    published = page.partition("## Published")[2].partition("## What")[0]
+    published = page.partition("### Published")[2].partition("### What")[0]
     for line in re.findall(r"^\| .* × .*$", published, re.MULTILINE):
         assert re.search(r"arXiv \d{4}\.\d{5}|#\d+", line), line
