@@ -7,6 +7,7 @@ under dflash/config.
 """
 
 import ast
+import collections
 import dataclasses
 import importlib
 import inspect
@@ -210,12 +211,13 @@ def _meaning(key: str, words: str, limits: str) -> str:
     return f"{meaning} {limits}".strip().replace("|", r"\|")
 
 
-def rows(declared: type, prefix: str, *, groups: bool = True) -> Iterator[str]:
+def rows(declared: type, prefix: str, known: Mapping[type, str], *, groups: bool = True):
     """Yields a table row for each key of a group.
 
     Args:
       declared: Dataclass of the group.
       prefix: Dotted name of the group, with a dot at its end.
+      known: Names of groups that are listed already, by their dataclass.
       groups: Whether keys of groups within the group are included.
     """
     words, hints = explanations(declared), typing.get_type_hints(declared)
@@ -223,14 +225,16 @@ def rows(declared: type, prefix: str, *, groups: bool = True) -> Iterator[str]:
         key, hint = f"{prefix}{field.name}", hints[field.name]
         if key in _LEFT_OUT:
             continue
-        if dataclasses.is_dataclass(hint):
-            yield from rows(hint, f"{key}.") if groups else ()
-            continue
-        meaning = _meaning(key, words.get(field.name, ""), _limits(field, hint))
-        yield f"| `{key}{_default(field)}` | {meaning} |\n"
+        if hint in known and prefix:
+            yield f"| `{key}.*` | As `{known[hint]}.*`. |\n"
+        elif dataclasses.is_dataclass(hint):
+            yield from rows(hint, f"{key}.", known) if groups else ()
+        else:
+            meaning = _meaning(key, words.get(field.name, ""), _limits(field, hint))
+            yield f"| `{key}{_default(field)}` | {meaning} |\n"
         for group in typing.get_args(hint):
             if dataclasses.is_dataclass(group) and group is not schema.RopeScaling:
-                yield from rows(group, f"{key}.")
+                yield from rows(group, f"{key}.", known)
 
 
 def _groups(declared: type) -> Iterator[tuple[str, type | None]]:
@@ -248,23 +252,31 @@ def _table(title: str, listed: Iterable[str]) -> str:
 
 def keys() -> str:
     """Returns the tables of keys; each row stands once, with the first command that has it."""
-    parts, seen = [], set()
+    parts, seen, known = [], set(), {}
     for command, declared in _RUNS.items():
         parts.append(f"\n### Keys of {command}\n")
         for name, group in _groups(declared):
-            found = rows(declared, "", groups=False) if group is None else rows(group, f"{name}.")
+            found = rows(group or declared, f"{name}." if group else "", known, groups=bool(group))
             listed = [row for row in found if row not in seen]
             seen |= set(listed)
+            known |= {group: name}
             if listed:
                 summary = inspect.getdoc(group).partition("\n\n")[0] if group else ""
                 title = f"`{name}`: {summary}" if group else "In no group:"
                 parts.append(_table(" ".join(title.split()), listed))
-    parts.append("\n### Keys of strategies\n\nEach strategy adds these to `drafter`.\n")
+    return "".join(parts) + _keys_of_strategies()
+
+
+def _keys_of_strategies() -> str:
+    """Returns the table of what strategies add to `drafter`, each row once."""
+    strategies = collections.defaultdict(list)
     for name, entry in registry.DRAFTERS.items():
-        listed = [row for row in rows(registry.load(entry.schema), "drafter.") if row not in seen]
-        if listed:
-            parts.append(_table(f"`drafter.name={name}`:", listed))
-    return "".join(parts)
+        for row in rows(registry.load(entry.schema), "drafter.", {}):
+            if not row.startswith("| `drafter.name"):
+                strategies[row].append(f"`{name}`")
+    listed = [f"{row.rstrip()} {', '.join(names)} |\n" for row, names in strategies.items()]
+    head = "| key and default | meaning | strategies |\n|---|---|---|\n"
+    return f"\n### Keys of strategies\n\n{head}{''.join(sorted(listed))}"
 
 
 _ABOUT_KEYS = """
