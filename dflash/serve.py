@@ -58,19 +58,16 @@ def _serve(command: cli.Command) -> int:
     # Import jax only now, so that a bad config fails without waiting for the import.
     import jax
 
-    from dflash.inference.roles import handover
     from dflash.loading import job as jobs
     from dflash.runs import dates
     from dflash.runs.display import Display
-    from dflash.serving import prefill_server, server
+    from dflash.serving import server
     from dflash.serving.backend import Backend
 
     dry = command.dry_run
-    host, port, config = command.flags["host"], command.flags["port"], command.config.of_role()
+    host, port, config = command.flags["host"], command.flags["port"], command.config
     job = jobs.prepare_models(config, dry=dry, date=None if dry else dates.find(None))
     job = job.with_room().with_adapters(config.serve.adapters)
-    if config.serve.role != "both":
-        handover.check_target(job.target)
     if dry:
         print("\n".join([*job.plan().lines(), *job.notes()]))
         return 0
@@ -79,10 +76,6 @@ def _serve(command: cli.Command) -> int:
     display = Display(stream=False)
     for line in job.notes():
         display.note(line)
-    if config.serve.role == "prefill":
-        return prefill_server.run(
-            Backend(job, config, display), prefill_server.listen(host, port), on_ready=_print
-        )
     listener = server.listen(host, port)
     limits = dataclasses.replace(config.serve, hosts=(*config.serve.hosts, host))
     config = dataclasses.replace(config, serve=limits)

@@ -406,10 +406,6 @@ MISTAKES = {
     "collector": Mistake(
         "serve c.yml serve.traces=localhost:4317", "serve.traces: expected the URL of a collector"
     ),
-    "adapters apart": Mistake(
-        "serve c.yml serve.adapters.x=m serve.role=prefill",
-        "serve.adapters: not supported with serve.role=prefill; set target.adapter",
-    ),
     "new weights under an adapter": Mistake(
         "serve c.yml target.adapter=m serve.update_weights=true",
         "serve.update_weights: not with target.adapter",

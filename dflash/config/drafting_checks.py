@@ -81,9 +81,6 @@ def _overlap(config: Any) -> Iterator[Problem]:
     if config.decode.lookup:
         keys = "decode.lookup", "drafter.overlap"
         yield keys, f"is not supported with {kind}; leave one of the two out"
-    if hasattr(config, "serve") and config.serve.role != "both":
-        keys = "serve.role", "drafter.overlap"
-        yield keys, f"{config.serve.role} is not supported with {kind}; leave one of the two out"
 
 
 def _two_halves(config: Any) -> Iterator[Problem]:

@@ -4,31 +4,13 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from dflash.config.serve_schema import host_and_port
-
 Problem = tuple[tuple[str, ...], str]
 
 
 def problems(config: Any) -> Iterator[Problem]:
     """Yields (keys, message) for every inconsistency in the config of a server."""
-    yield from _roles(config)
     yield from _adapters(config)
     yield from _traces(config)
-
-
-def _roles(config: Any) -> Iterator[Problem]:
-    """Checks the address of the server that prefills, and what its clients cannot do."""
-    serve = config.serve
-    if serve.role != "decode":
-        if serve.prefill is not None:
-            yield ("serve.prefill", "serve.role"), "only with serve.role=decode"
-        return
-    if serve.prefill is None:
-        yield ("serve.prefill", "serve.role"), "required by serve.role=decode: host:port"
-    elif host_and_port(serve.prefill) is None:
-        yield ("serve.prefill",), f"expected host:port, got {serve.prefill!r}"
-    if serve.compare:
-        yield ("serve.compare", "serve.role"), "not supported with serve.role=decode"
 
 
 def _adapters(config: Any) -> Iterator[Problem]:
@@ -43,9 +25,6 @@ def _adapters(config: Any) -> Iterator[Problem]:
         elif name in (config.model_name, config.target.checkpoint):
             message = "is the name of the target itself; choose another one"
             yield (f"serve.adapters.{name}", "serve.model"), message
-    if serve.adapters and serve.role != "both":
-        message = f"not supported with serve.role={serve.role}; set target.adapter to merge one"
-        yield ("serve.adapters", "serve.role"), message
     if serve.adapters and config.drafter.overlaps:
         message = "not supported with drafter.overlap; set target.adapter to merge one"
         yield ("serve.adapters", "drafter.overlap"), message
@@ -64,6 +43,3 @@ def _traces(config: Any) -> Iterator[Problem]:
     if not is_url:
         example = "http://localhost:4318/v1/traces"
         yield ("serve.traces",), f"expected the URL of a collector, such as {example}; got {url!r}"
-    if config.serve.role == "prefill":
-        message = "not supported with serve.role=prefill; trace the server that decodes"
-        yield ("serve.traces", "serve.role"), message

@@ -16,12 +16,6 @@ ToolFormat = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "ha
 class ServeConfig:
     """Limits and options of the server; times are in seconds."""
 
-    # both: prefill prompts and decode; prefill: only prefill, for other servers; decode: let the
-    # server `serve.prefill` prefill.
-    role: Literal["both", "prefill", "decode"] = "both"
-    prefill: str | None = None  # Address of the server that prefills, host:port.
-    # Time to wait for it, at the start and after it was lost; then requests fail.
-    prefill_s: float = option(30.0, minimum=0.0)
     model: str | None = None  # Name in /v1/models; None: last part of target.checkpoint.
     # Names by which clients reach the server, besides its address and localhost; "*": all names.
     hosts: tuple[str, ...] = ()
@@ -82,22 +76,3 @@ class ServeRun(schema.DecodeRun):
         """Name of the target in /v1/models."""
         checkpoint = self.target.checkpoint or schema.RANDOM
         return self.serve.model or pathlib.PurePath(checkpoint.removeprefix("hf:")).name
-
-    def of_role(self) -> "ServeRun":
-        """Returns the config without what the server's role has no use for."""
-        config = self
-        if self.serve.role == "decode":
-            decode = dataclasses.replace(self.decode, prefix_cache=False)
-            config = dataclasses.replace(self, decode=decode)
-        if self.serve.role == "prefill" and self.drafter.adaptive:
-            drafter = dataclasses.replace(self.drafter, block_size=None)
-            config = dataclasses.replace(self, drafter=drafter)
-        return config
-
-
-def host_and_port(address: str) -> tuple[str, int] | None:
-    """Returns the parts of host:port; None if it is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        return None
-    return host.strip("[]"), int(port)

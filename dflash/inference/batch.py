@@ -1,6 +1,5 @@
 """The batch of an engine: its device state, and the requests that hold its slots and pages."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.prefill import PrefillChunk
 from dflash.inference.prefix_cache import PrefixCache
-from dflash.inference.roles import handover
-from dflash.inference.roles.handover import PromptRows
 
 
 class Batch:
@@ -142,37 +139,6 @@ class Batch:
     def close(self) -> None:
         """Hands the acceptance statistics to the engine."""
         self._engine.retire(self._state)
-
-    # --- prompts that another engine decodes, or has prefilled ------------------------------------
-
-    def hand_over(self, request: ActiveRequest) -> PromptRows:
-        """Returns the rows of a request whose prompt has just been completed, and vacates it."""
-        engine, slot = self._engine, Slot(request.slot, request.pages)
-        where = np.int32(slot.index), engine.page_row(slot)
-        layers = engine.program("read_sequence")(self._state.cache, *where)
-        layers = handover.first_pages(layers, self._layout.pages_for(request.context))
-        rows = PromptRows(layers, self._prefill_state)
-        self._prefill_state = engine.new_prefill_state()
-        self.vacate(request)
-        return rows
-
-    def take_over(self, request: ActiveRequest, rows: PromptRows, anchor: int) -> bool:
-        """Gives a request a slot and pages with the rows of its prompt; False if none are free."""
-        taken = {held.slot for held in self.requests}
-        free = (slot for slot in range(self._layout.batch_size) if slot not in taken)
-        index = next(free, None)
-        if index is None or not self._take_pages(request, 0, ()):
-            return False
-        request.slot, request.prefilled, request.published = index, request.context, 0
-        row = self._engine.page_row(Slot(index, request.pages))
-        rows = handover.placed(rows, self._engine)
-        write = self._engine.program("write_sequence")
-        cache = write(
-            self._state.cache, rows.layers, np.int32(index), row, np.int32(request.context)
-        )
-        self._state = dataclasses.replace(self._state, cache=cache)
-        self._insert(request, rows.drafter, np.array([anchor], np.int32), 0)
-        return True
 
     # --- slots and pages ------------------------------------------------------------------------
 

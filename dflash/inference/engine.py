@@ -32,7 +32,6 @@ from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk, pack, padded
 from dflash.inference.request import Request, RequestSampling, check_request
-from dflash.inference.roles.role import Role
 from dflash.inference.shapes import Shapes
 from dflash.models.decoder import Decoder
 
@@ -357,7 +356,6 @@ class Engine:
         *,
         grammars: bool = False,
         greedy: bool = False,
-        role: Role = Role.BOTH,
     ) -> None:
         """Compiles every missing program that prompts of these lengths need.
 
@@ -366,11 +364,10 @@ class Engine:
           progress: Called with the numbers of programs that are ready and of all, as they change.
           grammars: Include the programs of sequences with grammars.
           greedy: Compile only the programs for greedy requests; see `generate`.
-          role: What the engine is for.
         """
         needs = {"grammars": grammars, "greedy": greedy}
         names = program_table.names(self.shapes, prompt_lengths, **needs)
-        self._programs.compile_all(self._programs.missing(role.programs(names)), progress)
+        self._programs.compile_all(self._programs.missing(names), progress)
 
     @property
     def must_time_cycles(self) -> bool:

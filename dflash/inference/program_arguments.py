@@ -53,12 +53,6 @@ def restore(shapes: Shapes) -> tuple:
     return prefill_state, context, shapes.scalar(), shapes.table_row(), shapes.scalar()
 
 
-def write_sequence(shapes: Shapes) -> tuple:
-    """Returns the arguments of `programs.write_sequence`."""
-    where = shapes.scalar(), shapes.table_row(), shapes.scalar()
-    return shapes.state().cache, shapes.sequence(), *where
-
-
 def examine(shapes: Shapes, rows: int) -> tuple:
     """Returns the arguments of `nonfinite.examine_chunk`."""
     number = shapes.scalar()

@@ -333,18 +333,6 @@ TABLE: dict[str, Program] = {
         lambda shapes, rows: places(shapes.prefill_state()),
         donated=(2,),
     ),
-    # Prompts of another engine.
-    "read_sequence": Program(
-        lambda shapes: functools.partial(programs.read_sequence, shapes),
-        lambda shapes: (shapes.state().cache, shapes.scalar(), shapes.table_row()),
-        lambda shapes: places(shapes.sequence()),
-    ),
-    "write_sequence": Program(
-        lambda shapes: functools.partial(programs.write_sequence, shapes),
-        program_arguments.write_sequence,
-        lambda shapes: places(shapes.state().cache),
-        donated=(0,),
-    ),
     # Non-finite logits: one sequence runs again, alone.
     "new_examined": Program(
         lambda shapes: functools.partial(programs.new_examined, shapes),

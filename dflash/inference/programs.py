@@ -238,19 +238,6 @@ def replay(target: Decoder, drafter: Drafter, prefill_state: Any, chunk: ChunkIn
     return replay_chunk(drafter, prefill_state, chunk, target)
 
 
-# --- prompts of another engine ------------------------------------------------------------------
-
-
-def read_sequence(shapes: Shapes, cache: PagedCache, slot, pages) -> tuple[Any, ...]:
-    """Returns a sequence's part of the cache; see `PagedCache.read_sequence`."""
-    return cache.read_sequence(slot, pages, shapes.sharding)
-
-
-def write_sequence(shapes: Shapes, cache: PagedCache, layers, slot, pages, length) -> PagedCache:
-    """Returns the cache with a sequence's part; see `PagedCache.write_sequence`."""
-    return cache.write_sequence(layers, slot, pages, length, shapes.sharding)
-
-
 # --- non-finite logits --------------------------------------------------------------------------
 
 

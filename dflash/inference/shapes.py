@@ -229,17 +229,6 @@ class Shapes:
             kv_dtype=self.config.kv_dtype,
         )
 
-    def sequence(self) -> tuple[Any, ...]:
-        """Returns the layers of the cache of one sequence alone; see `PagedCache.read_sequence`."""
-        pages = self.layout.pages_per_sequence
-        return self.target.new_cache(
-            batch=1,
-            pages_per_sequence=pages,
-            num_pages=pages,
-            page_size=self.layout.page_size,
-            kv_dtype=self.config.kv_dtype,
-        ).layers
-
     def _drafter_state(self, batch: int) -> Any:
         spare = adaptive.spare_rows(self.block_sizes)
         return self.drafter.init_state(batch, self.layout.capacity + spare)

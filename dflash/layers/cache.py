@@ -184,63 +184,6 @@ class PagedCache:
         )(start, path, rows, *in_use, *self.pools)
         return self._replace_pools(moved, self.page_table)
 
-    def read_sequence(
-        self, slot: jax.Array, table: jax.Array, sharding: Sharding
-    ) -> tuple[Any, ...]:
-        """Returns the layers of a cache of one sequence alone, with the contents of its pages.
-
-        Args:
-          slot: int32 []; slot of the sequence within its device's shard.
-          table: int32 [M]; its page table. The sequence alone owns pages 0 … M - 1.
-        """
-        one = self.at_slots(slot[None], jnp.zeros(1, bool), table[None], sharding)
-
-        def read(layer: Any, pages: jax.Array) -> Any:
-            def of(leaf):
-                return leaf if _is_state(leaf) else jax.tree.map(lambda x: x[:, pages], leaf)
-
-            return jax.tree.map(of, layer, is_leaf=_is_leaf)
-
-        pairs = zip(one.layers, one.tables, strict=True)
-        return tuple(read(layer, table[0]) for layer, table in pairs)
-
-    def write_sequence(
-        self,
-        layers: tuple[Any, ...],
-        slot: jax.Array,
-        table: jax.Array,
-        length: jax.Array,
-        sharding: Sharding,
-    ) -> "PagedCache":
-        """Returns the cache with what `read_sequence` returned for another slot and other pages.
-
-        Args:
-          layers: Layers of a cache of one sequence alone.
-          slot: int32 []; slot of the sequence within its device's shard.
-          table: int32 [M]; its page table.
-          length: int32 []; number of its positions, at least 1.
-        """
-        one = self.at_slots(slot[None], jnp.ones(1, bool), table[None], sharding)
-        turn, last = jnp.arange(table.shape[0]), (length - 1) // self.page_size
-        # A page of a ring stands for several entries of the table; only the newest one counts.
-        newest = (turn <= last) & (turn > last - self.ring_pages)
-
-        def write(old: Any, new: Any, pages: jax.Array) -> Any:
-            def put(pool, rows):
-                if _is_state(pool):
-                    return rows
-                return jax.tree.map(lambda x, y: x.at[:, pages].set(y), pool, rows)
-
-            return jax.tree.map(put, old, new, is_leaf=_is_leaf)
-
-        in_ring = self.in_ring or (False,) * len(self.layers)
-        tables = [
-            jnp.where(newest, pages[0], 0) if is_ring else pages[0]
-            for pages, is_ring in zip(one.tables, in_ring, strict=True)
-        ]
-        written = tuple(map(write, one.layers, layers, tables))
-        return self.with_slots(dataclasses.replace(one, layers=written), slot[None], sharding)
-
     def _names(self, pages: str | None) -> list[tuple[str | None, ...]]:
         return [(axis, pages, None, None) for axis in self.axes]
 

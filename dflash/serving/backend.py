@@ -4,28 +4,20 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
 from dflash import errors
 from dflash.checkpoints.safetensors_header import read_headers
 from dflash.config.schema import RANDOM
-from dflash.config.serve_schema import ServeRun, host_and_port
+from dflash.config.serve_schema import ServeRun
 from dflash.inference.engine import Engine
-from dflash.inference.roles import handover
-from dflash.inference.roles.decoding import DecodeScheduler
-from dflash.inference.roles.role import Role
-from dflash.inference.scheduler import Scheduler
 from dflash.loading.job import Job
-from dflash.parallel import frames
 from dflash.runs.display import Display
 from dflash.serving.completion_request import NUM_STOP_IDS
-from dflash.serving.remote_prefill import RemotePrefiller
 from dflash.serving.served_model import ServedModel, TokenNames
 from dflash.text.chat_formats.table import format_of
 from dflash.text.grammar import Vocabulary
-from dflash.version import __version__
 
 DRAFTED, PLAIN = "drafted", "plain"  # Decoding modes: with the drafter and without.
 
@@ -73,40 +65,11 @@ class Backend:
                     show(ready, wanted)
                     go_on()
 
-                engine.compile(
-                    lengths, progress, grammars=self._takes_grammars, role=Role(config.serve.role)
-                )
+                engine.compile(lengths, progress, grammars=self._takes_grammars)
             if engine.must_time_cycles:
                 with self._display.status("timing cycles"):
                     engine.time_cycles()
         return engines
-
-    def schedulers(self, engines: Mapping[str, Engine]) -> dict[str, Scheduler]:
-        """Returns the scheduler of each engine; connects to the server that prefills if it is one.
-
-        Raises:
-          ConfigError: That server cannot be reached, or serves something else.
-        """
-        serve = self.config.serve
-        if serve.role != Role.DECODE:
-            return {name: Scheduler(engine) for name, engine in engines.items()}
-        engine, address = engines[DRAFTED], host_and_port(serve.prefill)
-        frames.check_exposed(address[0], "serve.prefill")
-        prefiller = RemotePrefiller(address, engine, self.facts(engine), serve.prefill_s)
-        return {DRAFTED: DecodeScheduler(engine, prefiller)}
-
-    def facts(self, engine: Engine) -> dict[str, Any]:
-        """Returns the facts in which a server that prefills and one that decodes must agree."""
-        config = self.config
-        return {
-            "version of dflash": __version__,
-            "target.checkpoint": config.target.checkpoint,
-            "target.quantization": config.target.quantization,
-            "drafter.name": config.drafter.name,
-            "drafter.checkpoint": getattr(config.drafter, "checkpoint", None),
-            "dtype": config.dtype,
-            **handover.facts_of(engine),
-        }
 
     def update_weights(self, path: str, engines: Mapping[str, Engine]) -> None:
         """Replaces the target's weights; the caches of schedulers then belong to the old ones.
@@ -117,10 +80,6 @@ class Backend:
           InputError: There is no such directory, or there are several processes.
           CheckpointError: The checkpoint is damaged or does not fit. The old weights stay.
         """
-        if self.config.serve.role != Role.BOTH:
-            raise errors.InputError(
-                f"serve.role={self.config.serve.role}: not supported; start both servers again"
-            )
         if jax.process_count() > 1:
             raise errors.InputError("several processes: not supported; start the server again")
         directory = pathlib.Path(path)

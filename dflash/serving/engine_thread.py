@@ -155,7 +155,7 @@ class EngineThread(threading.Thread):
         """Serves requests until a `Stop` command or a failure."""
         try:
             self._engines = self._backend.start(self._go_on)
-            self._schedulers = self._backend.schedulers(self._engines)
+            self._schedulers = {name: Scheduler(engine) for name, engine in self._engines.items()}
             self._post(self._listener.ready, self._engines)
             while self._execute(self._next_commands()):
                 self._step()

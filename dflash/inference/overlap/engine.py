@@ -32,7 +32,6 @@ from dflash.inference.pages import Slot
 from dflash.inference.prefill import PrefillChunk
 from dflash.inference.program_table import Name, Programs
 from dflash.inference.request import Request
-from dflash.inference.roles.role import Role
 from dflash.models.decoder import Decoder
 from dflash.parallel.sharding import Sharding
 
@@ -258,15 +257,8 @@ class OverlappedEngine(Engine):
         *,
         grammars: bool = False,
         greedy: bool = False,
-        role: Role = Role.BOTH,
     ) -> None:
-        """Compiles every missing program of both sides; see `Engine.compile`.
-
-        Raises:
-          ValueError: The role is not `Role.BOTH`.
-        """
-        if role is not Role.BOTH:
-            raise ValueError(f"an overlapped engine prefills and decodes, but role={role}")
+        """Compiles every missing program of both sides; see `Engine.compile`."""
         lengths = list(prompt_lengths)
         names = program_table.names(self.shapes, lengths, grammars=grammars) + _REPORTS
         here, there = self._programs.missing(names), self._drafting.missing(self._beside(lengths))
