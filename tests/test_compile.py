@@ -44,20 +44,6 @@ def run(*arguments):
 
 
 @pytest.mark.tpu_compiler
-def test_a_drafter_may_have_chips_of_its_own(tmp_path):
-    overrides = "drafter.overlap=ssd drafter.block_size=4 drafter.fan_out=1 mesh.tensor=2".split()
-    *model, _ = TINY
-    done = run(*model, *overrides, "mesh.drafter=2", "--workdir", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "compile.json").read_text())
-    assert list(found["programs"]) == ["verify", "advance", "draft", "speculate"]
-    assert found["mesh"]["drafter"] == 2
-    done = run(*model, *overrides)
-    assert done.returncode == 2
-    assert "has 3 beside the drafter; set the mesh axes so that their product is 3" in done.stderr
-
-
-@pytest.mark.tpu_compiler
 def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     done = run(*TINY, "--workdir", str(tmp_path), "--rows", "1,16", "tpu.max_cycle_ms=0.0001")
     assert done.returncode == 3, done.stderr

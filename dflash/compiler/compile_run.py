@@ -5,7 +5,7 @@ import dataclasses
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ import jax
 from dflash.compiler import (
     bundles,
     curve,
-    overlap_programs,
     programs,
     report,
     report_table,
@@ -26,7 +25,6 @@ from dflash.compiler.report import CompileReport, ProgramReport, RunAssumptions
 from dflash.compiler.topology import TpuMachine
 from dflash.config import loader
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
-from dflash.parallel import sharding
 from dflash.runs.display import Display
 from dflash.storage import files, paths
 
@@ -138,7 +136,7 @@ def compile_programs(
     steps = (
         programs.compile_training(config, machine.sharding, on_start)
         if trains
-        else _decoding(config, machine, on_start)
+        else programs.compile_decoding(config, config.tpu, machine.sharding, on_start)
     )
     try:
         for program in steps:
@@ -151,17 +149,6 @@ def compile_programs(
             raise
         refused = " ".join(str(error).split())[:400]
     return report_so_far()
-
-
-def _decoding(
-    config: CompileDecode, machine: TpuMachine, on_start: programs.OnStart
-) -> Iterator[CompiledProgram]:
-    """Returns the programs of a decoding run."""
-    place = machine.sharding
-    if not config.drafter.overlaps:
-        return programs.compile_decoding(config, config.tpu, place, on_start)
-    beside = sharding.beside(place, config.mesh.drafter or 1, machine.topology.devices)
-    return overlap_programs.compile_overlapped(config, place, beside, on_start)
 
 
 def _memory(program: CompiledProgram, program_report: ProgramReport) -> dict[str, int]:

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from dflash import errors
 from dflash.compiler import chosen_rows, compile_points, compile_run, forecast_table, topology
 from dflash.compiler.chosen_rows import Throughput
 from dflash.compiler.compile_points import PointSpec
@@ -29,10 +28,6 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     Raises:
       UserError: The config, the acceptance file or the TPU compiler is unusable.
     """
-    if config.drafter.overlaps:
-        raise errors.ConfigError(
-            "drafter.overlap: --forecast compares cycles on the same chips; leave one of them out"
-        )
     histograms = acceptance.read(config.forecast.acceptance)
     specs = compile_points.point_specs(config)
     topology.prepare_environment()

@@ -67,8 +67,6 @@ def count(config: DecodeRun | CompileTrain, tpu: TpuConfig) -> int:
     names = [CYCLE, PREFILL]
     if isinstance(config, CompileTrain):
         names = [TRAIN, *(names if config.evaluation.prompts else ())]
-    elif config.drafter.overlaps:
-        return 4 if config.drafter.overlap == "ssd" else 3
     return sum(_is_selected(name, tpu) for name in names)
 
 

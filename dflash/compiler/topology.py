@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
@@ -134,7 +133,6 @@ def make_sharding(
     topology: Topology,
     axis_sizes: Mapping[str, int],
     rules: Mapping[str, Sequence[str]],
-    beside: int = 0,
 ) -> Sharding:
     """Returns the sharding of a run whose mesh covers a topology.
 
@@ -142,25 +140,23 @@ def make_sharding(
       topology: Topology, all of whose devices are used.
       axis_sizes: Number of devices along each mesh axis.
       rules: Mesh axes by logical axis.
-      beside: Number of devices that only the drafter uses.
     Raises:
       ConfigError: The mesh has a different number of devices, or does not divide over the slices.
     """
     abstract = sharding.make_sharding(axis_sizes, rules, abstract=True)
     shape = tuple(axis_sizes.get(axis, 1) for axis in sharding.MESH_AXES)
-    mesh_size, num_devices = math.prod(shape), len(topology.devices) - beside
+    mesh_size, num_devices = math.prod(shape), len(topology.devices)
     if mesh_size != num_devices:
         axes = " × ".join(
             f"{axis} {size}" for axis, size in zip(sharding.MESH_AXES, shape, strict=True)
         )
         raise errors.ConfigError(
             f"mesh: {axes} = {mesh_size} devices, but {topology.slices} × {topology.name} "
-            f"has {num_devices}{' beside the drafter' if beside else ''}; set the mesh axes so "
+            f"has {num_devices}; set the mesh axes so "
             f"that their product is {num_devices}"
         )
-    devices = topology.devices[:mesh_size]
     mesh = Mesh(
-        np.array(devices).reshape(shape) if beside else sharding.arrange(devices, shape),
+        sharding.arrange(topology.devices, shape),
         sharding.MESH_AXES,
         axis_types=(AxisType.Auto,) * len(sharding.MESH_AXES),
     )
@@ -215,9 +211,8 @@ def find_machine(config: CompileDecode | CompileTrain) -> TpuMachine:
     """
     topology = find(config.tpu.topology, config.tpu.slices)
     axis_sizes = subset(config.mesh, MeshConfig)
-    beside = config.mesh.drafter or 1 if config.drafter.overlaps else 0
     return TpuMachine(
         topology,
-        make_sharding(topology, axis_sizes, config.sharding_rules, beside),
+        make_sharding(topology, axis_sizes, config.sharding_rules),
         compiler_rates(topology),
     )

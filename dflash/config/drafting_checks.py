@@ -1,6 +1,5 @@
 """Consistency checks between a drafter's keys and the way that it decodes; see `checks`."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,9 +61,9 @@ def _overlap(config: Any) -> Iterator[Problem]:
     if not drafter.overlaps:
         if getattr(config.mesh, "drafter", None) is not None:
             keys = "mesh.drafter", "drafter.overlap"
-            yield keys, "needs drafter.overlap=ssd or pingpong; leave it out"
+            yield keys, "needs drafter.overlap=ssd; leave it out"
         return
-    if any(hasattr(config, group) for group in ("train", "answers")):
+    if any(hasattr(config, group) for group in ("train", "answers", "tpu")):
         yield ("drafter.overlap",), "is for decoding and serving only; leave it out"
         return
     kind = f"drafter.overlap={drafter.overlap}"
@@ -72,31 +71,15 @@ def _overlap(config: Any) -> Iterator[Problem]:
         if getattr(drafter, key, None) == schema.AUTO:
             keys = f"drafter.{key}", "drafter.overlap"
             yield keys, f"auto is not supported with {kind}; give a number, or leave it out"
-    if drafter.overlap == "ssd" and getattr(drafter, "tree", None) is not None:
+    if getattr(drafter, "tree", None) is not None:
         keys = "drafter.tree", "drafter.overlap"
-        yield keys, f"{kind} drafts chains; leave drafter.tree out, or use drafter.overlap=pingpong"
+        yield keys, f"{kind} drafts chains; leave one of the two out"
     if config.decode.verify != "coupled":
         keys = "decode.verify", "drafter.overlap"
         yield keys, f"{config.decode.verify} is not supported with {kind}; use coupled"
     if config.decode.lookup:
         keys = "decode.lookup", "drafter.overlap"
         yield keys, f"is not supported with {kind}; leave one of the two out"
-
-
-def _two_halves(config: Any) -> Iterator[Problem]:
-    """Checks that the slots of every replica divide into two groups."""
-    axes = [axis for axis in config.sharding_rules.get("batch", ()) if hasattr(config.mesh, axis)]
-    replicas = math.prod(getattr(config.mesh, axis) for axis in axes)
-    size = config.decode.batch_size
-    if getattr(config.drafter, "overlap", None) == "pingpong" and size % (2 * replicas):
-        keys = "decode.batch_size", "drafter.overlap", *(f"mesh.{axis}" for axis in axes)
-        yield (
-            keys,
-            (
-                f"{size} does not divide into the two halves of drafter.overlap=pingpong; give a "
-                f"multiple of {2 * replicas}"
-            ),
-        )
 
 
 # Groups that a config must have, and their check.
@@ -108,5 +91,4 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("drafter", "decode"), _block_verification),
     (("drafter", "decode"), _lookup),
     (("drafter", "mesh"), _overlap),
-    (("drafter", "decode", "mesh", "sharding_rules"), _two_halves),
 )

@@ -72,10 +72,9 @@ class BlockSizeKey(DivideRowsKey):
 class OverlapKeys:
     """Keys of drafters that may draft while the target verifies."""
 
-    # Draft while the target verifies, on devices of the drafter's own (mesh.drafter). ssd: for the
-    # likely outcomes of the verification. pingpong: for one half of the batch while the other half
-    # is verified.
-    overlap: Literal["none", "ssd", "pingpong"] = "none"
+    # ssd: draft for the likely outcomes of a verification while the target verifies, on devices of
+    # the drafter's own (mesh.drafter).
+    overlap: Literal["none", "ssd"] = "none"
     # Bonus tokens that ssd foresees for each number of accepted drafts.
     fan_out: int = option(3, minimum=1, maximum=64)
 

@@ -134,14 +134,9 @@ def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> ForwardWork:
     """Returns the work of drafting a block, with the target's head but without the context."""
     if not drafter.num_draft_tokens:
         return ForwardWork(0, 0)
-    rows = batch * drafter.block_size
-    return products(drafter, rows) + head_work(target, rows)
-
-
-def head_work(target: Decoder, rows: int) -> ForwardWork:
-    """Returns the work of the target's output head over `rows` rows."""
-    head = target.arch.vocab_size * target.arch.hidden_size
-    return ForwardWork(2 * head * rows, head * target.dtype.itemsize)
+    rows, head = batch * drafter.block_size, target.arch.vocab_size * target.arch.hidden_size
+    of_head = ForwardWork(2 * head * rows, head * target.dtype.itemsize)
+    return products(drafter, rows) + of_head
 
 
 def products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> ForwardWork:

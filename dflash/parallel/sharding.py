@@ -186,12 +186,11 @@ def make_sharding(
     return Sharding(Mesh(devices, MESH_AXES, axis_types=types), frozen)
 
 
-def beside(sharding: Sharding, count: int, devices: Sequence[jax.Device] | None = None) -> Sharding:
+def beside(sharding: Sharding, count: int) -> Sharding:
     """Returns a sharding over `count` further devices, which split tensors.
 
     Args:
       sharding: Sharding whose rules it has, and whose devices it leaves alone.
-      devices: Devices to choose from; None for all that are present.
     Raises:
       ConfigError: Fewer devices are left, or the run has several processes.
     """
@@ -203,7 +202,7 @@ def beside(sharding: Sharding, count: int, devices: Sequence[jax.Device] | None 
         raise errors.ConfigError(
             "mesh.drafter: devices of the drafter's own need a run of one process; leave it out"
         )
-    present = jax.devices() if devices is None else devices
+    present = jax.devices()
     left = [device for device in present if device not in sharding.devices]
     if count > len(left):
         raise errors.ConfigError(

@@ -8,7 +8,6 @@ from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
 from dflash.compiler.report import RunAssumptions
 from dflash.config.schema import DecodeConfig
 from dflash.config.tpu_schema import CompileDecode, TpuConfig
-from dflash.drafters.autoregressive_config import AutoregressiveConfig
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -63,9 +62,3 @@ def test_the_number_of_programs(only, number):
     """Checks the count by which the progress bar computes its fraction."""
     tpu = TpuConfig(topology="v5e:2x2", only=only)
     assert programs.count(CompileDecode(tpu=tpu), tpu) == number
-
-
-@pytest.mark.parametrize(("overlap", "number"), [("ssd", 4), ("pingpong", 3)])
-def test_the_number_of_programs_of_both_sides(overlap, number):
-    drafter = AutoregressiveConfig(checkpoint="random", overlap=overlap)
-    assert programs.count(CompileDecode(drafter=drafter), TpuConfig()) == number

@@ -62,19 +62,17 @@ def load(tmp_path, monkeypatch):
         ("drafter.architecture.block_size=4 drafter.block_size=5",
          "drafter.block_size: 5 exceeds drafter.architecture.block_size=4"),
         ("mesh.drafter=1",
-         "mesh.drafter: needs drafter.overlap=ssd or pingpong; leave it out"),
+         "mesh.drafter: needs drafter.overlap=ssd; leave it out"),
         ("drafter.overlap=ssd drafter.block_size=auto", "drafter.block_size: auto is not "
          "supported with drafter.overlap=ssd; give a number, or leave it out"),
         ("drafter.overlap=ssd drafter.window=auto", "drafter.window: auto is not "
          "supported with drafter.overlap=ssd; give a number, or leave it out"),
         ("drafter.overlap=ssd drafter.tree.budget=8", "drafter.tree: drafter.overlap=ssd drafts "
-         "chains; leave drafter.tree out, or use drafter.overlap=pingpong"),
+         "chains; leave one of the two out"),
         ("drafter.overlap=ssd decode.verify=block", "decode.verify: block is not supported with "
          "drafter.overlap=ssd; use coupled"),
         ("drafter.overlap=ssd decode.lookup=true", "decode.lookup: is not supported with "
          "drafter.overlap=ssd; leave one of the two out"),
-        ("drafter.overlap=pingpong mesh.data=2 decode.batch_size=2", "decode.batch_size: 2 does "
-         "not divide into the two halves of drafter.overlap=pingpong; give a multiple of 4"),
         ("decode.lookup=true drafter.tree.budget=8", "decode.lookup: "
          "copies replace chains, not trees; leave one of the two out"),
         ("drafter.longest_context=99", "drafter.longest_context: "

@@ -1,15 +1,13 @@
 """A server whose drafter has a device of its own."""
 
-import pytest
 from support import served
 
 TEXT = "/v1/completions"
-DRAFTER = "drafter={name: autoregressive, checkpoint: random, block_size: 4, overlap: %s}"
+DRAFTER = "drafter={name: autoregressive, checkpoint: random, block_size: 4, overlap: ssd}"
 
 
-@pytest.mark.parametrize("overlap", ["ssd", "pingpong"])
-def test_answers_are_those_of_plain_decoding(tmp_path, overlap):
-    with served.serving(tmp_path, DRAFTER % overlap) as server:
+def test_answers_are_those_of_plain_decoding(tmp_path):
+    with served.serving(tmp_path, DRAFTER) as server:
         for seed, prompt in enumerate(("abcabc", "x", "abcabcabcab" * 4)):
             asked = {"max_tokens": 20, "seed": seed, "temperature": 0.8}
             status, answer = server.post(TEXT, {"prompt": prompt, **asked})
@@ -30,5 +28,5 @@ def test_answers_are_those_of_plain_decoding(tmp_path, overlap):
             for line in lines
             if line.startswith("dflash:speculation_lookups_total")
         )
-        assert (lookups > 0) == (overlap == "ssd")
+        assert lookups > 0
     assert "decode.prefix_cache: off" in server.log.read_text()

@@ -24,8 +24,7 @@ class Overlap:
         """Returns the overlap that the config group `drafter` asks for; None for none."""
         if not drafter_config.overlaps:
             return None
-        kinds = {"ssd": cls(1, drafter_config.fan_out), "pingpong": cls(2, 0)}
-        return kinds[drafter_config.overlap]
+        return cls(1, drafter_config.fan_out)
 
     def num_verified(self, drafter: Drafter) -> int:
         """Returns the number of drafts to verify: with speculation, all but the last.

@@ -24,7 +24,7 @@ from dflash.models.qwen3_next import Qwen3Next
 from dflash.offline.decoding import decode
 from dflash.parallel import parameters, sharding
 
-SSD, PING_PONG = Overlap(groups=1, fan_out=2), Overlap(groups=2, fan_out=0)
+SSD = Overlap(groups=1, fan_out=2)
 PROMPTS, LIMITS, STOPS = random_prompts([9, 16, 5, 12, 3, 14]), [12, 3, 8, 5, 7, 4], (3,)
 
 
@@ -65,22 +65,13 @@ def test_a_drafter_that_is_the_target_foresees_every_outcome():
     assert stats[0].redrafted_cycles == 0
 
 
-@pytest.mark.parametrize("overlap", [SSD, PING_PONG], ids=["ssd", "pingpong"])
 @pytest.mark.parametrize("name", ["autoregressive", "eagle3", "dflash"])
-def test_outputs_are_those_of_plain_decoding(name, overlap):
-    run = overlapped(name, overlap, batch_size=4, sync_every=3)
+def test_outputs_are_those_of_plain_decoding(name):
+    run = overlapped(name, SSD, batch_size=4, sync_every=3)
     check_plain_outputs(run, PROMPTS, LIMITS, STOPS)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_halves_of_a_batch_may_draft_trees(name):
-    drafter = models.drafter(name, sharding=elsewhere(), tree=True)
-    run = overlapped(drafter, PING_PONG, batch_size=4, sync_every=3)
-    check_plain_outputs(run, PROMPTS, LIMITS, STOPS)
-
-
-@pytest.mark.parametrize("overlap", [SSD, PING_PONG], ids=["ssd", "pingpong"])
-def test_replicas_share_a_drafter(overlap):
+def test_replicas_share_a_drafter():
     target = models.target((2, 1, 1))
     there = sharding.beside(target.sharding, 2)
     config = schema.DecodeConfig(page_size=16, prefill_chunk=16, batch_size=4, sync_every=3)
@@ -88,15 +79,14 @@ def test_replicas_share_a_drafter(overlap):
         target,
         models.drafter("eagle3", sharding=there),
         config,
-        overlap=overlap,
+        overlap=SSD,
         drafter_sharding=there,
         max_length=64,
     )
     check_plain_outputs(run, PROMPTS, LIMITS, STOPS)
 
 
-@pytest.mark.parametrize("overlap", [SSD, PING_PONG], ids=["ssd", "pingpong"])
-def test_a_target_may_keep_recurrent_state(overlap):
+def test_a_target_may_keep_recurrent_state():
     arch = models.family_architecture("qwen3_next", models.ARCHITECTURE)
     target = Qwen3Next(arch, dtype=jnp.float32, sharding=models.make_sharding())
     parameters.initialize(target, jax.random.key(0))
@@ -106,7 +96,7 @@ def test_a_target_may_keep_recurrent_state(overlap):
         target,
         drafter,
         config,
-        overlap=overlap,
+        overlap=SSD,
         drafter_sharding=elsewhere(),
         max_length=64,
     )
