@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from dflash.inference import constrained
 from dflash.inference.cycle import dispatch

@@ -18,7 +18,6 @@ from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.prefill import ChunkInputs, prefill_chunk, replay_chunk
 from dflash.inference.request import RequestSampling
 from dflash.inference.shapes import Shapes
-from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 from dflash.parallel.sharding import zeros
 
