@@ -5,9 +5,13 @@ from typing import Any
 PAGE = "docs/results/tried_and_removed.md"
 
 # What to use instead, by dotted key; empty if there is nothing. A group covers all keys below it.
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {
+    "serve.role": "start one server",
+    "serve.prefill": "start one server",
+    "serve.prefill_s": "start one server",
+}
 # The same by "key=value", for a value of a key that remains.
-VALUES: dict[str, str] = {}
+VALUES: dict[str, str] = {"drafter.overlap=pingpong": "use ssd or leave it out"}
 
 
 def notice(path: tuple[str, ...], value: Any = None) -> str | None:
