@@ -188,7 +188,7 @@ class DrafterConfig:
     @property
     def overlaps(self) -> bool:
         """Returns whether the drafter runs on devices of its own, while the target verifies."""
-        return getattr(self, "overlap", "none") != "none"
+        return getattr(self, "overlap", None) == "ssd"
 
 
 @dataclasses.dataclass(frozen=True)
