@@ -61,7 +61,8 @@ def test_wheel_holds_every_module_and_config(wheel):
     names = set(wheel.namelist())
     modules = tree("dflash", ".py")
     configs = {f"dflash/{name}" for name in tree("configs", ".yml")}
-    others = tree("dflash", ".html") | {"dflash/py.typed"}
+    others = set().union(*(tree("dflash", suffix) for suffix in (".html", ".cc", ".h")))
+    others.add("dflash/py.typed")
     assert modules
     assert configs
     assert (modules | configs | others) - names == set()

@@ -29,7 +29,6 @@ CONTINUED = {"With 4 more pens, Tom has 3 + 4 =": " 7 pens."}
 # For larger targets, or for random weights.
 OTHER_TARGETS = {
     "How many coins are 3 and 4?",
-    "How many divisors does 196 have?",
     "What is 12 × 7?",
     "One, two, three",
     "Do I need a coat in Oslo?",
