@@ -73,7 +73,6 @@ class PackedTiling(PagedTiling):
         return self.total, self.heads * self.width
 
     def output_spec(self) -> pl.BlockSpec:
-        """Returns the block spec of the outputs."""
         columns = self.step_heads * self.group * self.width
         return pl.BlockSpec((self.total, columns), lambda g, b, i, *_: (0, g))
 

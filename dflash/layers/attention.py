@@ -276,7 +276,6 @@ class ContextAttention(Attention):
         self.v_proj_target = Linear(width, columns, ("embed", "kv_heads"), **build)
 
     def keys_values(self, x, cos_sin):
-        """Projects rows by the projections of their own; see `Attention.keys_values`."""
         (keys,) = self._heads(self.k_proj_target(x), "k", cos_sin)
         (values,) = self._heads(self.v_proj_target(x), "v", cos_sin)
         return keys, values

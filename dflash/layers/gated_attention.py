@@ -35,11 +35,9 @@ class GatedAttention(Attention):
         return *super().project(x, cos_sin), self.gate_proj(x)
 
     def attend_pages(self, *arrays) -> Attend:
-        """Returns gated attention to cached rows and new ones; see `Attention`."""
         return _gated(super().attend_pages(*arrays))
 
     def attend_packed(self, segment_ids: jax.Array) -> Attend:
-        """Returns gated attention within documents; see `Attention`."""
         return _gated(super().attend_packed(segment_ids))
 
 

@@ -63,7 +63,6 @@ class ForcedDrafter(Drafter):
 
     @property
     def longest_path(self) -> int:
-        """Returns the longest path of the inner drafter."""
         return self.inner.longest_path
 
     def follow(self, lengths: Sequence[Sequence[int]]) -> None:
@@ -82,7 +81,6 @@ class ForcedDrafter(Drafter):
         return self.inner.init_state(batch, max_length), ScriptPosition(per_slot, per_slot, taken)
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Returns the inner drafter's proposal and counts the cycle."""
         inner, place = state
         proposal, inner = self.inner.draft(inner, anchor, position, sampler, heads)
         if proposal.parents is not None:
@@ -99,18 +97,15 @@ class ForcedDrafter(Drafter):
         return verify.force(result, script[place.row, now] - 1)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Calls the inner drafter's `observe`."""
         inner, place = state
         inner = self.inner.observe(inner, position, tokens, num_committed, features, heads)
         return inner, place
 
     def review(self, state, proposal, sampled):
-        """Calls the inner drafter's `review`."""
         inner, place = state
         return self.inner.review(inner, proposal, sampled), place
 
     def clear(self, state, fresh):
-        """Calls the inner drafter's `clear`."""
         inner, place = state
         return self.inner.clear(inner, fresh), place
 
@@ -140,17 +135,13 @@ class FixedDrafter(Drafter):
 
     @property
     def longest_path(self) -> int:
-        """Returns the longest path of the drafter that made the proposal."""
         return self._longest_path
 
     def init_state(self, batch, max_length):
-        """Returns an empty state."""
         return ()
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Returns the fixed proposal."""
         return jax.tree.unflatten(self.form, [leaf.get_value() for leaf in self.leaves]), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Returns the state unchanged."""
         return state

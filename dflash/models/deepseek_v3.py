@@ -26,18 +26,15 @@ class DeepseekV3(Decoder):
     architecture_class = DeepseekV3Architecture
 
     def make_attention(self, i, **build) -> LatentAttention:
-        """Returns the latent attention of layer `i`."""
         shape = LatentShape(**subset(self.arch, LatentShape))
         scale = attention_scale(self.arch)
         return LatentAttention(self.arch.hidden_size, shape, scale=scale, **build)
 
     def make_mlp(self, i, **build) -> nnx.Module:
-        """Returns the MLP of layer `i`, dense or with experts."""
         is_dense = i < self.arch.first_k_dense_replace
         return super().make_mlp(i, **build) if is_dense else self._experts(**build)
 
     def rotary_angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns cos and sin for the rotary dimensions of the heads."""
         rotary_part = dataclasses.replace(self.arch, head_dim=self.arch.qk_rope_head_dim)
         return rotary.angles(positions, rotary_part)
 

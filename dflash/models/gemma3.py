@@ -45,16 +45,13 @@ class GemmaLayer(TransformerLayer):
         self.post_feedforward_layernorm = norm_class(arch.hidden_size, arch.rms_norm_eps, **build)
 
     def attention_branch(self, normed, angles, attend):
-        """Returns the normalized output of attention; see `TransformerLayer`."""
         branch, auxiliary = super().attention_branch(normed, angles, attend)
         return self.post_attention_layernorm(branch), auxiliary
 
     def mlp_norm(self, x):
-        """Normalizes the residual stream for the MLP; see `TransformerLayer`."""
         return self.pre_feedforward_layernorm(x)
 
     def mlp_branch(self, normed):
-        """Returns the normalized output of the MLP; see `TransformerLayer`."""
         return self.post_feedforward_layernorm(super().mlp_branch(normed))
 
 
@@ -65,14 +62,12 @@ class Gemma(Decoder):
     layer_class = GemmaLayer
 
     def make_mlp(self, i, **build) -> nnx.Module:
-        """Returns the MLP of layer `i`, gated by a GELU."""
         arch = self.arch
         return Mlp(
             arch.hidden_size, arch.intermediate_size, activation="gelu_pytorch_tanh", **build
         )
 
     def rotary_angles(self, positions: jax.Array) -> dict[str, Any]:
-        """Returns cos and sin by kind of layer."""
         local = dataclasses.replace(
             self.arch, rope_theta=self.arch.rope_local_base_freq, rope_scaling=None
         )
@@ -82,7 +77,6 @@ class Gemma(Decoder):
         }
 
     def layer_angles(self, i, angles):
-        """Returns cos and sin of the kind of layer `i`."""
         return angles[SLIDING if self.arch.is_sliding(i) else FULL]
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -109,7 +103,6 @@ class Gemma(Decoder):
 
     @classmethod
     def config_to_hf(cls, arch: WindowedArchitecture) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint with this architecture."""
         config = super().config_to_hf(arch)
         full = {"rope_type": "default"} | (config.pop("rope_scaling") or {})
         full["rope_theta"] = config.pop("rope_theta")
@@ -133,7 +126,6 @@ class Gemma3Text(Gemma):
     architecture_class = Gemma3Architecture
 
     def make_attention(self, i, **build) -> Attention:
-        """Returns the attention of layer `i`, within its window."""
         return grouped_attention(
             self.arch,
             qk_norm=True,

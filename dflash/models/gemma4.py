@@ -50,7 +50,6 @@ class SharedValueAttention(Attention):
         self.products = ("q", "k")
 
     def project(self, x, cos_sin):
-        """Projects rows to queries, keys and values; see `Attention`."""
         product = self.k_proj(x)
         (queries,) = self._heads(self.q_proj(x), "q", cos_sin)
         return (queries, *(self._heads(product, part, cos_sin)[0] for part in "kv"))
@@ -65,7 +64,6 @@ class ScaledLayer(GemmaLayer):
         self.layer_scalar = parameters.declare((1,), (None,), stddev=None, **build)
 
     def __call__(self, x, angles, attend):
-        """Maps rows and returns the auxiliary result; see `TransformerLayer`."""
         x, auxiliary = super().__call__(x, angles, attend)
         return x * self.layer_scalar[...], auxiliary
 
@@ -80,7 +78,6 @@ class ScaledRouter(Router):
         self.per_expert_scale = parameters.declare(count, (None,), stddev=None, **build)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns experts int32 [..., k] and weights float32 [..., k] for rows x [..., D]."""
         experts, weights = super().__call__(self.norm(x) * x.shape[-1] ** -0.5)
         return experts, weights * self.per_expert_scale[...].astype(jnp.float32)[experts]
 
@@ -121,7 +118,6 @@ class Gemma4Text(Gemma):
     architecture_class = Gemma4Architecture
 
     def make_attention(self, i, **build) -> Attention:
-        """Returns the attention of layer `i`, sliding or full."""
         arch = self.arch
         is_sliding = arch.is_sliding(i)
         shares = arch.attention_k_eq_v and not is_sliding
@@ -151,13 +147,11 @@ class Gemma4Text(Gemma):
         }
 
     def make_layer(self, i: int, **build) -> nnx.Module:
-        """Returns layer `i`, with experts if the architecture has any."""
         kind = ExpertLayer if self.arch.enable_moe_block else ScaledLayer
         modules = {"attention": self.make_attention(i, **build), "mlp": self.make_mlp(i, **build)}
         return kind(self.arch, norm_class=self.norm_class, **modules, **build)
 
     def checkpoint_name(self, path: str) -> Source:
-        """Returns the source of a parameter; see `Decoder.checkpoint_name`."""
         names = moe.stacked_names(path, self.arch.num_experts)
         if names is not None:
             return Stack(tuple(f"model.{name}" for name in names))
@@ -185,7 +179,6 @@ class Gemma4Text(Gemma):
 
     @classmethod
     def config_to_hf(cls, arch: Gemma4Architecture) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint with this architecture."""
         config = super().config_to_hf(arch)
         full = config[ROPE][FULL]
         full["partial_rotary_factor"] = config.pop("partial_rotary_factor")

@@ -48,7 +48,6 @@ class Gemma4Architecture(GemmaArchitecture):
         return self.num_global_key_value_heads or self.num_key_value_heads
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yields inconsistencies of the added fields; see `TargetArchitecture`."""
         yield from super().problems()
         kv_heads, key = self.num_global_key_value_heads, "num_global_key_value_heads"
         if kv_heads and self.num_attention_heads % kv_heads:

@@ -37,12 +37,10 @@ class GptOss(Decoder):
     architecture_class = GptOssArchitecture
 
     def make_attention(self, i, **build) -> Attention:
-        """Returns the attention of layer `i`, with sinks and biases, within its window."""
         form = {"bias": True, "output_bias": True, "has_sinks": True}
         return grouped_attention(self.arch, window=self.arch.window(i), **form, **build)
 
     def make_mlp(self, i, **build) -> nnx.Module:
-        """Returns the experts of layer `i`."""
         arch = self.arch
         routing = Routing(arch.num_local_experts, arch.num_experts_per_tok, has_bias=True)
         gate = ClampedSwiglu(arch.swiglu_limit, arch.swiglu_alpha)
@@ -52,7 +50,6 @@ class GptOss(Decoder):
 
     @staticmethod
     def checkpoint_name(path: str) -> Source:
-        """Returns the source of a parameter; one tensor holds all experts of a layer."""
         for ours, theirs in _NAMES.items():
             path = path.replace(ours, theirs)
         if path.endswith(".sinks"):
@@ -64,10 +61,8 @@ class GptOss(Decoder):
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> GptOssArchitecture:
-        """Reads a checkpoint's config.json; see `Decoder`."""
         return hf_config.read_architecture(config, cls.architecture_class)
 
     @classmethod
     def config_to_hf(cls, arch: GptOssArchitecture) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint with this architecture."""
         return super().config_to_hf(arch) | {"attention_bias": True}

@@ -21,22 +21,18 @@ class KimiK25(DeepseekV3):
 
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
-        """Returns names of the vision tensors, and those that `Decoder` ignores."""
         return (*super().ignored_checkpoint_names, "vision_tower.*", "mm_projector.*")
 
     @property
     def checkpoint_copies(self) -> dict[str, str]:
-        """Returns Kimi K2's copies, with the language model's prefix."""
         copies = super().checkpoint_copies.items()
         return {_PREFIX + copy: _PREFIX + original for copy, original in copies}
 
     def checkpoint_name(self, path: str) -> Source:
-        """Returns the source of a parameter: Kimi K2's with the language model's prefix."""
         return renamed(super().checkpoint_name(path), lambda name: _PREFIX + name)
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Architecture:
-        """Reads the language model's part of config.json; see `Decoder`."""
         text = hf_config.read_group(config, _TEXT)
         if not text:
             raise errors.CheckpointError(f"{hf_config.FILE}: missing {_TEXT}")
@@ -44,7 +40,6 @@ class KimiK25(DeepseekV3):
 
     @classmethod
     def config_to_hf(cls, arch: DeepseekV3Architecture) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint with this architecture, without vision."""
         text = super().config_to_hf(arch) | {
             "architectures": ["KimiK2ForCausalLM"],
             "model_type": "kimi_k2",

@@ -18,5 +18,4 @@ class Mistral(Decoder):
     architecture_class = WindowedArchitecture
 
     def make_attention(self, i, **build) -> Attention:
-        """Returns the attention of layer `i`, within its window."""
         return grouped_attention(self.arch, window=self.arch.window(i), **build)

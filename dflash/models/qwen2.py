@@ -16,5 +16,4 @@ class Qwen2(Decoder):
     qk_norm = False
 
     def make_attention(self, i, **build) -> Attention:
-        """Returns the attention of layer `i`, with biases."""
         return grouped_attention(self.arch, bias=True, **build)

@@ -28,7 +28,6 @@ class Qwen35Text(Qwen3Next):
 
     @classmethod
     def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint with this architecture."""
         config = super().config_to_hf(arch)
         if not arch.num_experts:
             return config

@@ -20,7 +20,6 @@ class Qwen3Moe(Qwen3):
     architecture_class = Qwen3MoeArchitecture
 
     def make_mlp(self, i, **build) -> nnx.Module:
-        """Returns the MLP of layer `i`, dense or with experts."""
         if not has_experts(self.arch, i):
             return super().make_mlp(i, **build)
         arch = self.arch
@@ -28,7 +27,6 @@ class Qwen3Moe(Qwen3):
         return moe.SparseMlp(routing, arch.hidden_size, arch.moe_intermediate_size, **build)
 
     def checkpoint_name(self, path: str) -> Source:
-        """Returns the source of a parameter; checkpoints store experts one by one."""
         names = moe.stacked_names(path, self.arch.num_experts)
         if names is None:
             return super().checkpoint_name(path)

@@ -37,7 +37,6 @@ class Qwen3Next(Decoder):
     arch: Qwen3NextArchitecture
 
     def make_attention(self, i: int, **build) -> TargetAttention:
-        """Returns the attention of layer `i`, linear or full."""
         arch = self.arch
         if arch.is_full(i):
             norms = {"qk_norm": True, "norm_class": self.norm_class}
@@ -46,7 +45,6 @@ class Qwen3Next(Decoder):
         return GatedDeltaNet(arch.hidden_size, shape, eps=arch.rms_norm_eps, **build)
 
     def make_mlp(self, i: int, **build) -> nnx.Module:
-        """Returns the MLP of layer `i`, dense or with experts."""
         arch = self.arch
         if not arch.has_experts(i):
             return super().make_mlp(i, **build)
@@ -57,7 +55,6 @@ class Qwen3Next(Decoder):
         )
 
     def rotary_angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns cos and sin for the rotated dimensions of the heads."""
         rotated = dataclasses.replace(self.arch, head_dim=self.arch.rotary_dim)
         return rotary.angles(positions, rotated)
 
@@ -67,7 +64,6 @@ class Qwen3Next(Decoder):
         return (*super().ignored_checkpoint_names, "mtp.*")
 
     def checkpoint_name(self, path: str) -> Source:
-        """Returns the source of a parameter; see `Decoder.checkpoint_name`."""
         names = moe.stacked_names(path, self.arch.num_experts)
         if names is not None:
             return Stack(tuple(f"model.{name}" for name in names))
@@ -129,6 +125,5 @@ class Qwen3Next(Decoder):
 
     @classmethod
     def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint with this architecture."""
         config = super().config_to_hf(arch)
         return config | {"layer_types": config["layer_types"] or None}

@@ -67,7 +67,6 @@ class Qwen3NextArchitecture(TargetArchitecture):
         return self.num_experts > 0 and is_sparse and layer not in self.mlp_only_layers
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yields (fields, message) for every inconsistency of the fields that the family adds."""
         depth, types = self.num_hidden_layers, self.layer_types
         if types and len(types) != depth:
             yield ("layer_types",), f"{len(types)} types for num_hidden_layers={depth} layers"

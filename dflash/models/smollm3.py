@@ -18,5 +18,4 @@ class SmolLM3(Decoder):
     architecture_class = SmolLM3Architecture
 
     def make_attention(self, i, **build) -> Attention:
-        """Returns the attention of layer `i`, with or without rotation."""
         return grouped_attention(self.arch, rotated=self.arch.rotates(i), **build)

@@ -26,7 +26,6 @@ class SmolLM3Architecture(TargetArchitecture):
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yields inconsistencies of the added fields; see `TargetArchitecture`."""
         names, layers = len(self.no_rope_layers), self.num_hidden_layers
         if 0 < names < layers:
             yield ("no_rope_layers",), f"names {names} layers, but num_hidden_layers is {layers}"

@@ -30,7 +30,6 @@ class WindowedArchitecture(TargetArchitecture):
         return self.sliding_window if self.is_sliding(layer) else None
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yields inconsistencies of the added fields; see `TargetArchitecture`."""
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             names, layers = len(self.layer_types), self.num_hidden_layers
             yield ("layer_types",), f"names {names} layers, but num_hidden_layers is {layers}"
