@@ -9,7 +9,7 @@ from support.golden import import_transformers, load
 
 from dflash import decode
 from dflash.checkpoints import checkpoint
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 
 ASSETS = pathlib.Path(decode.__file__).parent / "assets"
 MODELS = sorted(path.parent.name for path in ASSETS.glob("*/config.json"))

@@ -16,8 +16,7 @@ from support.models import make_architecture, make_sharding
 
 from dflash import convert
 from dflash.checkpoints import checkpoint
-from dflash.models.llama3 import Llama3
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Llama3, Qwen3
 from dflash.parallel import parameters
 
 USAGE = f"usage: {convert.SUBCOMMAND.usage}; see --help"

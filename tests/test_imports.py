@@ -212,7 +212,7 @@ def test_import_circles_are_found():
 
 def test_imports_by_name_are_found():
     source = "registry.load(registry.TARGETS[name].implementation)"
-    assert "dflash.models.llama3" in modules_loaded_by_name(source)
+    assert "dflash.models.dense" in modules_loaded_by_name(source)
     assert modules_loaded_by_name("registry.TARGETS") == set()
 
 
@@ -226,8 +226,8 @@ def test_imports_by_name_are_found():
         ("dflash.kernels.x", "from ..layers import mlp"),
         ("dflash.kernels.x", "from .. import layers"),
         ("dflash.kernels.x", "import importlib\nimportlib.import_module('dflash.layers.mlp')"),
-        ("dflash.models.qwen3", "from dflash.drafters import none"),
-        ("dflash.drafters.none", "from dflash.models import qwen3"),
+        ("dflash.models.dense", "from dflash.drafters import none"),
+        ("dflash.drafters.none", "from dflash.models import dense"),
         ("dflash.inference.engine", "from dflash import training"),
         ("dflash.config.loader", "from dflash.parallel import sharding"),
         ("dflash.config.registry", "from dflash.parallel import sharding"),

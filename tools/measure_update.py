@@ -31,7 +31,7 @@ from dflash.config import schema
 from dflash.inference import weight_update
 from dflash.loading import weights
 from dflash.models.decoder import Decoder
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.parallel import parameters, sharding
 
 NAMINGS: dict[str, Callable[[Decoder], Naming]] = {

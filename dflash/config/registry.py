@@ -121,44 +121,44 @@ def _distribution(point: "EntryPoint") -> str:
 TARGETS: Mapping[str, Entry] = Entries(
     "dflash.targets",
     {
-        "qwen3": Entry("dflash.models.qwen3:Qwen3", "dflash.config.schema:TargetConfig"),
+        "qwen3": Entry("dflash.models.dense:Qwen3", "dflash.config.schema:TargetConfig"),
         "qwen3_moe": Entry(
-            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.models.qwen3_moe_config:Qwen3MoeConfig"
+            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.models.architectures:Qwen3MoeConfig"
         ),
         "deepseek_v3": Entry(
             "dflash.models.deepseek_v3:DeepseekV3",
-            "dflash.models.deepseek_v3_config:DeepseekV3Config",
+            "dflash.models.architectures:DeepseekV3Config",
         ),
         "kimi_k25": Entry(
-            "dflash.models.kimi_k25:KimiK25", "dflash.models.deepseek_v3_config:DeepseekV3Config"
+            "dflash.models.deepseek_v3:KimiK25", "dflash.models.architectures:DeepseekV3Config"
         ),
-        "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
+        "llama3": Entry("dflash.models.dense:Llama3", "dflash.config.schema:TargetConfig"),
         "qwen3_next": Entry(
-            "dflash.models.qwen3_next:Qwen3Next", "dflash.models.qwen3_next_config:Qwen3NextConfig"
+            "dflash.models.qwen3_next:Qwen3Next", "dflash.models.architectures:Qwen3NextConfig"
         ),
         "qwen3_5": Entry(
-            "dflash.models.qwen3_5:Qwen35", "dflash.models.qwen3_next_config:Qwen3NextConfig"
+            "dflash.models.qwen3_5:Qwen35", "dflash.models.architectures:Qwen3NextConfig"
         ),
         "qwen3_5_text": Entry(
-            "dflash.models.qwen3_5:Qwen35Text", "dflash.models.qwen3_next_config:Qwen3NextConfig"
+            "dflash.models.qwen3_5:Qwen35Text", "dflash.models.architectures:Qwen3NextConfig"
         ),
         "gpt_oss": Entry(
-            "dflash.models.gpt_oss:GptOss", "dflash.models.gpt_oss_config:GptOssConfig"
+            "dflash.models.gpt_oss:GptOss", "dflash.models.architectures:GptOssConfig"
         ),
-        "qwen2": Entry("dflash.models.qwen2:Qwen2", "dflash.config.schema:TargetConfig"),
+        "qwen2": Entry("dflash.models.dense:Qwen2", "dflash.config.schema:TargetConfig"),
         "mistral": Entry(
-            "dflash.models.mistral:Mistral", "dflash.models.mistral_config:MistralConfig"
+            "dflash.models.dense:Mistral", "dflash.models.architectures:MistralConfig"
         ),
-        "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.gemma3_config:Gemma3Config"),
+        "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.architectures:Gemma3Config"),
         "gemma3_text": Entry(
-            "dflash.models.gemma3:Gemma3Text", "dflash.models.gemma3_config:Gemma3Config"
+            "dflash.models.gemma3:Gemma3Text", "dflash.models.architectures:Gemma3Config"
         ),
-        "gemma4": Entry("dflash.models.gemma4:Gemma4", "dflash.models.gemma4_config:Gemma4Config"),
+        "gemma4": Entry("dflash.models.gemma4:Gemma4", "dflash.models.architectures:Gemma4Config"),
         "gemma4_text": Entry(
-            "dflash.models.gemma4:Gemma4Text", "dflash.models.gemma4_config:Gemma4Config"
+            "dflash.models.gemma4:Gemma4Text", "dflash.models.architectures:Gemma4Config"
         ),
         "smollm3": Entry(
-            "dflash.models.smollm3:SmolLM3", "dflash.models.smollm3_config:SmolLM3Config"
+            "dflash.models.dense:SmolLM3", "dflash.models.architectures:SmolLM3Config"
         ),
     },
 )

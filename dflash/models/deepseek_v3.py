@@ -10,8 +10,9 @@ from dflash.config.schema import subset
 from dflash.layers import moe, rotary
 from dflash.layers.latent_attention import LatentAttention, LatentShape
 from dflash.layers.routing import Routing
+from dflash.models.architectures import DeepseekV3Architecture
 from dflash.models.decoder import Decoder
-from dflash.models.deepseek_v3_config import DeepseekV3Architecture
+from dflash.models.language_model import LanguageModel
 
 
 class DeepseekV3(Decoder):
@@ -84,3 +85,20 @@ def attention_scale(arch: DeepseekV3Architecture) -> float:
     if scaling is None or not scaling.mscale_all_dim:
         return scale
     return scale * rotary.mscale(scaling, scaling.mscale_all_dim) ** 2
+
+
+class _KimiK2(DeepseekV3):
+    hf_architectures = ("KimiK2ForCausalLM",)
+    hf_model_type = "kimi_k2"
+
+
+class KimiK25(LanguageModel, DeepseekV3):
+    """Language model of `KimiK25ForConditionalGeneration`; its vision tower is not read."""
+
+    hf_architectures = ("KimiK25ForConditionalGeneration",)
+    hf_model_type = "kimi_k25"
+    text_class = _KimiK2
+    tower_names = ("vision_tower.*", "mm_projector.*")
+
+    def _within(self, name: str) -> str:
+        return f"language_model.{name}"

@@ -14,10 +14,9 @@ from dflash.layers.attention import Attention
 from dflash.layers.linear import RMSNorm, ZeroCenteredRMSNorm
 from dflash.layers.mlp import Mlp
 from dflash.layers.transformer import TransformerLayer, grouped_attention
+from dflash.models.architectures import FULL, SLIDING, Gemma3Architecture, WindowedArchitecture
 from dflash.models.decoder import Decoder
-from dflash.models.gemma3_config import Gemma3Architecture
 from dflash.models.language_model import LanguageModel
-from dflash.models.windows_config import FULL, SLIDING, WindowedArchitecture
 
 ROPE = "rope_parameters"
 # Fields of config.json that a file may leave out, with the values of transformers.

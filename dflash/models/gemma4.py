@@ -18,10 +18,9 @@ from dflash.layers.linear import Float32RMSNorm
 from dflash.layers.mlp import gated
 from dflash.layers.routing import Router, Routing
 from dflash.layers.transformer import grouped_attention
+from dflash.models.architectures import FULL, SLIDING, Gemma4Architecture
 from dflash.models.gemma3 import ROPE, Gemma, GemmaLayer
-from dflash.models.gemma4_config import Gemma4Architecture
 from dflash.models.language_model import LanguageModel
-from dflash.models.windows_config import FULL, SLIDING
 from dflash.parallel import parameters
 
 _BIDIRECTIONAL, _BY_LAYER = "use_bidirectional_attention", "per_layer_config"

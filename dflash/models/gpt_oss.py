@@ -13,8 +13,8 @@ from dflash.layers.linear import Float32RMSNorm
 from dflash.layers.mlp import ClampedSwiglu
 from dflash.layers.routing import Routing
 from dflash.layers.transformer import grouped_attention
+from dflash.models.architectures import GptOssArchitecture
 from dflash.models.decoder import Decoder
-from dflash.models.gpt_oss_config import GptOssArchitecture
 
 # Parts of a parameter's path whose names differ from those in checkpoints.
 _NAMES = {

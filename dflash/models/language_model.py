@@ -31,7 +31,8 @@ class LanguageModel:
     @property
     def checkpoint_copies(self) -> dict[str, str]:
         """Returns the copies of the family, by the names of these files."""
-        return {copy: self._within(name) for copy, name in super().checkpoint_copies.items()}
+        copies = super().checkpoint_copies.items()
+        return {self._within(copy): self._within(name) for copy, name in copies}
 
     def checkpoint_name(self, path: str) -> Source:
         """Returns the source of a parameter: the family's, within the language model."""

@@ -5,8 +5,8 @@ from flax import nnx
 from dflash.checkpoints.tensor_map import Source, Stack
 from dflash.layers import moe
 from dflash.layers.routing import Routing
-from dflash.models.qwen3 import Qwen3
-from dflash.models.qwen3_moe_config import Qwen3MoeArchitecture
+from dflash.models.architectures import Qwen3MoeArchitecture
+from dflash.models.dense import Qwen3
 
 
 class Qwen3Moe(Qwen3):

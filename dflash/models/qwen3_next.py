@@ -16,8 +16,8 @@ from dflash.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from dflash.layers.linear import ZeroCenteredRMSNorm
 from dflash.layers.routing import Routing
 from dflash.layers.transformer import TargetAttention, grouped_attention
+from dflash.models.architectures import Qwen3NextArchitecture
 from dflash.models.decoder import Decoder
-from dflash.models.qwen3_next_config import Qwen3NextArchitecture
 
 # Fields of config.json that a file may leave out, with the values of transformers.
 _DEFAULTS = {"head_dim": 256, "intermediate_size": 5632}

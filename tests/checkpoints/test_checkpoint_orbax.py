@@ -15,7 +15,7 @@ from support.models import make_architecture, make_sharding, make_target
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, orbax_io
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
 
 MISFIT = "these weights do not belong to this config.json"
@@ -136,7 +136,7 @@ LOAD = """
 import pathlib, sys
 from support.golden import load
 from dflash import errors
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 try:
     load(Qwen3, pathlib.Path(sys.argv[1]))
 except errors.CheckpointError as error:

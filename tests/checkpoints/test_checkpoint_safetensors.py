@@ -19,7 +19,7 @@ from support.models import make_sharding
 from dflash import errors
 from dflash.checkpoints import checkpoint, outgoing, safetensors_io
 from dflash.layers.linear import Embedding, Linear, RMSNorm
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
 
 VOCAB, WIDTH, MLP = 24, 16, 32

@@ -14,7 +14,7 @@ from support.models import make_architecture, make_sharding
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.drafters.dflash import DFlash
-from dflash.models.qwen2 import Qwen2
+from dflash.models.dense import Qwen2
 from dflash.parallel import parameters
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

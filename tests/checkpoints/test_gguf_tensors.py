@@ -15,7 +15,7 @@ from dflash.checkpoints import checkpoint
 from dflash.checkpoints.gguf import architecture, file_header, hf_tensors, tokenizer_files
 from dflash.config import schema
 from dflash.loading import models, quantization
-from dflash.models.llama3 import Llama3
+from dflash.models.dense import Llama3
 from dflash.parallel import parameters
 
 FAMILIES = ["llama3", "qwen2", "qwen3", "qwen3_moe"]

@@ -13,7 +13,7 @@ from support.models import make_architecture
 from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.config.schema import RopeScaling, TargetArchitecture, option
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -14,8 +14,7 @@ from support.models import family_architecture, make_sharding
 
 from dflash import errors
 from dflash.checkpoints import maxtext_io
-from dflash.models.llama3 import Llama3
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Llama3, Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters
 

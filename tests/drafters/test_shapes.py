@@ -28,7 +28,7 @@ from dflash.config import (
 from dflash.drafters.autoregressive_config import DraftModelArchitecture
 from dflash.drafters.base_config import DrafterShape, DraftLayers
 from dflash.drafters.parts.weighted import WeightedDrafter
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
 
 CONFIGS, ASSETS = merging.package_configs(), TESTS.parent / "dflash" / "assets"

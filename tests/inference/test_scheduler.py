@@ -26,7 +26,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool
 from dflash.inference.request import Request, RequestOutput, RequestSampling, Tokens
 from dflash.inference.scheduler import Scheduler
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.offline.decoding import decode
 from dflash.parallel import parameters
 

@@ -18,8 +18,7 @@ from dflash.inference import update_plan, weight_update
 from dflash.layers.transformer import join_projections
 from dflash.loading import quantization, weights
 from dflash.models.deepseek_v3 import DeepseekV3
-from dflash.models.llama3 import Llama3
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Llama3, Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters
 from dflash.runs import cpu_kernels

@@ -15,7 +15,7 @@ from support.models import make_architecture, make_sharding, make_target, move
 
 from dflash.config.loss_schema import LossConfig
 from dflash.layers import losses
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 
 BATCH, ROWS, WIDTH, VOCAB = 2, 11, 6, 13
 

@@ -18,7 +18,7 @@ from dflash.layers import rotary
 from dflash.layers.attention import Attention
 from dflash.layers.transformer import join_projections
 from dflash.loading import weights
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 

@@ -11,7 +11,7 @@ from dflash.loading import quantization
 from dflash.measure import roofline
 from dflash.measure.roofline import ForwardWork, Machine
 from dflash.models.deepseek_v3 import DeepseekV3
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters
 

@@ -26,7 +26,7 @@ from dflash.checkpoints import tensor_map
 from dflash.config import registry
 from dflash.config.schema import RopeScaling
 from dflash.inference.cycle import tree as trees
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
 
 FAMILIES = {name: registry.load(entry.implementation) for name, entry in registry.TARGETS.items()}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from support.models import make_architecture, make_cache, make_sharding, make_target, move
 
 from dflash.layers.train_batch import TrainBatch
-from dflash.models.llama3 import Llama3
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Llama3, Qwen3
 from dflash.parallel import parameters
 
 LENGTH = 24

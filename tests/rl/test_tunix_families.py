@@ -20,13 +20,11 @@ from tunix.rl import common
 
 from dflash.config.schema import TargetArchitecture
 from dflash.inference import weight_update
+from dflash.models.architectures import Gemma3Architecture, Gemma4Architecture, Qwen3MoeArchitecture
+from dflash.models.dense import Qwen2
 from dflash.models.gemma3 import Gemma3
-from dflash.models.gemma3_config import Gemma3Architecture
 from dflash.models.gemma4 import Gemma4Text
-from dflash.models.gemma4_config import Gemma4Architecture
-from dflash.models.qwen2 import Qwen2
 from dflash.models.qwen3_moe import Qwen3Moe
-from dflash.models.qwen3_moe_config import Qwen3MoeArchitecture
 from dflash.parallel import parameters
 from dflash.rl.logps import TokenLogps
 

@@ -6,7 +6,7 @@ from support.adapters import write_adapter
 from support.models import make_architecture, make_sharding
 
 import dflash
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 
 PROMPT = "abcabcabcab"
 

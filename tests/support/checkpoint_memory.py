@@ -33,11 +33,10 @@ from dflash.checkpoints import checkpoint
 from dflash.config import schema
 from dflash.config.schema import TargetConfig
 from dflash.loading import models
+from dflash.models.architectures import GptOssArchitecture, Qwen3MoeArchitecture
+from dflash.models.dense import Qwen3
 from dflash.models.gpt_oss import GptOss
-from dflash.models.gpt_oss_config import GptOssArchitecture
-from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
-from dflash.models.qwen3_moe_config import Qwen3MoeArchitecture
 from dflash.parallel import parameters, sharding
 
 WIDTH, FACTOR, VOCAB = 1024, 3, 32768

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.models.llama3 import Llama3
+from dflash.models.dense import Llama3
 from dflash.parallel import parameters
 
 HEADS, SIZE = 4, 16  # Of `support.models.make_architecture`.

@@ -13,7 +13,7 @@ from dflash.config import registry, schema
 from dflash.drafters.base import Drafter
 from dflash.layers.recurrent_state import RecurrentState
 from dflash.models.decoder import Decoder
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.parallel import parameters, sharding
 
 

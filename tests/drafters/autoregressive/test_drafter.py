@@ -12,8 +12,7 @@ from dflash import errors
 from dflash.drafters.autoregressive import Autoregressive
 from dflash.drafters.autoregressive_config import AutoregressiveConfig, DraftModelArchitecture
 from dflash.loading import models
-from dflash.models.llama3 import Llama3
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Llama3, Qwen3
 from dflash.parallel import parameters
 
 CASE = "qwen3_v12"

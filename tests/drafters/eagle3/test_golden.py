@@ -24,8 +24,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.layers.train_batch import TrainBatch
-from dflash.models.llama3 import Llama3
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Llama3, Qwen3
 from dflash.offline.decoding import decode
 from dflash.parallel import parameters
 

@@ -23,7 +23,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits import nonfinite
 from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
-from dflash.models.qwen3 import Qwen3
+from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
 
 PROMPTS = random_prompts([5, 9])

@@ -1,0 +1,388 @@
+"""Architecture fields and config keys of the target families that have any of their own."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from dflash.config.schema import MAX_EXPERTS, TargetArchitecture, TargetConfig, option
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowedArchitecture(TargetArchitecture):
+    """Architecture in which all or some layers attend to a sliding window.
+
+    Attributes:
+      sliding_window: Positions up to its own that a row of a sliding layer sees; None for all.
+      layer_types: Kind of each layer; empty if all layers slide.
+    """
+
+    sliding_window: int | None = option(None, minimum=1)
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+
+    def is_sliding(self, layer: int) -> bool:
+        """Returns whether layer number `layer` is a sliding one."""
+        return not self.layer_types or self.layer_types[layer] == SLIDING
+
+    def window(self, layer: int) -> int | None:
+        """Returns the window of layer number `layer`; None if it sees all positions."""
+        return self.sliding_window if self.is_sliding(layer) else None
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            names, layers = len(self.layer_types), self.num_hidden_layers
+            yield ("layer_types",), f"names {names} layers, but num_hidden_layers is {layers}"
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            layer = self.layer_types.index(SLIDING)
+            yield ("sliding_window",), f"missing, but layer_types[{layer}] is {SLIDING!r}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MistralConfig(TargetConfig):
+    """Keys of a Mistral target."""
+
+    architecture: WindowedArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmolLM3Architecture(TargetArchitecture):
+    """Architecture of a SmolLM3 target.
+
+    Attributes:
+      no_rope_layers: For each layer, 1 if its attention has rotary position embedding and 0 if it
+        has none; empty if every layer has it but the ones that `no_rope_layer_interval` names.
+      no_rope_layer_interval: Every layer whose number, counted from 1, is a multiple has none.
+    """
+
+    no_rope_layers: tuple[int, ...] = option((), minimum=0, maximum=1)
+    no_rope_layer_interval: int = option(4, minimum=1)
+
+    def rotates(self, layer: int) -> bool:
+        """Returns whether layer number `layer` has rotary position embedding."""
+        if self.no_rope_layers:
+            return bool(self.no_rope_layers[layer])
+        return (layer + 1) % self.no_rope_layer_interval != 0
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        names, layers = len(self.no_rope_layers), self.num_hidden_layers
+        if 0 < names < layers:
+            yield ("no_rope_layers",), f"names {names} layers, but num_hidden_layers is {layers}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SmolLM3Config(TargetConfig):
+    """Keys of a SmolLM3 target."""
+
+    architecture: SmolLM3Architecture | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptOssArchitecture(WindowedArchitecture):
+    """Architecture of a gpt-oss target.
+
+    `intermediate_size` is that of an expert. If `layer_types` is not given, every other layer
+    slides, beginning with the first.
+
+    Attributes:
+      num_local_experts: Number of experts per layer.
+      num_experts_per_tok: Number of experts that each token is routed to.
+      swiglu_limit: Bound on the gate and up projections of an expert.
+      swiglu_alpha: Factor on the gate in the sigmoid.
+    """
+
+    HF_FIXED = (("attention_bias", True),)
+
+    sliding_window: int | None = option(128, minimum=1)
+    num_local_experts: int = option(minimum=1, maximum=MAX_EXPERTS, hf_aliases=("num_experts",))
+    num_experts_per_tok: int = option(
+        minimum=1, maximum=MAX_EXPERTS, hf_aliases=("experts_per_token",)
+    )
+    swiglu_limit: float = option(7.0, minimum=0.0)
+    swiglu_alpha: float = 1.702
+
+    def __post_init__(self):
+        if not self.layer_types:
+            kinds = ((SLIDING, FULL)[layer % 2] for layer in range(self.num_hidden_layers))
+            object.__setattr__(self, "layer_types", tuple(kinds))
+
+
+@dataclasses.dataclass(frozen=True)
+class GptOssConfig(TargetConfig):
+    """Keys of a gpt-oss target."""
+
+    architecture: GptOssArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaArchitecture(WindowedArchitecture):
+    """Architecture fields of Gemma 3 and Gemma 4.
+
+    Attributes:
+      rope_local_base_freq: Base of the rotary embedding of sliding layers; `rope_theta` and
+        `rope_scaling` are those of the other layers.
+      final_logit_softcapping: Bound of the logits, which a scaled tanh enforces; None for none.
+    """
+
+    HF_FIXED = (
+        ("hidden_activation", "gelu_pytorch_tanh"),
+        ("attention_bias", False),
+        ("attn_logit_softcapping", None),
+    )
+
+    rope_local_base_freq: float = option(1e4, minimum=1.0)
+    final_logit_softcapping: float | None = option(None, minimum=1e-3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3Architecture(GemmaArchitecture):
+    """Architecture of a Gemma 3 target.
+
+    Attributes:
+      query_pre_attn_scalar: Attention scores are divided by its square root.
+    """
+
+    HF_FIXED = (*GemmaArchitecture.HF_FIXED, ("use_bidirectional_attention", False))
+
+    query_pre_attn_scalar: int = option(256, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma3Config(TargetConfig):
+    """Keys of a Gemma 3 target."""
+
+    architecture: Gemma3Architecture | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Architecture(GemmaArchitecture):
+    """Architecture of a Gemma 4 target: the models without embeddings for each layer.
+
+    The fields `head_dim` and `num_key_value_heads` are those of sliding layers.
+
+    Attributes:
+      global_head_dim: Width of a head of full layers.
+      num_global_key_value_heads: Key and value heads of full layers, if their values are shared;
+        None for `num_key_value_heads`.
+      attention_k_eq_v: Whether full layers compute values from the projection of keys.
+      partial_rotary_factor: Fraction of the head of full layers that is rotated.
+      enable_moe_block: Whether layers have routed experts beside their dense MLP.
+      num_experts: Number of routed experts per layer.
+      top_k_experts: Number of experts that each token is routed to.
+      moe_intermediate_size: Hidden width of a routed expert.
+    """
+
+    HF_FIXED = (
+        *GemmaArchitecture.HF_FIXED,
+        ("hidden_size_per_layer_input", 0),
+        ("num_kv_shared_layers", 0),
+    )
+
+    global_head_dim: int = option(512, minimum=2)
+    num_global_key_value_heads: int | None = option(None, minimum=1)
+    attention_k_eq_v: bool = False
+    partial_rotary_factor: float = option(0.25, minimum=0.0, maximum=1.0)
+    enable_moe_block: bool = False
+    num_experts: int = option(1, minimum=1, maximum=MAX_EXPERTS)
+    top_k_experts: int = option(1, minimum=1, maximum=MAX_EXPERTS)
+    moe_intermediate_size: int = option(1, minimum=1)
+
+    def kv_heads(self, layer: int) -> int:
+        """Returns the number of key and value heads of layer number `layer`."""
+        if self.is_sliding(layer) or not self.attention_k_eq_v:
+            return self.num_key_value_heads
+        return self.num_global_key_value_heads or self.num_key_value_heads
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        yield from super().problems()
+        kv_heads, key = self.num_global_key_value_heads, "num_global_key_value_heads"
+        if kv_heads and self.num_attention_heads % kv_heads:
+            heads = self.num_attention_heads
+            yield (key,), f"num_attention_heads={heads} does not divide into {kv_heads} groups"
+        if self.global_head_dim % 2:
+            size = self.global_head_dim
+            yield ("global_head_dim",), f"expected an even number (rotary halves), got {size}"
+        if self.layer_types and self.layer_types[-1] != FULL:
+            yield ("layer_types",), f"the last layer is {self.layer_types[-1]!r}, expected {FULL!r}"
+        if self.num_experts < self.top_k_experts:
+            message = f"{self.top_k_experts} exceeds num_experts={self.num_experts}"
+            yield ("top_k_experts", "num_experts"), message
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4Config(TargetConfig):
+    """Keys of a Gemma 4 target."""
+
+    architecture: Gemma4Architecture | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeArchitecture(TargetArchitecture):
+    """Architecture of a Qwen3 MoE target.
+
+    Attributes:
+      num_experts: Number of experts per layer.
+      num_experts_per_tok: Number of experts that each token is routed to.
+      moe_intermediate_size: Hidden width of an expert.
+      norm_topk_prob: Whether the routing weights of a token are normalized to sum to 1.
+      decoder_sparse_step: Interval of layers with experts; every layer whose number, counted from
+        1, is a multiple has them.
+      mlp_only_layers: Layers without experts, counted from 0, in spite of `decoder_sparse_step`.
+    """
+
+    num_experts: int = option(minimum=1, maximum=MAX_EXPERTS, hf_aliases=("num_local_experts",))
+    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
+    moe_intermediate_size: int = option(minimum=1)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = option(1, minimum=1)
+    mlp_only_layers: tuple[int, ...] = option((), minimum=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeConfig(TargetConfig):
+    """Keys of a Qwen3 MoE target."""
+
+    architecture: Qwen3MoeArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3NextArchitecture(TargetArchitecture):
+    """Architecture of a Qwen3-Next or Qwen3.5 target.
+
+    Attributes:
+      layer_types: Attention of each layer; empty for linear attention in all layers but each
+        `full_attention_interval`th.
+      full_attention_interval: Interval of layers with full attention.
+      linear_num_key_heads: Number of query and key heads of linear attention.
+      linear_num_value_heads: Number of value heads, a multiple of the key heads.
+      linear_key_head_dim: Width of a query or key head.
+      linear_value_head_dim: Width of a value head.
+      linear_conv_kernel_dim: Rows that the convolution reads, the new one included.
+      partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
+      num_experts: Number of routed experts per layer; 0 for dense MLPs.
+      num_experts_per_tok: Number of experts that each token is routed to.
+      moe_intermediate_size: Hidden width of a routed expert.
+      shared_expert_intermediate_size: Hidden width of the expert that processes every token.
+      norm_topk_prob: Whether the routing weights of a token are normalized to sum to 1.
+      decoder_sparse_step: Interval of layers with experts.
+      mlp_only_layers: Layers without experts, counted from 0, in spite of `decoder_sparse_step`.
+    """
+
+    HF_FIXED = (("attn_output_gate", True),)
+
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = ()
+    full_attention_interval: int = option(4, minimum=1)
+    linear_num_key_heads: int = option(16, minimum=1)
+    linear_num_value_heads: int = option(32, minimum=1)
+    linear_key_head_dim: int = option(128, minimum=1)
+    linear_value_head_dim: int = option(128, minimum=1)
+    linear_conv_kernel_dim: int = option(4, minimum=2, maximum=64)
+    partial_rotary_factor: float = option(0.25, minimum=0.0, maximum=1.0)
+    num_experts: int = option(0, minimum=0, maximum=MAX_EXPERTS)
+    num_experts_per_tok: int = option(1, minimum=1, maximum=MAX_EXPERTS)
+    moe_intermediate_size: int = option(1, minimum=1)
+    shared_expert_intermediate_size: int = option(1, minimum=1)
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = option(1, minimum=1)
+    mlp_only_layers: tuple[int, ...] = option((), minimum=0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def is_full(self, layer: int) -> bool:
+        """Returns whether layer number `layer` has full attention."""
+        if self.layer_types:
+            return self.layer_types[layer] == FULL
+        return (layer + 1) % self.full_attention_interval == 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether layer number `layer` has experts instead of a dense MLP."""
+        is_sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return self.num_experts > 0 and is_sparse and layer not in self.mlp_only_layers
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        depth, types = self.num_hidden_layers, self.layer_types
+        if types and len(types) != depth:
+            yield ("layer_types",), f"{len(types)} types for num_hidden_layers={depth} layers"
+        elif not any(map(self.is_full, range(depth))):
+            field = "layer_types" if types else "full_attention_interval"
+            yield (field,), f"no layer has full attention; expected at least one {FULL!r} layer"
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values % keys:
+            message = f"{values} is no multiple of linear_num_key_heads={keys}"
+            yield ("linear_num_value_heads", "linear_num_key_heads"), message
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            yield (
+                ("partial_rotary_factor",),
+                f"{self.partial_rotary_factor} rotates {self.rotary_dim} of {self.head_dim} head "
+                "dimensions; expected a positive even number",
+            )
+        if 0 < self.num_experts < self.num_experts_per_tok:
+            message = f"{self.num_experts_per_tok} exceeds num_experts={self.num_experts}"
+            yield ("num_experts_per_tok", "num_experts"), message
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3NextConfig(TargetConfig):
+    """Keys of a Qwen3-Next or Qwen3.5 target."""
+
+    architecture: Qwen3NextArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekV3Architecture(TargetArchitecture):
+    """Architecture of a DeepSeek-V3 or Kimi K2 target.
+
+    The fields `head_dim` and `num_key_value_heads` of the decoder are not used.
+
+    Attributes:
+      q_lora_rank: Rank of the query projection; None for a projection of full rank.
+      kv_lora_rank: Width of the latent row that keys and values are projected from.
+      qk_nope_head_dim: Width of the part of each query and key head that is not rotated.
+      qk_rope_head_dim: Width of the rotated part.
+      v_head_dim: Width of a value head.
+      rope_interleave: Whether rotated pairs are adjacent dimensions, not half a head apart.
+      n_routed_experts: Number of routed experts per layer.
+      n_shared_experts: Number of experts per layer that process every token.
+      num_experts_per_tok: Number of routed experts per token.
+      moe_intermediate_size: Hidden width of an expert.
+      first_k_dense_replace: Number of first layers with a dense MLP instead of experts.
+      n_group: Number of groups that the routed experts are divided into.
+      topk_group: Number of groups that a token's experts are chosen from.
+      norm_topk_prob: Whether the routing weights of a token are normalized to sum to 1.
+      routed_scaling_factor: Factor on the output of the routed experts.
+    """
+
+    HF_FIXED = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1))
+
+    q_lora_rank: int | None = option(None, minimum=1)
+    kv_lora_rank: int = option(minimum=1)
+    qk_nope_head_dim: int = option(minimum=1)
+    qk_rope_head_dim: int = option(minimum=2)
+    v_head_dim: int = option(minimum=1)
+    rope_interleave: bool = True
+    n_routed_experts: int = option(
+        minimum=1, maximum=MAX_EXPERTS, hf_aliases=("num_local_experts",)
+    )
+    n_shared_experts: int = option(0, minimum=0)
+    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
+    moe_intermediate_size: int = option(minimum=1)
+    first_k_dense_replace: int = option(0, minimum=0)
+    n_group: int = option(1, minimum=1)
+    topk_group: int = option(1, minimum=1)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = option(1.0, minimum=0.0)
+
+    @classmethod
+    def hf_overrides(cls, own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Replaces two fields that published files disagree on and latent attention ignores."""
+        return {"head_dim": own["qk_rope_head_dim"], "num_key_value_heads": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekV3Config(TargetConfig):
+    """Keys of a DeepSeek-V3 or Kimi K2 target."""
+
+    architecture: DeepseekV3Architecture | None = None
