@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from dflash.measure import palette, plots
+from dflash.measure import plots
 
 # The first figure of a cell: "1,559, 1,048" and "24.3–25.2" have two.
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
@@ -222,7 +222,7 @@ def groups(plot: GroupPlot, rows: Sequence[Sequence[str]]) -> bytes:
         drawn = axes.bar(places, heights, 0.92 * width, label=name, color=color)
         axes.bar_label(drawn, padding=2, fontsize=7)
     if plot.even is not None:
-        axes.axhline(plot.even, color=palette.LIGHT.ink, linewidth=0.9, linestyle=":")
+        axes.axhline(plot.even, color=plots.LIGHT.ink, linewidth=0.9, linestyle=":")
     middle = 0.4 - width / 2
     names = [textwrap.fill(row[plot.name].strip("`").rpartition("=")[2], 16) for row in rows]
     axes.set_xticks([group + middle for group in range(len(rows))], names)
@@ -234,13 +234,13 @@ def groups(plot: GroupPlot, rows: Sequence[Sequence[str]]) -> bytes:
 
 def _colors(names: Iterable[str]) -> dict[str, str]:
     """Returns the color of each name; further names of one strategy are lighter."""
-    slots = palette.line_slots(name.partition(",")[0] for name in names)
+    slots = plots.line_slots(name.partition(",")[0] for name in names)
     seen: collections.Counter[str] = collections.Counter()
     colors = {}
     for name in names:
         strategy = name.partition(",")[0]
-        own = palette.color(palette.LIGHT, slots.get(strategy))
-        colors[name] = palette.shade(palette.LIGHT, own, min(0.3 * seen[strategy], 0.75))
+        own = plots.color_of(plots.LIGHT, slots.get(strategy))
+        colors[name] = plots.shade(plots.LIGHT, own, min(0.3 * seen[strategy], 0.75))
         seen[strategy] += 1
     return colors
 

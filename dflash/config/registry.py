@@ -123,43 +123,35 @@ TARGETS: Mapping[str, Entry] = Entries(
     {
         "qwen3": Entry("dflash.models.dense:Qwen3", "dflash.config.schema:TargetConfig"),
         "qwen3_moe": Entry(
-            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.models.architectures:Qwen3MoeConfig"
+            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.models.config:Qwen3MoeConfig"
         ),
         "deepseek_v3": Entry(
             "dflash.models.deepseek_v3:DeepseekV3",
-            "dflash.models.architectures:DeepseekV3Config",
+            "dflash.models.config:DeepseekV3Config",
         ),
         "kimi_k25": Entry(
-            "dflash.models.deepseek_v3:KimiK25", "dflash.models.architectures:DeepseekV3Config"
+            "dflash.models.deepseek_v3:KimiK25", "dflash.models.config:DeepseekV3Config"
         ),
         "llama3": Entry("dflash.models.dense:Llama3", "dflash.config.schema:TargetConfig"),
         "qwen3_next": Entry(
-            "dflash.models.qwen3_next:Qwen3Next", "dflash.models.architectures:Qwen3NextConfig"
+            "dflash.models.qwen3_next:Qwen3Next", "dflash.models.config:Qwen3NextConfig"
         ),
-        "qwen3_5": Entry(
-            "dflash.models.qwen3_5:Qwen35", "dflash.models.architectures:Qwen3NextConfig"
-        ),
+        "qwen3_5": Entry("dflash.models.qwen3_5:Qwen35", "dflash.models.config:Qwen3NextConfig"),
         "qwen3_5_text": Entry(
-            "dflash.models.qwen3_5:Qwen35Text", "dflash.models.architectures:Qwen3NextConfig"
+            "dflash.models.qwen3_5:Qwen35Text", "dflash.models.config:Qwen3NextConfig"
         ),
-        "gpt_oss": Entry(
-            "dflash.models.gpt_oss:GptOss", "dflash.models.architectures:GptOssConfig"
-        ),
+        "gpt_oss": Entry("dflash.models.gpt_oss:GptOss", "dflash.models.config:GptOssConfig"),
         "qwen2": Entry("dflash.models.dense:Qwen2", "dflash.config.schema:TargetConfig"),
-        "mistral": Entry(
-            "dflash.models.dense:Mistral", "dflash.models.architectures:MistralConfig"
-        ),
-        "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.architectures:Gemma3Config"),
+        "mistral": Entry("dflash.models.dense:Mistral", "dflash.models.config:MistralConfig"),
+        "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.config:Gemma3Config"),
         "gemma3_text": Entry(
-            "dflash.models.gemma3:Gemma3Text", "dflash.models.architectures:Gemma3Config"
+            "dflash.models.gemma3:Gemma3Text", "dflash.models.config:Gemma3Config"
         ),
-        "gemma4": Entry("dflash.models.gemma4:Gemma4", "dflash.models.architectures:Gemma4Config"),
+        "gemma4": Entry("dflash.models.gemma4:Gemma4", "dflash.models.config:Gemma4Config"),
         "gemma4_text": Entry(
-            "dflash.models.gemma4:Gemma4Text", "dflash.models.architectures:Gemma4Config"
+            "dflash.models.gemma4:Gemma4Text", "dflash.models.config:Gemma4Config"
         ),
-        "smollm3": Entry(
-            "dflash.models.dense:SmolLM3", "dflash.models.architectures:SmolLM3Config"
-        ),
+        "smollm3": Entry("dflash.models.dense:SmolLM3", "dflash.models.config:SmolLM3Config"),
     },
 )
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash.config.sweep_points import label
 from dflash.distillation import stages
-from dflash.measure import bootstrap
+from dflash.measure import samples
 from dflash.runs import records
 
 TRAINING = "training"  # Name of the cell with the training time.
@@ -107,7 +107,7 @@ def table(recipes: Sequence[Recipe]) -> str:
     """
     results = [variant for recipe in recipes for variant in recipe.variants.values()]
     tasks = list(dict.fromkeys(task for variant in results for task in variant.taus))
-    percent = bootstrap.INTERVAL_PERCENT
+    percent = samples.INTERVAL_PERCENT
     out = io.StringIO()
     out.write(
         f"τ by data set, means over seeds. Against {recipes[0].name}, drafting in the same way: "
@@ -149,17 +149,17 @@ def plot(recipes: Sequence[Recipe]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from dflash.measure import palette, plots
+    from dflash.measure import plots
 
     figure = Figure((8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     timed = [x for x in recipes if all(hours is not None for hours, _ in x.points)]
-    slots = palette.line_slots(recipe.name for recipe in timed)
+    slots = plots.line_slots(recipe.name for recipe in timed)
     for recipe in timed:
         slot = slots.get(recipe.name)
-        color = palette.color(palette.LIGHT, slot)
-        marker = palette.marker(palette.LIGHT, slot)  # Colors repeat after ten.
+        color = plots.color_of(plots.LIGHT, slot)
+        marker = plots.marker_of(plots.LIGHT, slot)  # Colors repeat after ten.
         hours, taus = zip(*recipe.points, strict=True)
         axes.scatter(hours, taus, label=recipe.name, color=color, marker=marker)
     axes.set_xlabel("hours of training")
@@ -253,9 +253,9 @@ def compare(
       `bootstrap.MIN_GROUPS`.
     """
     ratio = float(_tau(test) / _tau(first))
-    if min(array.shape[2] for array in test) < bootstrap.MIN_GROUPS:
+    if min(array.shape[2] for array in test) < samples.MIN_GROUPS:
         return ratio, None
-    random, draws = np.random.default_rng(_RANDOM_SEED), bootstrap.DRAWS
+    random, draws = np.random.default_rng(_RANDOM_SEED), samples.DRAWS
     counts = [array.shape[2] for array in test]
     prompts = [random.integers(0, count, (draws, 1, count)) for count in counts]
     drawn = []
@@ -270,7 +270,7 @@ def compare(
                 ]
             )
         )
-    return ratio, bootstrap.interval(drawn[0] / drawn[1])
+    return ratio, samples.interval(drawn[0] / drawn[1])
 
 
 def _tau(test: Sequence[np.ndarray]) -> np.ndarray:

@@ -21,7 +21,7 @@ from dflash.inference.logits import nonfinite
 from dflash.inference.shapes import Shapes, places
 from dflash.layers.products import matmul_precision
 from dflash.parallel.sharding import zeros
-from dflash.runs import cpu_memory
+from dflash.runs import cpu_kernels
 
 Name = tuple  # Entry of the table, followed by its sizes.
 FOR_GREEDY = "_greedy"  # Ends the names of programs for greedy requests only.
@@ -49,7 +49,7 @@ class Program:
     def compile(self, shapes: Shapes, *sizes: int) -> jax.stages.Compiled:
         """Compiles the function for the shapes of an engine."""
         if shapes.sharding.platform == "cpu":
-            cpu_memory.tune_malloc()
+            cpu_kernels.tune_malloc()
         jitted = jax.jit(
             self.function(shapes, *sizes),
             donate_argnums=self.donated,

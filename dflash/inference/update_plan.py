@@ -20,7 +20,7 @@ from dflash.checkpoints import files, foreign_trees
 from dflash.checkpoints.namings.origin import Naming, Origin
 from dflash.kernels import weights_cpu
 from dflash.kernels.matmul_cpu import to_panels
-from dflash.layers.joining import JOINED, side_by_side
+from dflash.layers.linear import JOINED, side_by_side
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.parameters import Conversion

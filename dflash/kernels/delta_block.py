@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from dflash.kernels import delta_block_tpu as tpu
 from dflash.kernels import gated_delta
 from dflash.kernels import implementation as implementations
-from dflash.kernels.causal_conv import causal_conv, last_rows
-from dflash.kernels.gated_delta import Block
+from dflash.kernels.gated_delta import Block, causal_conv, last_rows
 from dflash.kernels.split_heads import rms_norm
 
 

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash.kernels import flash_tpu
-from dflash.kernels.causal_conv import ancestors
 from dflash.kernels.flash_tpu import dot, dot_columns
+from dflash.kernels.gated_delta import ancestors
 
 OP = "delta_block"
 UNIT_EPS = 1e-6  # Of the norms of queries and keys.

@@ -14,12 +14,11 @@ from flax import nnx
 
 from dflash.kernels import implementation
 from dflash.kernels.causal_attention import causal_attention
-from dflash.kernels.packed_attention import packed_attention
 from dflash.kernels.packing import Packing
-from dflash.kernels.paged_attention import paged_attention
+from dflash.kernels.paged_attention import packed_attention, paged_attention
 from dflash.kernels.quantized import Rows
 from dflash.kernels.split_heads import Part, split_heads
-from dflash.layers import joining
+from dflash.layers import linear
 from dflash.layers.cache import CacheArray, batch_axes
 from dflash.layers.linear import Linear, RMSNorm, UnscaledRMSNorm
 from dflash.layers.products import finish
@@ -194,15 +193,15 @@ class Attention(nnx.Module):
         return attend
 
     def join_projections(self) -> None:
-        """Joins projections that always read the same rows into one; see `joining.join`."""
+        """Joins projections that always read the same rows into one; see `linear.join`."""
         if self.products != ("q", "k", "v"):
             return
         products = ("q", "kv") if self.takes_context else ("qkv",)
         for parts in products:
             maps = [getattr(self, f"{part}_proj") for part in parts]
-            if len(maps) == 1 or not joining.can_join(maps):
+            if len(maps) == 1 or not linear.can_join(maps):
                 continue
-            setattr(self, f"{parts}_proj", joining.join(maps))
+            setattr(self, f"{parts}_proj", linear.join(maps))
             for part in parts:
                 delattr(self, f"{part}_proj")
             self.products = products
@@ -279,3 +278,44 @@ class ContextAttention(Attention):
         (keys,) = self._heads(self.k_proj_target(x), "k", cos_sin)
         (values,) = self._heads(self.v_proj_target(x), "v", cos_sin)
         return keys, values
+
+
+class GatedAttention(Attention):
+    """Grouped-query attention whose outputs are multiplied by the sigmoid of projected gates."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+        **options,
+    ):
+        """Builds abstract projections.
+
+        Args:
+          **options: Further arguments of `Attention`.
+        """
+        build = {"dtype": dtype, "sharding": sharding}
+        super().__init__(width, num_heads=num_heads, head_dim=head_dim, **options, **build)
+        self.gate_proj = Linear(width, num_heads * head_dim, ("embed", "heads"), **build)
+
+    def project(self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> tuple:
+        """Returns queries, keys and values as `Attention`, and gates [B, T, N · H]."""
+        return *super().project(x, cos_sin), self.gate_proj(x)
+
+    def attend_pages(self, *arrays) -> Attend:
+        return _gated(super().attend_pages(*arrays))
+
+    def attend_packed(self, segment_ids: jax.Array) -> Attend:
+        return _gated(super().attend_packed(segment_ids))
+
+
+def _gated(attend: Attend) -> Attend:
+    def gated(queries, keys, values, gate):
+        attended, auxiliary = attend(queries, keys, values)
+        return attended.reshape(gate.shape) * jax.nn.sigmoid(gate), auxiliary
+
+    return gated

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.kernels import delta_block, gated_delta, implementation
-from dflash.kernels.causal_conv import last_rows
 from dflash.kernels.delta_block import Heads
-from dflash.layers import joining
+from dflash.kernels.gated_delta import last_rows
+from dflash.layers import linear
 from dflash.layers.attention import Attend
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear, RMSNorm
@@ -191,10 +191,10 @@ class GatedDeltaNet(nnx.Module):
         return self.out_proj(attended)
 
     def join_projections(self) -> None:
-        """Joins the projections to queries, keys, values and gates; see `joining.join`."""
+        """Joins the projections to queries, keys, values and gates; see `linear.join`."""
         maps = [getattr(self, name) for name in self.products]
-        if len(maps) > 1 and joining.can_join(maps):
-            self.qkvz_proj = joining.join(maps)
+        if len(maps) > 1 and linear.can_join(maps):
+            self.qkvz_proj = linear.join(maps)
             for name in self.products:
                 delattr(self, name)
             self.products = ("qkvz_proj",)

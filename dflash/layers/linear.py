@@ -1,7 +1,9 @@
 """Linear maps, embeddings and norms."""
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,6 @@ from flax import nnx
 from dflash.kernels import matmul_cpu, quantized
 from dflash.kernels.split_heads import rms_norm
 from dflash.layers.products import project, widen_late
-from dflash.layers.weight_format import WeightFormat
 from dflash.parallel import parameters
 from dflash.parallel.compiler_options import NARROW_IN_LOOPS
 from dflash.parallel.sharding import Sharding
@@ -20,6 +21,31 @@ _to_panels = jax.jit(matmul_cpu.to_panels)
 
 # Suffix of the parameter path that holds the scales of an 8-bit kernel.
 SCALE_SUFFIX = "_scale"
+
+
+INT8, FLOAT8 = "int8", "float8_e4m3fn"
+# Names of joined projections, with the parts that their columns hold.
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "kv_proj": ("k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """Eight-bit format of a kernel [in, out]: quantized values, and scales that multiply them.
+
+    Attributes:
+      dtype: Dtype of the values, INT8 or FLOAT8.
+      block: Inputs and outputs that share a scale; None for one scale per output.
+      int8_products: Also quantize each row of the input to int8, with one scale per row, so that
+        matrix products multiply integers.
+    """
+
+    dtype: str
+    block: tuple[int, int] | None = None
+    int8_products: bool = False
 
 
 class Kernel(nnx.Module):
@@ -167,7 +193,7 @@ class Linear(Kernel):
             parameters.declare((out_features,), axes[1:], stddev=0.0, **build) if bias else None
         )
         self.dtype = jnp.dtype(dtype)
-        # Updates of the map by adapters, a `low_rank.LowRank`; None without adapters.
+        # Updates of the map by adapters, a `LowRank`; None without adapters.
         self.low_rank = nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -295,3 +321,116 @@ class ZeroCenteredRMSNorm(RMSNorm):
     def factor(self) -> jax.Array:
         """Factor float32 [D] of a normalized row."""
         return 1.0 + self.scale[...].astype(jnp.float32)
+
+
+class LowRank(nnx.Module):
+    """Updates of one linear map, side by side: x @ a @ b, where a row uses its adapter's columns.
+
+    All adapters together are two products of a few columns, whatever the number of sequences, and
+    no weights are gathered. A row without an adapter gets an update of exactly 0.
+
+    Source: Hu et al. 2021, arXiv 2106.09685.
+    """
+
+    def __init__(self, linear: Linear, ranks: Mapping[int, int]):
+        """Declares the weights of a map's updates.
+
+        Args:
+          ranks: Rank of the update of each adapter that has one for this map, by its number.
+        """
+        rows, columns = linear.kernel.get_value().shape
+        build = {"dtype": linear.dtype, "sharding": linear.sharding, "stddev": 0.0}
+        # Derived, since the checkpoint of the target does not store them.
+        build["is_derived"] = True
+        rank = sum(ranks.values())
+        self.a = parameters.declare((rows, rank), (linear.axes[0], None), **build)
+        self.b = parameters.declare((rank, columns), (None, linear.axes[1]), **build)
+        # Adapter of each column of a, and of each row of b.
+        self.owners = tuple(number for number, rank in ranks.items() for _ in range(rank))
+        self.chosen = nnx.data(None)
+        self.sharding = linear.sharding
+
+    def __call__(self, x: jax.Array) -> jax.Array | None:
+        """Returns the update of each row of x [B, T, D]; None if no adapters were chosen."""
+        if self.chosen is None:
+            return None
+        own = self.chosen[..., None] == np.array(self.owners, np.int32)
+        inner = jnp.where(own, project(x, self.a[...], self.sharding), 0)
+        return project(inner.astype(x.dtype), self.b[...], self.sharding)
+
+
+def choose_adapters(module: nnx.Module, adapters: jax.Array | None) -> None:
+    """Chooses the adapter of each row for all maps within a module, in place.
+
+    Args:
+      module: Module that exists only while a program is traced.
+      adapters: int32 [B, T] or [B, 1]; adapter of each row, 0 for none. None leaves all updates
+        out.
+    """
+    if adapters is None:
+        return
+    for _, inner in nnx.iter_modules(module):
+        if isinstance(inner, LowRank):
+            inner.chosen = adapters
+
+
+def join(linears: Sequence[Linear]) -> Linear:
+    """Returns a linear map that computes the outputs of several maps of the same input.
+
+    With few rows, a matrix product takes as long as reading its weights, and each product has a
+    fixed start-up cost: see docs/results/tpu_compile.md. Where columns are sharded, each device
+    holds its shard of the first map's columns, then that of the second's, and so on, so no column
+    moves to another device.
+
+    Args:
+      linears: Linear maps, with weights or abstract, for which `can_join` is true.
+    """
+    first, sharding = linears[0], linears[0].sharding
+    kernels = [linear.kernel.get_value() for linear in linears]
+    rows, columns = kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels)
+    conversion = first.kernel.get_metadata().get("conversion")
+    dtype = kernels[0].dtype if conversion is None else conversion.dtype
+    options = {"bias": first.bias is not None, "dtype": dtype, "sharding": sharding}
+    joined = Linear(rows, columns, first.axes, **options)
+    if first.format is not None:
+        joined.quantize(first.format, stored=conversion is None)
+    if isinstance(kernels[0], jax.ShapeDtypeStruct):
+        return joined
+    num_shards = sharding.size(first.axes[1])
+    for name in ("kernel", "kernel_scale", "bias"):
+        parameter = getattr(joined, name)
+        if parameter is None:
+            continue
+        parts = [getattr(linear, name).get_value() for linear in linears]
+        values = side_by_side(num_shards, parameter.get_value().sharding)(parts)
+        # Wait, so that this layer's sources are freed before the next layer is copied.
+        parameter.set_value(jax.block_until_ready(values))
+    return joined
+
+
+def can_join(linears: Sequence[Linear]) -> bool:
+    """Returns whether all maps have the same format and columns sharded over the same mesh axes.
+
+    Maps with block scales are never joined, since a block could straddle two of them, and neither
+    are maps with adapters. Either all maps have a bias or none has.
+    """
+    if len({linear.bias is None for linear in linears}) > 1:
+        return False
+    if any(linear.low_rank is not None for linear in linears):
+        return False
+    formats = {linear.format for linear in linears}
+    if len(formats) > 1 or any(form is not None and form.block for form in formats):
+        return False
+    return len({linear.sharding.axes(linear.axes[1]) for linear in linears}) == 1
+
+
+@functools.cache  # Layers of equal shapes share one compiled program.
+def side_by_side(num_shards: int, place: jax.sharding.Sharding) -> Callable:
+    """Returns a program that joins kernels, as `join` does; `place` is the result's sharding."""
+
+    def joined(arrays):
+        lead = arrays[0].shape[:-1]
+        split = [array.reshape(*lead, num_shards, -1) for array in arrays]
+        return jnp.concatenate(split, axis=-1).reshape(*lead, -1)
+
+    return jax.jit(joined, out_shardings=place)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.layers import joining
+from dflash.layers import linear
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear
 from dflash.parallel.sharding import Sharding
@@ -62,9 +62,9 @@ class Mlp(nnx.Module):
         return self.down_proj(*gate(product))
 
     def join_projections(self) -> None:
-        """Joins the gate and up projections into one; see `joining.join`."""
-        if not self.is_joined and joining.can_join([self.gate_proj, self.up_proj]):
-            self.gate_up_proj = joining.join([self.gate_proj, self.up_proj])
+        """Joins the gate and up projections into one; see `linear.join`."""
+        if not self.is_joined and linear.can_join([self.gate_proj, self.up_proj]):
+            self.gate_up_proj = linear.join([self.gate_proj, self.up_proj])
             del self.gate_proj, self.up_proj
             self.is_joined = True
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.config.schema import TargetArchitecture
-from dflash.layers import low_rank
+from dflash.layers import linear
 from dflash.layers.attention import Attend, Attention
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear, RMSNorm
@@ -158,7 +158,7 @@ def run_layer(
       *seen: Further arguments of `attention_of`, pytrees of arrays.
       gather: All-gather the layer's weights first; see `parameters.gathered`.
       remat: Recompute the layer in the backward pass.
-      adapters: Adapter of each row, int32 [B, T] or [B, 1]; see `low_rank.choose`.
+      adapters: Adapter of each row, int32 [B, T] or [B, 1]; see `linear.choose_adapters`.
     Returns:
       Rows [B, T, D], and the auxiliary result of `attend`.
     """
@@ -170,7 +170,7 @@ def run_layer(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_split(graph, attention_of, gather, params, x, angles, adapters, *seen):
     layer = nnx.merge(graph, params)
-    low_rank.choose(layer, adapters)
+    linear.choose_adapters(layer, adapters)
     if gather:
         layer = parameters.gathered(layer, layer.sharding)
     return layer(x, angles, attention_of(layer, *seen))

@@ -11,8 +11,7 @@ from dflash import errors
 from dflash.checkpoints import files, lora, tensor_map
 from dflash.checkpoints.lora import Adapter, LowRankUpdate
 from dflash.checkpoints.tensor_map import TensorPiece
-from dflash.layers.linear import Kernel, Linear
-from dflash.layers.low_rank import LowRank
+from dflash.layers.linear import Kernel, Linear, LowRank
 from dflash.loading.quantization import projections
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters

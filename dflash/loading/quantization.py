@@ -13,7 +13,7 @@ from dflash import errors
 from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import StoredTensor
 from dflash.checkpoints.weight_formats import StoredFormat
-from dflash.layers.weight_format import FLOAT8, INT8, WeightFormat
+from dflash.layers.linear import FLOAT8, INT8, WeightFormat
 
 W8A8, Q8_0 = "w8a8", "q8_0"
 _BY_CODE = {"I8": INT8, "F8_E4M3": FLOAT8}

@@ -1,21 +1,22 @@
 """Runs of benchmarks: plan, measurements, files and printed figures."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.inference.request import RequestOutput
 from dflash.loading import job as jobs
 from dflash.measure import bench as benches
 from dflash.measure import (
     cells,
-    merge_benchmarks,
     report,
     results,
     roofline,
@@ -27,13 +28,16 @@ from dflash.measure import (
 )
 from dflash.measure.bench import Bench
 from dflash.measure.load import Load, LoadMeter
-from dflash.measure.samples import TaskRound
+from dflash.measure.parts import Parts
+from dflash.measure.samples import Sample, TaskRound
 from dflash.parallel import distributed
 from dflash.runs import frame, shards
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
-from dflash.storage import paths
+from dflash.storage import files, paths
+
+ROUNDS = "rounds.json"
 
 
 def plan(config: BenchmarkRun) -> list[str]:
@@ -87,7 +91,7 @@ def run(
         raise errors.ConfigError("--shard: studies cannot be divided; remove it or study.name")
     path = paths.to_path(workdir) if workdir else None
     if path is not None and shard is not None and jax.process_index() == 0:
-        shards.check_count(path, merge_benchmarks.ROUNDS, shard)
+        shards.check_count(path, ROUNDS, shard)
         shards.check_count(path, results.RESULTS, shard)
     directory = results.open_directory(path, config, shard)
     with frame.open_run(directory, profile_dir=profile_dir) as display:
@@ -98,9 +102,7 @@ def run(
         values = measure(benches.prepare(config), directory, display, wide=wide, shard=shard)
     if shard is None or workdir is None:
         return values
-    missing = distributed.compute_on_first(
-        lambda: shards.missing(path, merge_benchmarks.ROUNDS, shard.count)
-    )
+    missing = distributed.compute_on_first(lambda: shards.missing(path, ROUNDS, shard.count))
     if missing:
         display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
         return values
@@ -110,7 +112,7 @@ def run(
 
 
 def _is_divided(path: pathlib.Path | None) -> bool:
-    return distributed.compute_on_first(lambda: shards.is_divided(path, merge_benchmarks.ROUNDS))
+    return distributed.compute_on_first(lambda: shards.is_divided(path, ROUNDS))
 
 
 def measure(
@@ -159,7 +161,7 @@ def measure(
     if shard is None:
         _finish(bench, so_far, done, values, directory, display, wide=wide)
     else:
-        merge_benchmarks.save(directory, shard, done)
+        save(directory, shard, done)
     return values
 
 
@@ -179,7 +181,7 @@ def sum_up(
     """
     if not directory.writes:
         return {}
-    done, meter = merge_benchmarks.read(directory.path), LoadMeter()
+    done, meter = read(directory.path), LoadMeter()
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)
     whole = figures_of(bench, done, machine, meter.read())
@@ -250,3 +252,60 @@ def figures_of(
     all_cells = cells.cells(done, setting)
     averages = cells.averages(all_cells, done, baseline=bench.baseline)
     return Figures(all_cells, averages, machine, load)
+
+
+def save(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
+    """Writes a shard's measurements.
+
+    Raises:
+      WorkdirError: The file cannot be written.
+    """
+    rounds = [dataclasses.asdict(round_) for round_ in done]
+    directory.write(shard.file(ROUNDS), json.dumps({"rounds": rounds}))
+
+
+def read(directory: pathlib.Path) -> list[TaskRound]:
+    """Reads the measurements of all shards, sorted by round.
+
+    Raises:
+      WorkdirError: Some shards have not finished, or a file is damaged.
+    """
+    count = shards.shards_in(directory, ROUNDS)[0].count
+    shards.check_count(directory, ROUNDS, Shard(0, count))
+    shards.check_finished(directory, shards.missing(directory, ROUNDS, count))
+    rounds = []
+    for shard in Shard(0, count).all():
+        path = directory / shard.file(ROUNDS)
+        with files.explained(path):
+            text = path.read_text(encoding="utf-8")
+        try:
+            rounds += [_round(values) for values in json.loads(text)["rounds"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise errors.WorkdirError(
+                f"{path}: damaged: delete it and run --shard={shard} again"
+            ) from error
+    return sorted(rounds, key=lambda round_: round_.round)
+
+
+def _round(values: Mapping[str, Any]) -> TaskRound:
+    samples = tuple(
+        Sample(
+            **{
+                **sample,
+                "completions": tuple(
+                    RequestOutput(**_tuples(completion)) for completion in sample["completions"]
+                ),
+                "conversations": tuple(sample["conversations"]),
+                "marks": tuple(sample["marks"]),
+            }
+        )
+        for sample in values["samples"]
+    )
+    parts = {name: Parts(**times) for name, times in values["parts"].items()}
+    return TaskRound(values["task"], values["round"], samples, parts)
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+    }

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dflash.config.schema import AUTO
 from dflash.measure import roofline, warnings
 from dflash.measure.bench import Bench
-from dflash.measure.bootstrap import bootstrap
 from dflash.measure.roofline import Machine
 from dflash.measure.samples import (
     Sample,
     TaskRound,
+    bootstrap,
     cycle_ms,
     identical_share,
     position_acceptance,

@@ -2,8 +2,9 @@
 
 import dataclasses
 import io
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,15 +14,95 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 
-from dflash.measure import palette
 from dflash.measure.cells import Cell
-from dflash.measure.palette import LIGHT, Theme
 from dflash.measure.warnings import COST, MARK, SPEEDUP
 
 PARTS = {"draft": 0.0, "verify": 0.4, "rest": 0.75}  # How much each part of a cycle is lightened.
 _DPI = 120
 _WITHIN = 8  # Most curves whose legend fits into the axes.
 _HATCH = "////"  # Hatching of a bar with a warning.
+
+
+# Strategies with a color of their own, in the order of the palette; others take later colors.
+_KNOWN = (
+    *("dflash", "eagle3", "ngram", "autoregressive", "dflash2", "medusa", "lookahead", "dspark"),
+    "dflare",
+)
+_PLAIN = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Theme:
+    """Colors of a plot.
+
+    Attributes:
+      ink: Color of text and axes, and of plain decoding.
+      paper: Color of the background.
+      warning: Color of notes.
+      quiet: Color of marks that stand for no strategy.
+      colors: Colors of bars and curves.
+    """
+
+    ink: str
+    paper: str
+    warning: str
+    quiet: str
+    colors: tuple[str, ...]
+
+
+# Paul Tol's "bright" scheme, which color-blind readers can tell apart, and four of his "muted" one;
+# lighter if the page is dark.
+LIGHT = Theme(
+    "#1c2430", "#ffffff", "#a03028", "#bbbbbb",
+    ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377",
+     "#44aa99", "#332288", "#999933", "#cc6677"),
+)  # fmt: skip
+DARK = Theme(
+    "#e7eaee", "#14181d", "#ff9a8a", "#77808c",
+    ("#77aadd", "#ff8899", "#55bb66", "#ddcc66", "#88ddff", "#dd77aa",
+     "#77ccbb", "#9999ee", "#cccc66", "#eeaabb"),
+)  # fmt: skip
+
+
+def strategy_slots(names: Iterable[str]) -> dict[str, int]:
+    """Returns the number of each strategy's color; beyond the palette, numbers go on.
+
+    A known strategy always has the same number. Others are numbered after the known ones, in their
+    order.
+    """
+    later = itertools.count(len(_KNOWN))
+    return {
+        name: _KNOWN.index(name) if name in _KNOWN else next(later)
+        for name in dict.fromkeys(names)
+        if name != _PLAIN
+    }
+
+
+def line_slots(names: Iterable[str]) -> dict[str, int]:
+    """Returns the number of each line's color; lines that are no strategies begin at the first."""
+    names = list(dict.fromkeys(names))
+    if any(name in (*_KNOWN, _PLAIN) for name in names):
+        return strategy_slots(names)
+    return {name: number for number, name in enumerate(names)}
+
+
+def color_of(theme: Theme, slot: int | None) -> str:
+    """Returns the color of a number; None is plain decoding."""
+    return theme.ink if slot is None else theme.colors[slot % len(theme.colors)]
+
+
+def marker_of(theme: Theme, slot: int | None) -> str:
+    """Returns the marker of a number, which tells strategies of the same color apart."""
+    return "os^D"[(slot or 0) // len(theme.colors) % 4]
+
+
+def shade(theme: Theme, start: str, amount: float) -> str:
+    """Returns a color mixed with the paper's; `amount` 0 is the color itself, and 1 the paper."""
+    mixed = (
+        round(int(start[i : i + 2], 16) * (1 - amount) + int(theme.paper[i : i + 2], 16) * amount)
+        for i in (1, 3, 5)
+    )
+    return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +140,7 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
         own = [cell for cell in cells if cell.strategy == strategy and cell.speedup]
         offset = (number - (len(strategies) - 1) / 2) * width
         places = [tasks.index(cell.task) + offset for cell in own]
-        color = palette.color(theme, palette.slots(strategies)[strategy])
+        color = color_of(theme, strategy_slots(strategies)[strategy])
         bars = axes.bar(places, [cell.speedup for cell in own], 0.92 * width, yerr=_reach(own),
                         label=strategy, color=color, ecolor=theme.ink, capsize=3)  # fmt: skip
         for bar, cell, place in zip(bars, own, places, strict=True):
@@ -106,17 +187,17 @@ def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> byt
     """
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
     figure, axes = _figure(theme, 7.0 if len(drafting) <= _WITHIN else 9.6)
-    slots = palette.slots(cell.strategy for cell in cells)
+    slots = strategy_slots(cell.strategy for cell in cells)
     tasks = list(dict.fromkeys(cell.task for cell in drafting))
     styles = ("-", "--", ":", "-.")
     for cell in drafting:
         task = tasks.index(cell.task)
-        own = palette.color(theme, slots.get(cell.strategy))
+        own = color_of(theme, slots.get(cell.strategy))
         axes.plot(
             range(len(cell.joint_acceptance) + 1),
             (1.0, *cell.joint_acceptance),
             styles[task % len(styles)],
-            color=palette.shade(theme, own, 0.6 * task / len(tasks)),
+            color=shade(theme, own, 0.6 * task / len(tasks)),
             marker="os^Dv*"[task % 6],
             markersize=3,
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",
@@ -140,11 +221,11 @@ def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
     names = [f"{cell.task}, {cell.strategy}" for cell in shown]
     trusted = [0.0 if cell.has_warning(COST) else 1.0 for cell in shown]
     begin = np.zeros(len(shown))
-    slots = palette.slots(cell.strategy for cell in cells)
-    own = [palette.color(theme, slots.get(cell.strategy)) for cell in shown]
+    slots = strategy_slots(cell.strategy for cell in cells)
+    own = [color_of(theme, slots.get(cell.strategy)) for cell in shown]
     for part, amount in PARTS.items():
         widths = np.array([getattr(cell.cost_ms, part) for cell in shown]) * trusted
-        colors = [palette.shade(theme, color, amount) for color in own]
+        colors = [shade(theme, color, amount) for color in own]
         axes.barh(names, widths, 0.7, left=begin, color=colors)
         begin += widths
     flagged = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
@@ -165,7 +246,7 @@ def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
     axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds of a cycle")
     _make_room(figure, axes, labels)
-    parts = [Patch(color=palette.shade(theme, theme.ink, amount), label=part)
+    parts = [Patch(color=shade(theme, theme.ink, amount), label=part)
              for part, amount in PARTS.items()]  # fmt: skip
     _finish(axes, theme, "Cost of a cycle", [_hatch_note(bool(flagged))], below=True, more=parts)
     return png(figure)
@@ -193,10 +274,10 @@ def curves(
       note: Small print below the title.
     """
     figure, axes = _figure(theme, 7.0 if len(lines) <= _WITHIN else 9.6)
-    slots = palette.line_slots(line.name for line in lines if line.roofline_of is None)
+    slots = line_slots(line.name for line in lines if line.roofline_of is None)
     for line in lines:
         slot = slots.get(line.roofline_of or line.name)
-        color, marker = palette.color(theme, slot), palette.marker(theme, slot)
+        color, marker = color_of(theme, slot), marker_of(theme, slot)
         if line.roofline_of is not None:
             axes.plot(line.places, line.values, "--", color=color, label=line.name)
             continue

@@ -8,20 +8,110 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from dflash.measure import palette, plots, replay, workload
+from dflash.inference.admission import admit
+from dflash.inference.pages import Slot
+from dflash.inference.request import Request
+from dflash.measure import plots, workload
 from dflash.measure.bench import Bench
 from dflash.measure.cells import Cell
-from dflash.measure.replay import Replay
+from dflash.measure.engine import MeasuredEngine
 from dflash.measure.samples import TaskRound
 from dflash.measure.workload import Item
 from dflash.runs.directory import RunDirectory
 from dflash.text.prompts import Prompt
+from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
 PAGE = "report.html"
 _TEMPLATE = "page.html"
-_THEMES = {"light": palette.LIGHT, "dark": palette.DARK}
+_THEMES = {"light": plots.LIGHT, "dark": plots.DARK}
 _PLACEHOLDER = "@DATA@"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One cycle as text.
+
+    Attributes:
+      tokens: Number of committed tokens.
+      accepted: Text of each accepted draft.
+      bonus: Text of the target's own token; empty if the sequence ended before it.
+      rejected: Text of each rejected draft.
+    """
+
+    tokens: int
+    accepted: tuple[str, ...]
+    bonus: str
+    rejected: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Whole sequence: its first token, which prefill returns, then a frame for each cycle."""
+
+    first: str
+    frames: tuple[Frame, ...]
+
+
+def record(
+    engine: MeasuredEngine, request: Request, lengths: Sequence[int], tokenizer: Tokenizer
+) -> Replay:
+    """Decodes a prompt cycle by cycle.
+
+    Args:
+      engine: Compiled engine of the strategy.
+      lengths: Acceptance lengths to force; empty leaves acceptance to verification.
+    """
+    engine.follow([lengths])
+    slot = Slot(0, engine.layout.standing_pages(0))
+    state = admit(engine, engine.new_state(), slot, request)
+    decoder = IncrementalDecoder(tokenizer)
+    first = decoder.push([int(jax.device_get(state.anchor)[0])])
+    frames = []
+    while jax.device_get(state.active)[0]:
+        state, tokens, counts, proposal = engine.show_cycle(state)
+        tokens, counts, proposal = jax.device_get((tokens, counts, proposal))
+        committed = tokens[0, : counts[0]].tolist()
+        parents = None if proposal.parents is None else proposal.parents[0]
+        num_accepted, rejected = split(proposal.tokens[0].tolist(), parents, committed)
+        texts = [decoder.push([token]) for token in committed]
+        frames.append(
+            Frame(
+                tokens=len(committed),
+                accepted=tuple(texts[:num_accepted]),
+                bonus="".join(texts[num_accepted:]),
+                rejected=tuple(tokenizer.decode([token]) for token in rejected),
+            )
+        )
+    return Replay(first, tuple(frames))
+
+
+def split(
+    drafted: Sequence[int], parents: Sequence[int] | np.ndarray | None, committed: Sequence[int]
+) -> tuple[int, list[int]]:
+    """Splits a cycle's drafts into accepted and rejected ones.
+
+    Args:
+      drafted: Token of each draft.
+      parents: Row that each draft continues, counted from the anchor; None for a chain.
+    Returns:
+      The number of accepted drafts, which come first in `committed`; and the tokens of the rejected
+      drafts, in order.
+    """
+    parents = range(len(drafted)) if parents is None else parents
+    row, taken = 0, set()
+    for token in committed:
+        children = [
+            draft
+            for draft, parent in enumerate(parents)
+            if parent == row and drafted[draft] == token
+        ]
+        if not children:
+            break
+        taken.add(children[0])
+        row = children[0] + 1
+    return len(taken), [token for draft, token in enumerate(drafted) if draft not in taken]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +154,9 @@ def write(
 
 
 def _colors(strategies: Sequence[str]) -> dict[str, dict[str, str]]:
-    slots = palette.slots(strategies)
+    slots = plots.strategy_slots(strategies)
     return {
-        name: {theme: palette.color(colors, slots.get(name)) for theme, colors in _THEMES.items()}
+        name: {theme: plots.color_of(colors, slots.get(name)) for theme, colors in _THEMES.items()}
         for name in dict.fromkeys(strategies)
     }
 
@@ -135,7 +225,7 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
                 continue  # A replay runs single cycles, which cannot choose block sizes.
             cell = next(cell for cell in cells if (cell.task, cell.strategy) == (task, name))
             tokenizer = bench.jobs[name].tokenizer
-            recorded = replay.record(engine, request, item.lengths or (), tokenizer)
+            recorded = record(engine, request, item.lengths or (), tokenizer)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
             by_strategy[name] = TimedReplay(recorded, cell.ttft_ms, cycle_ms)
         replays[task] = (_as_text(item.prompt), by_strategy)

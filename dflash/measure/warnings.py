@@ -6,7 +6,7 @@ All outputs show these warnings, and none draws conclusions from a figure with o
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from dflash.measure.bootstrap import MIN_GROUPS
+from dflash.measure.samples import MIN_GROUPS
 
 SPEEDUP, COST, EVERYTHING = "speedup", "cost", "everything"
 KEY = "doubts"  # Key or column of the warnings in files.

@@ -9,8 +9,8 @@ from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
 from dflash.config.schema import subset
 from dflash.layers import moe, rotary
 from dflash.layers.latent_attention import LatentAttention, LatentShape
-from dflash.layers.routing import Routing
-from dflash.models.architectures import DeepseekV3Architecture
+from dflash.layers.moe import Routing
+from dflash.models.config import DeepseekV3Architecture
 from dflash.models.decoder import Decoder
 from dflash.models.language_model import LanguageModel
 

@@ -2,7 +2,7 @@
 
 from dflash.layers.attention import Attention
 from dflash.layers.transformer import grouped_attention
-from dflash.models.architectures import SmolLM3Architecture, WindowedArchitecture
+from dflash.models.config import SmolLM3Architecture, WindowedArchitecture
 from dflash.models.decoder import Decoder
 
 

@@ -14,7 +14,7 @@ from dflash.layers.attention import Attention
 from dflash.layers.linear import RMSNorm, ZeroCenteredRMSNorm
 from dflash.layers.mlp import Mlp
 from dflash.layers.transformer import TransformerLayer, grouped_attention
-from dflash.models.architectures import FULL, SLIDING, Gemma3Architecture, WindowedArchitecture
+from dflash.models.config import FULL, SLIDING, Gemma3Architecture, WindowedArchitecture
 from dflash.models.decoder import Decoder
 from dflash.models.language_model import LanguageModel
 

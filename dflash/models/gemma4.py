@@ -16,9 +16,9 @@ from dflash.layers import moe, rotary
 from dflash.layers.attention import Attention
 from dflash.layers.linear import Float32RMSNorm
 from dflash.layers.mlp import gated
-from dflash.layers.routing import Router, Routing
+from dflash.layers.moe import Router, Routing
 from dflash.layers.transformer import grouped_attention
-from dflash.models.architectures import FULL, SLIDING, Gemma4Architecture
+from dflash.models.config import FULL, SLIDING, Gemma4Architecture
 from dflash.models.gemma3 import ROPE, Gemma, GemmaLayer
 from dflash.models.language_model import LanguageModel
 from dflash.parallel import parameters

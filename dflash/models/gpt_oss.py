@@ -11,9 +11,9 @@ from dflash.layers import moe
 from dflash.layers.attention import Attention
 from dflash.layers.linear import Float32RMSNorm
 from dflash.layers.mlp import ClampedSwiglu
-from dflash.layers.routing import Routing
+from dflash.layers.moe import Routing
 from dflash.layers.transformer import grouped_attention
-from dflash.models.architectures import GptOssArchitecture
+from dflash.models.config import GptOssArchitecture
 from dflash.models.decoder import Decoder
 
 # Parts of a parameter's path whose names differ from those in checkpoints.

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash.checkpoints.tensor_map import Source, TensorRows
 from dflash.layers.gated_delta_net import DeltaShape
-from dflash.models.architectures import Qwen3NextArchitecture
+from dflash.models.config import Qwen3NextArchitecture
 from dflash.models.language_model import LanguageModel
 from dflash.models.qwen3_next import Qwen3Next
 

@@ -4,8 +4,8 @@ from flax import nnx
 
 from dflash.checkpoints.tensor_map import Source, Stack
 from dflash.layers import moe
-from dflash.layers.routing import Routing
-from dflash.models.architectures import Qwen3MoeArchitecture
+from dflash.layers.moe import Routing
+from dflash.models.config import Qwen3MoeArchitecture
 from dflash.models.dense import Qwen3
 
 

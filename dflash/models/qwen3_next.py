@@ -11,12 +11,12 @@ from dflash.checkpoints import hf_config
 from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
 from dflash.config.schema import subset
 from dflash.layers import moe, rotary
-from dflash.layers.gated_attention import GatedAttention
+from dflash.layers.attention import GatedAttention
 from dflash.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from dflash.layers.linear import ZeroCenteredRMSNorm
-from dflash.layers.routing import Routing
+from dflash.layers.moe import Routing
 from dflash.layers.transformer import TargetAttention, grouped_attention
-from dflash.models.architectures import Qwen3NextArchitecture
+from dflash.models.config import Qwen3NextArchitecture
 from dflash.models.decoder import Decoder
 
 # Fields of config.json that a file may leave out, with the values of transformers.

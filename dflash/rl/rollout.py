@@ -19,8 +19,7 @@ from dflash import errors
 from dflash.checkpoints import foreign_trees
 from dflash.llm import LLM, Completion
 from dflash.rl import options as options_lib
-from dflash.rl.logps import TokenLogps
-from dflash.rl.upkeep import Rollout, Upkeep, has_fallen
+from dflash.rl.upkeep import Rollout, TokenLogps, Upkeep, has_fallen
 from dflash.sampling import Sampling
 from dflash.version import install_command
 

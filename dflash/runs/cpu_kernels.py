@@ -5,6 +5,8 @@
 The environment variable DFLASH_CPU_KERNELS is another directory for them, or "off".
 """
 
+import ctypes
+import functools
 import hashlib
 import os
 import pathlib
@@ -22,6 +24,10 @@ OFF = "off"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O2", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
 _SECONDS = 300  # Limit for compiling.
+LARGEST = 256 * 2**20  # Bytes of the largest block that is kept.
+
+# Of <malloc.h> of glibc.
+_MXFAST, _TRIM_THRESHOLD, _MMAP_THRESHOLD = 1, -1, -3
 
 
 def is_off() -> bool:
@@ -70,3 +76,25 @@ def compile_library(compiler: str, source: pathlib.Path, include: str) -> pathli
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
             made.replace(library)
     return library
+
+
+@functools.cache
+def tune_malloc() -> bool:
+    """Fits glibc's allocator to XLA's programs; returns False where a setting is not possible.
+
+    XLA allocates the scratch memory of a program at every call, and frees it afterwards. By default
+    glibc returns blocks of more than 32 MiB to the system, so that the next call has a page fault
+    for every page that it touches. With these settings they stay in the process, which keeps up to
+    twice `LARGEST` bytes more.
+
+    A call also allocates a small block for every constant of its program, of which there may be a
+    thousand. By default glibc keeps the freed ones apart in bins, and merges all of them when a
+    large block is allocated, which is at the next call. Now each is merged when it is freed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = {_MMAP_THRESHOLD: LARGEST, _TRIM_THRESHOLD: 2 * LARGEST, _MXFAST: 0}
+    # Older versions refuse such a threshold, and return 0.
+    accepted = [mallopt(name, size) == 1 for name, size in settings.items()]
+    return all(accepted)

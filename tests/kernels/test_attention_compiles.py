@@ -11,9 +11,8 @@ from support.tpu_compiler import CHIPS, compile_for
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.kernels.causal_attention import causal_attention
-from dflash.kernels.packed_attention import packed_attention
 from dflash.kernels.packing import Packing
-from dflash.kernels.paged_attention import move_rows, paged_attention, row_index
+from dflash.kernels.paged_attention import move_rows, packed_attention, paged_attention, row_index
 from dflash.kernels.quantized import Quantized
 from dflash.kernels.split_heads import Part, split_heads
 

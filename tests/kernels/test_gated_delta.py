@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.token_trees import random_ancestry
 
-from dflash.kernels import causal_conv, gated_delta
+from dflash.kernels import gated_delta
 
 BATCH, KEY_HEADS, VALUE_HEADS, KEY_WIDTH, VALUE_WIDTH = 2, 2, 4, 5, 3
 ROWS = 9
@@ -121,7 +121,7 @@ def test_convolutions_follow_the_path_to_each_row(seed, is_tree):
     if is_tree:
         ancestry = random_ancestry(rng, BATCH, ROWS)
     given_mask = ancestry if is_tree else None
-    result = causal_conv.causal_conv(rows, before, weights, ancestry=given_mask)
+    result = gated_delta.causal_conv(rows, before, weights, ancestry=given_mask)
     for b in range(BATCH):
         for row in range(ROWS):
             path = np.concatenate([before[b], rows[b, ancestry[b, row]]])
@@ -131,7 +131,7 @@ def test_convolutions_follow_the_path_to_each_row(seed, is_tree):
     paths = [np.flatnonzero(ancestry[0, -1]), np.flatnonzero(ancestry[1, 1])]
     path = np.stack([np.pad(each, (0, ROWS - len(each))) for each in paths])
     count = np.array([len(paths[0]), 0])
-    kept = causal_conv.last_rows(before, rows, count, path if is_tree else None)
+    kept = gated_delta.last_rows(before, rows, count, path if is_tree else None)
     wanted = np.concatenate([before[0], rows[0, paths[0]]])[1 - width :]
     np.testing.assert_array_equal(kept[0], wanted)
     np.testing.assert_array_equal(kept[1], before[1])
@@ -142,6 +142,6 @@ def test_convolutions_do_not_cross_documents():
     rows, weights = rng.normal(size=(1, 7, 2)), rng.normal(size=(2, 4))
     before = np.zeros((1, 3, 2))
     segments = np.array([[1, 1, 1, 2, 2, 2, 2]])
-    result = causal_conv.causal_conv(rows, before, weights, segment_ids=segments)
-    alone = causal_conv.causal_conv(rows[:, 3:], before, weights)
+    result = gated_delta.causal_conv(rows, before, weights, segment_ids=segments)
+    alone = gated_delta.causal_conv(rows[:, 3:], before, weights)
     np.testing.assert_allclose(result[:, 3:], alone, rtol=1e-5, atol=1e-6)

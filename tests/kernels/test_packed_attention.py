@@ -10,8 +10,8 @@ from support.interpreter import interpret
 from support.paged_cases import SCALE, ancestry, make_case
 
 from dflash.kernels import flash_tpu
-from dflash.kernels.packed_attention import packed_attention
 from dflash.kernels.packing import Packing
+from dflash.kernels.paged_attention import packed_attention
 from dflash.kernels.tuning import BlockSizes
 
 BF16, F32 = jnp.bfloat16, jnp.float32

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.models import make_sharding
 
-from dflash.layers import joining
+from dflash.layers import linear
 from dflash.layers.linear import Embedding, Linear, RMSNorm, ZeroCenteredRMSNorm
 from dflash.layers.mlp import Mlp
 from dflash.parallel import parameters
@@ -46,8 +46,8 @@ def test_biases_are_added_before_and_after_joining():
     apart = [build(functools.partial(Linear, bias=True), 5, n, (None, None)) for n in (3, 4)]
     x = draw(2, 5)
     expected = [wide(x)[0] @ np.asarray(m.kernel[...]) + np.asarray(m.bias[...]) for m in apart]
-    np.testing.assert_allclose(joining.join(apart)(x), np.hstack(expected), rtol=1e-5, atol=1e-5)
-    assert not joining.can_join([apart[0], build(Linear, 5, 3, (None, None))])
+    np.testing.assert_allclose(linear.join(apart)(x), np.hstack(expected), rtol=1e-5, atol=1e-5)
+    assert not linear.can_join([apart[0], build(Linear, 5, 3, (None, None))])
     for module, rows in zip(apart, expected, strict=True):
         np.testing.assert_allclose(module(x), rows, rtol=1e-5, atol=1e-5)
 

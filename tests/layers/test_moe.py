@@ -12,8 +12,7 @@ from support.models import make_sharding, move
 from dflash.config import schema
 from dflash.layers import moe
 from dflash.layers.mlp import ClampedSwiglu
-from dflash.layers.moe import SparseMlp
-from dflash.layers.routing import Routing, route
+from dflash.layers.moe import Routing, SparseMlp, route
 from dflash.parallel import parameters, sharding
 
 WIDTH, HIDDEN = 16, 12

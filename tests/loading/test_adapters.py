@@ -25,7 +25,7 @@ from dflash.checkpoints import lora
 from dflash.config import registry
 from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
-from dflash.layers.joining import can_join
+from dflash.layers.linear import can_join
 from dflash.loading import adapters, quantization
 from dflash.offline import decoding
 from dflash.parallel import parameters

@@ -8,9 +8,8 @@ import pytest
 from support.made_samples import completion, task_round
 
 from dflash.measure import cells, plots, results, samples, table
-from dflash.measure.bootstrap import MIN_GROUPS, bootstrap
 from dflash.measure.parts import Parts
-from dflash.measure.samples import Sample, TaskRound, prompt_times
+from dflash.measure.samples import MIN_GROUPS, Sample, TaskRound, bootstrap, prompt_times
 
 BLOCKS = {"none": 1, "dflash": 4}
 LENGTHS = ([4, 2, 4, 2], [3, 3, 3, 3])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash.measure import replay
+from dflash.measure import report
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from dflash.measure import replay
     ],
 )
 def test_split(drafted, parents, committed, num_accepted, rejected):
-    assert replay.split(drafted, parents, committed) == (num_accepted, rejected)
+    assert report.split(drafted, parents, committed) == (num_accepted, rejected)

@@ -4,7 +4,7 @@ import json
 import re
 
 from dflash.measure import report
-from dflash.measure.replay import Frame, Replay
+from dflash.measure.report import Frame, Replay
 
 NASTY = '</script><script>alert("x")</script><!-- \u2028 "\\'
 

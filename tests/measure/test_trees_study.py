@@ -12,8 +12,7 @@ from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.prefill import GREEDY
 from dflash.measure import bench as benches
 from dflash.measure import studies
-from dflash.measure.pair.foresight import Foresight
-from dflash.measure.pair.replay import Cycles
+from dflash.measure.pair.replay import Cycles, Foresight
 from dflash.measure.studies import trees
 
 LOGITS = jnp.array([[[3.0, 2.0, 1.0, 0.0]] * 3])

@@ -11,7 +11,7 @@ from support.models import family_architecture, make_cache, make_sharding
 from support.parity import check_rows, pad, reference, step
 
 from dflash import errors
-from dflash.models.architectures import SLIDING
+from dflash.models.config import SLIDING
 from dflash.models.gemma3 import Gemma3Text
 from dflash.models.gemma4 import Gemma4, Gemma4Text
 from dflash.parallel import parameters

@@ -20,13 +20,13 @@ from tunix.rl import common
 
 from dflash.config.schema import TargetArchitecture
 from dflash.inference import weight_update
-from dflash.models.architectures import Gemma3Architecture, Gemma4Architecture, Qwen3MoeArchitecture
+from dflash.models.config import Gemma3Architecture, Gemma4Architecture, Qwen3MoeArchitecture
 from dflash.models.dense import Qwen2
 from dflash.models.gemma3 import Gemma3
 from dflash.models.gemma4 import Gemma4Text
 from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters
-from dflash.rl.logps import TokenLogps
+from dflash.rl.upkeep import TokenLogps
 
 PAD, ALPHA, RANK = 0, 6.0, 2
 SIZES = {

@@ -11,8 +11,7 @@ from dflash import errors
 from dflash.config.loss_schema import LossConfig
 from dflash.config.rl_schema import UpkeepConfig, UpkeepRun
 from dflash.rl import options
-from dflash.rl.logps import TokenLogps
-from dflash.rl.upkeep import Rollout, Upkeep, has_fallen
+from dflash.rl.upkeep import Rollout, TokenLogps, Upkeep, has_fallen
 
 TARGET = (
     "target.name=qwen3",

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from dflash.runs import cpu_memory
+from dflash.runs import cpu_kernels
 
 SIZE = 64 * 2**20
 BEGIN = """
 import ctypes, resource, sys
-from dflash.runs import cpu_memory
+from dflash.runs import cpu_kernels
 
-if sys.argv[1] == "tuned" and not cpu_memory.tune_malloc():
+if sys.argv[1] == "tuned" and not cpu_kernels.tune_malloc():
     sys.exit("refused")
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -64,5 +64,5 @@ def test_small_blocks_are_merged_when_they_are_freed():
 
 
 def test_a_c_library_without_the_function_is_left_alone(monkeypatch):
-    monkeypatch.setattr(cpu_memory.ctypes, "CDLL", lambda _: object())
-    assert not cpu_memory.tune_malloc.__wrapped__()
+    monkeypatch.setattr(cpu_kernels.ctypes, "CDLL", lambda _: object())
+    assert not cpu_kernels.tune_malloc.__wrapped__()

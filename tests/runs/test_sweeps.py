@@ -9,7 +9,7 @@ import pytest
 from dflash import errors
 from dflash.config import loader
 from dflash.config import sweep_points as sweep_lib
-from dflash.runs import heat_map, shards, sweeps
+from dflash.runs import shards, sweeps
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
 
@@ -239,18 +239,18 @@ def test_results_are_kept_beside_the_point(load, tmp_path):
 def test_heat_maps_have_a_cell_for_every_point(load, tmp_path):
     sweep = load()
     _, outcome = run(sweep, tmp_path)
-    panels = heat_map.panels_of(sweep, "sum", outcome.rows)
+    panels = sweeps.panels_of(sweep, "sum", outcome.rows)
     assert panels == {"": [[11, 21], [12, 22], [13, 23]]}
-    halves = heat_map.panels_of(sweep, "half", outcome.rows)
+    halves = sweeps.panels_of(sweep, "half", outcome.rows)
     assert halves == {"": [[None, None], [6.0, 11.0], [6.5, 11.5]]}
     cube = load("sweep.zip.decode.batch_size=[1, 2]", "sweep.zip.decode.sync_every=[3, 4]")
-    panels = heat_map.panels_of(cube, "sum", {})
+    panels = sweeps.panels_of(cube, "sum", {})
     assert set(panels) == {
         "decode.batch_size=1, decode.sync_every=3",
         "decode.batch_size=2, decode.sync_every=4",
     }
     line = load("sweep.product.decode.top_k=[7]")
-    assert heat_map.panels_of(line, "sum", {}) == {"": [[None], [None], [None]]}
+    assert sweeps.panels_of(line, "sum", {}) == {"": [[None], [None], [None]]}
 
 
 def test_a_heat_map_is_a_picture(load, tmp_path):
@@ -259,11 +259,11 @@ def test_a_heat_map_is_a_picture(load, tmp_path):
     sweep = load()
     _, outcome = run(sweep, tmp_path)
     path = tmp_path / "sum.png"
-    assert heat_map.draw(sweep, "sum", outcome.rows, path)
+    assert sweeps.draw(sweep, "sum", outcome.rows, path)
     pixels = image.imread(path)
     assert min(pixels.shape[:2]) > 100
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7]}) > 10
-    assert not heat_map.draw(sweep, "sum", {}, tmp_path / "none.png")
+    assert not sweeps.draw(sweep, "sum", {}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 
@@ -274,5 +274,5 @@ def test_no_heat_map_has_labels_that_leave_no_room_for_it(load, tmp_path, length
         f"sweep.zip.prompts.text=[[{'x' * length}], [y]]", "sweep.product.decode.top_k=[7]"
     )
     rows = {name: {"sum": 1.0} for name in sweep.points}
-    assert heat_map.draw(sweep, "sum", rows, tmp_path / "sum.png") is drawn
+    assert sweeps.draw(sweep, "sum", rows, tmp_path / "sum.png") is drawn
     assert (tmp_path / "sum.png").exists() is drawn

@@ -33,7 +33,7 @@ from dflash.checkpoints import checkpoint
 from dflash.config import schema
 from dflash.config.schema import TargetConfig
 from dflash.loading import models
-from dflash.models.architectures import GptOssArchitecture, Qwen3MoeArchitecture
+from dflash.models.config import GptOssArchitecture, Qwen3MoeArchitecture
 from dflash.models.dense import Qwen3
 from dflash.models.gpt_oss import GptOss
 from dflash.models.qwen3_moe import Qwen3Moe

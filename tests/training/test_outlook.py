@@ -2,23 +2,25 @@
 
 import pytest
 
-from dflash.training import outlook
+from dflash.training import evaluation
 
 
 def history(*rows):
     """Evaluations of (loss, τ, expected τ), a hundred steps apart."""
     return [
-        outlook.entry(100 * (i + 1), tau, {"loss": loss, "tau": tau, "acceptance_length": expected})
+        evaluation.entry(
+            100 * (i + 1), tau, {"loss": loss, "tau": tau, "acceptance_length": expected}
+        )
         for i, (loss, tau, expected) in enumerate(rows)
     ]
 
 
 def test_the_speed_up_to_expect_is_at_most_tau_over_what_is_read():
     metrics = {"loss": 1.0, "acceptance_length": 2.5, "tau": 3.0}
-    assert outlook.forecast(metrics, 1.2) == {"speedup_bound": pytest.approx(2.5)}
-    assert outlook.forecast({"acceptance_length": 2.4}, 1.2) == {"speedup_bound": 2.0}
-    assert outlook.forecast({"loss": 1.0}, 1.2) == {}
-    assert outlook.forecast(metrics, None) == {}
+    assert evaluation.forecast(metrics, 1.2) == {"speedup_bound": pytest.approx(2.5)}
+    assert evaluation.forecast({"acceptance_length": 2.4}, 1.2) == {"speedup_bound": 2.0}
+    assert evaluation.forecast({"loss": 1.0}, 1.2) == {}
+    assert evaluation.forecast(metrics, None) == {}
 
 
 @pytest.mark.parametrize(
@@ -33,25 +35,25 @@ def test_the_speed_up_to_expect_is_at_most_tau_over_what_is_read():
     ],
 )
 def test_it_has_stalled_when_patience_is_at_its_end(scores, patience, stalled):
-    entries = [outlook.entry(i, score, {}) for i, score in enumerate(scores)]
-    assert outlook.has_stalled(entries, patience) is stalled
+    entries = [evaluation.entry(i, score, {}) for i, score in enumerate(scores)]
+    assert evaluation.has_stalled(entries, patience) is stalled
 
 
 def test_a_loss_that_falls_while_tau_does_not_is_called_out():
     rows = [(2.0, 3.0, 3.0), (1.9, 3.01, 3.0), (1.8, 2.9, 3.0), (1.7, 3.0, 3.0)]
-    (line,) = outlook.warnings(history(*rows))
+    (line,) = evaluation.warnings(history(*rows))
     assert line.startswith("the held-out loss falls (2.000 to 1.700 since step 100), but τ does")
-    assert outlook.warnings(history(*rows[:3])) == [], "too early to say"
-    assert outlook.warnings(history(*rows[:3], (1.7, 3.2, 3.0))) == []
-    assert outlook.warnings(history(*((2.0, 3.0, 3.0),) * 4)) == []
+    assert evaluation.warnings(history(*rows[:3])) == [], "too early to say"
+    assert evaluation.warnings(history(*rows[:3], (1.7, 3.2, 3.0))) == []
+    assert evaluation.warnings(history(*((2.0, 3.0, 3.0),) * 4)) == []
 
 
 def test_a_tau_far_from_the_expected_one_is_called_out():
-    (line,) = outlook.warnings(history((2.0, 1.2, 4.0)))
+    (line,) = evaluation.warnings(history((2.0, 1.2, 4.0)))
     assert line.startswith("τ is 1.20 in the decode engine, but 4.00 is expected")
-    assert outlook.warnings(history((2.0, 3.0, 4.0))) == []
+    assert evaluation.warnings(history((2.0, 3.0, 4.0))) == []
 
 
 def test_a_target_has_no_tau_and_no_warnings():
-    assert outlook.warnings([outlook.entry(1, -2.0, {"loss": 2.0})] * 5) == []
-    assert outlook.warnings([]) == []
+    assert evaluation.warnings([evaluation.entry(1, -2.0, {"loss": 2.0})] * 5) == []
+    assert evaluation.warnings([]) == []

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from dflash.training.signals import StopSignal
+from dflash.training.trainer import StopSignal
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

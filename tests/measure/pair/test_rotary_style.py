@@ -9,7 +9,7 @@ from support.models import make_sharding
 
 from dflash.drafters.dflash import DFlash
 from dflash.layers.transformer import join_projections
-from dflash.measure.pair import rotary_style
+from dflash.measure.pair import diagnosis
 from dflash.parallel import parameters
 
 SHAPE = make_shape(FULL, attention_bias=True, partial_rotary_factor=0.5)
@@ -50,8 +50,8 @@ def test_weights_of_the_other_style_become_ones_of_this(mesh, joined):
     if joined:
         join_projections(usual)
         join_projections(other)
-    assert rotary_style.can_pair_neighbors(other)
-    rotary_style.pair_neighbors(other, ROTATED)
+    assert diagnosis.can_pair_neighbors(other)
+    diagnosis.pair_neighbors(other, ROTATED)
     found = values_of(other)
     for path, value in values_of(usual).items():
         np.testing.assert_array_equal(found[path], value, err_msg=path)
