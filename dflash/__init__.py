@@ -9,7 +9,7 @@
 
 Everything is imported when it is first asked for: `import dflash` takes a few milliseconds, and jax
 comes with the first model. Each command is a module whose `run` does what the command does:
-`dflash.train.run("configs/train/tiny_dflash.yml", "train.steps=10", workdir="runs/first")`.
+`dflash.train.run("configs/train/dflash2.yml", "data.files=[a.jsonl]", workdir="runs/first")`.
 """
 
 import importlib

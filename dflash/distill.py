@@ -15,8 +15,8 @@ SUBCOMMAND = cli.Subcommand(
     "answers, measured against decoding without it, and exported to DIR/drafter. The same command "
     "continues where an earlier one ended.",
     examples=(
-        "dflash distill configs/distill/qwen3_4b_dflash.yml --dry_run",
-        "dflash distill configs/distill/tiny_dflash.yml --workdir runs/mine",
+        "dflash distill configs/distill/qwen3_4b_dflash.yml answers.files=q.jsonl \\",
+        "    --dry_run",
         "dflash distill configs/distill/dflash2.yml target.checkpoint=hf:org/model \\",
         "    answers.files=questions.jsonl --workdir runs/mine",
     ),

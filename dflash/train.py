@@ -26,7 +26,8 @@ SUBCOMMAND = cli.Subcommand(
     examples=(
         "dflash train configs/train/qwen3_4b_dflash.yml --dry_run mesh.fsdp=8",
         "dflash train configs/train/qwen3_4b_dflash.yml mesh.fsdp=8 --workdir w",
-        "dflash train configs/train/tiny_dflash.yml --workdir w    # on a laptop",
+        "dflash train configs/train/dflash2.yml target.checkpoint=assets/tiny_target \\",
+        "    data.files=answers.jsonl train.dtype=float32 --workdir w    # on a laptop",
     ),
     schema=train_schema.TrainRun,
     shared=cli.RUN_FLAGS,

@@ -18,7 +18,7 @@ from dflash.storage import paths
 def _define_flags(values: flags.FlagValues) -> None:
     where = {"flag_values": values}
     flags.DEFINE_integer("vocab_size", 4096, "Number of pieces.", lower_bound=300, **where)
-    flags.DEFINE_list("datasets", ["math", "code", "chat"], "Data sets to read: a,b.", **where)
+    flags.DEFINE_list("datasets", [], "Data sets to read: a,b.", **where)
     flags.DEFINE_list("files", [], "JSONL files to read: a,b.", **where)
     flags.DEFINE_float(
         "megabytes", 8.0, "Maximum text of each data set, in MB.", lower_bound=0, **where
@@ -31,10 +31,7 @@ SUBCOMMAND = cli.Subcommand(
     "(sentencepiece), tokenizer_config.json and chat_template.jinja; with a model's config.json "
     "and weights it becomes a checkpoint. The same data give the same bytes. Ids 0 to 6 are <unk>, "
     "<|pad|>, <|end|>, <|system|>, <|user|>, <|assistant|>, <|mask|>.",
-    examples=(
-        "dflash train_tokenizer runs/tiny/tokenizer",
-        "dflash train_tokenizer w --datasets=math --files=mine.jsonl --vocab_size=8192",
-    ),
+    examples=("dflash train_tokenizer w --files=mine.jsonl --vocab_size=8192",),
     arguments=("DESTINATION",),
     define_flags=_define_flags,
     cpu_only=True,
@@ -55,7 +52,7 @@ def _train_tokenizer(command: cli.Command) -> None:
 def train_tokenizer(
     destination: pathlib.Path,
     *,
-    names: Sequence[str] = ("math", "code", "chat"),
+    names: Sequence[str] = (),
     files: Sequence[str] = (),
     vocab_size: int = 4096,
     megabytes: float = 8.0,

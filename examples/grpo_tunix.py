@@ -106,7 +106,7 @@ def load_policy(mesh: jax.sharding.Mesh) -> qwen3.Qwen3:
 
 def make_batches(steps: int) -> list[dict[str, list]]:
     """Returns the prompts of each step, with their places among the examples."""
-    examples = datasets.task_examples("math", "train", limit=steps * PROMPTS_PER_STEP)
+    examples = datasets.task_examples("math", limit=steps * PROMPTS_PER_STEP)
     batches = []
     for begin in range(0, len(examples), PROMPTS_PER_STEP):
         chosen = range(begin, begin + PROMPTS_PER_STEP)
@@ -120,7 +120,7 @@ class Reward:
 
     def __init__(self, steps: int):
         self._dataset = datasets.find("math", DataConfig())
-        self._examples = datasets.task_examples("math", "train", limit=steps * PROMPTS_PER_STEP)
+        self._examples = datasets.task_examples("math", limit=steps * PROMPTS_PER_STEP)
         self.by_step: list[list[float]] = []
 
     def score(self, prompts, completions, place, **kwargs) -> list[float]:

@@ -307,7 +307,7 @@ def test_a_model_without_a_config_file():
     ("call", "kind", "message"),
     [
         (
-            lambda: dflash.train.run("configs/train/tiny_dflash.yml", "train.steps=0", workdir="w"),
+            lambda: dflash.train.run("configs/train/dflash2.yml", "train.steps=0", workdir="w"),
             errors.ConfigError,
             "command line: train.steps: expected an integer >= 1 or null, got 0",
         ),

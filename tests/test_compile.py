@@ -197,7 +197,7 @@ def test_a_missing_compiler_is_reported(monkeypatch):
         ("configs/qwen3_4b_dflash.yml", tpu_schema.CompileDecode),
         ("configs/random_tiny_dflash.yml", tpu_schema.CompileDecode),
         ("configs/train/qwen3_4b_dflash.yml", tpu_schema.CompileTrain),
-        ("configs/train/tiny_target.yml", tpu_schema.CompileTrain),
+        ("configs/train/qwen3_4b_eagle3.yml", tpu_schema.CompileTrain),
     ],
 )
 def test_the_file_decides_what_is_compiled(path, kind):

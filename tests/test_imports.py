@@ -191,6 +191,11 @@ def test_layering():
     assert problems == []
 
 
+def test_the_package_imports_no_experiment():
+    pattern = re.compile(r"^\s*(from|import) experiments\b", re.MULTILINE)
+    assert [path for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text())] == []
+
+
 def test_no_import_circles():
     """Counts imports inside functions and those through the registry; not `from dflash import X`.
 

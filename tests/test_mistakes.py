@@ -202,7 +202,7 @@ MISTAKES = {
     "run for a config": Mistake("decode w", "the run in it is w/config.yml", 2, another_run),
     "training config": Mistake("decode t.yml", "a config of dflash train, not of this command"),
     "shipped training config": Mistake(
-        "decode configs/train/tiny_dflash.yml", "a config of dflash train, not of this command"
+        "decode configs/train/dflash2.yml", "a config of dflash train, not of this command"
     ),
     "decoding config": Mistake("train c.yml", "a config of dflash decode, not of this command"),
     "decoding config to measure": Mistake("benchmark c.yml", "config of dflash decode, not of"),
@@ -211,7 +211,7 @@ MISTAKES = {
     ),
     "training config to sweep": Mistake("sweep t.yml", "config of dflash train, not of"),
     "distillation": Mistake(
-        "train configs/distill/tiny_dflash.yml", "a config of dflash distill, not of this"
+        "train configs/distill/dflash2.yml", "a config of dflash distill, not of this"
     ),
     "nothing to sweep": Mistake("sweep c.yml", "sweep: required: keys and their values"),
     "sweep": Mistake("decode configs/sweeps/block_size.yml", "sweep: only dflash sweep accepts "),
@@ -293,7 +293,7 @@ MISTAKES = {
         ),
     ),
     "questions in chat without a template": Mistake(
-        "distill configs/distill/tiny_dflash.yml target.checkpoint=m answers.files=[q.jsonl] "
+        "distill configs/distill/dflash2.yml target.checkpoint=m answers.files=[q.jsonl] "
         "answers.chat=true --dry_run",
         "answers.chat: true, but m has no chat template; answers.chat=false decodes", 2,
         both(

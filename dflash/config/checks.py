@@ -240,19 +240,18 @@ def _tfds(tfds: Any) -> Iterator[Problem]:
 
 def _distillation(config: Any) -> Iterator[Problem]:
     """Checks the questions, the test data sets, and the decoding of both."""
-    if not config.answers.tasks and not config.answers.files and config.answers.made is None:
-        example = "numbers of questions by data set, such as {math: 3000}; or set answers.files"
-        yield ("answers.tasks", "answers.files"), f"required: {example}"
+    if not config.answers.files and config.answers.made is None:
+        yield ("answers.files",), "required: JSONL files of questions; or set answers.made"
     if config.test.trees and distill_schema.tree_group(config.drafter) is None:
         yield ("test.trees", "drafter.name"), f"{config.drafter.name!r} does not draft trees"
     if config.test.block_sizes and not hasattr(config.drafter, "block_size"):
         message = f"{config.drafter.name!r} has no block size"
         yield ("test.block_sizes", "drafter.name"), message
+    for name in config.test.tasks:
+        if name in OWN_DATA or name not in registry.DATASETS:
+            near = registry.suggest(name, set(registry.DATASETS) - {*OWN_DATA})
+            yield ("test.tasks",), f"unknown data set {name!r}{near}"
     for key in ("answers", "test"):
-        for name in getattr(config, key).tasks:
-            if name in OWN_DATA or name not in registry.DATASETS:
-                near = registry.suggest(name, set(registry.DATASETS) - {*OWN_DATA})
-                yield (f"{key}.tasks",), f"unknown data set {name!r}{near}"
         alone = types.SimpleNamespace(target=config.target, decode=getattr(config, key).decode)
         for keys, message in (*_stop_ids(alone), *_lengths(alone)):
             renamed = (re.sub(r"^decode\b", f"{key}.decode", dotted) for dotted in keys)

@@ -16,15 +16,13 @@ from dflash.config.schema import location, option
 class AnswersConfig:
     """Questions that the target answers, and the decoding of the answers.
 
-    Of `made`, `tasks` and `files`, one given on the command line replaces the config's others.
+    Of `made` and `files`, one given on the command line replaces the config's other.
     """
 
-    ALTERNATIVES = ("made", "tasks", "files")
+    ALTERNATIVES = ("made", "files")
 
-    # Existing answers.jsonl of another distillation. Replaces tasks and files; nothing is decoded.
+    # Existing answers.jsonl of another distillation. Replaces files; nothing is decoded.
     made: str | None = location("file")
-    # Number of questions from the training split, by data set.
-    tasks: Mapping[str, int] = option({}, minimum=1)
     files: tuple[str, ...] = location("file", ())  # JSONL files like prompts.file.
     # Format each text in `files` as a message of the chat template. None: if there is one.
     chat: bool | None = None
@@ -81,15 +79,12 @@ class DistillRun:
         """Returns the decode runs that generate the answers, by the name of their questions."""
         if self.answers.made is not None:
             return {}
-        sources = {
-            name: schema.PromptsConfig(dataset=name, split="train", limit=count)
-            for name, count in self.answers.tasks.items()
-        }
-        for number, file in enumerate(self.answers.files):
-            sources[f"{number}-{pathlib.Path(file).stem}"] = schema.PromptsConfig(
-                file=file, chat=self.answers.chat
+        return {
+            f"{number}-{pathlib.Path(file).stem}": self.answer_run(
+                schema.PromptsConfig(file=file, chat=self.answers.chat)
             )
-        return {name: self.answer_run(source) for name, source in sources.items()}
+            for number, file in enumerate(self.answers.files)
+        }
 
     def answer_run(self, questions: schema.PromptsConfig) -> schema.DecodeRun:
         """Returns the decode run that answers the given questions."""

@@ -193,10 +193,8 @@ DRAFTERS: Mapping[str, Entry] = Entries(
 )
 
 # Data sets have no schema of their own; their keys are in dflash/config/data_schema.py.
-DATASETS: Mapping[str, str] = {
+DATASETS: dict[str, str] = {
     "math": "dflash.data.datasets:Math",
-    "arithmetic": "dflash.data.datasets:Arithmetic",
-    "copying": "dflash.data.datasets:Copying",
     "code": "dflash.data.datasets:Code",
     "chat": "dflash.data.datasets:Chat",
     "jsonl": "dflash.data.datasets:Jsonl",

@@ -5,7 +5,8 @@ A new data set is a subclass of `Dataset`, in any module, and a line in dflash/c
 
 import functools
 import hashlib
-import platform
+import itertools
+import pathlib
 from collections.abc import Iterator
 
 from dflash import errors
@@ -14,91 +15,57 @@ from dflash.config.data_schema import DataConfig
 from dflash.data import answers, files
 from dflash.data.dataset import Dataset
 from dflash.data.example import SPLITS, Example, Split
-from dflash.data.generated import arithmetic, chat, code, copying, numbered
-from dflash.data.generated.word_problems import problems
+from dflash.text import jsonl
+
+HELD_OUT = pathlib.Path(__file__).parents[1] / "assets" / "prompts"
 
 
-class Math(Dataset):
-    """Generated word problems; see `word_problems`."""
+class _HeldOut(Dataset):
+    """Held-out examples of the tiny family, in dflash/assets/prompts; only the split test.
 
-    name = problems.TASK
-    version = "2.0.0"
+    The generators of its training data are in the repository, experiments/tiny_family.
+    """
+
+    variant = "held_out"
     has_answers = True
-
-    @property
-    def variant(self) -> str:
-        return f"n{self._config.math_examples}"
 
     def examples(self, split: Split) -> Iterator[Example]:
-        return problems.examples(split, self._count(split))
+        if split == "test":
+            file = str(HELD_OUT / f"{self.name}.jsonl")
+            yield from files.read_examples(file, jsonl.entries(file), self.name)
 
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
-        return list(problems.examples(split, limit or self._count(split)))
-
-    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
-        return answers.agree(text, example.response, finished=finished)
-
-    def _count(self, split: Split) -> int:
-        return self._config.math_examples if split == "train" else problems.HELD_OUT_EXAMPLES
-
-
-class _Literal(Dataset):
-    """Data set whose prompts determine the answers, so an answer is right only if identical."""
-
-    has_answers = True
+        return list(itertools.islice(self.examples(split), limit))
 
     def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
         return finished and text.strip() == example.response.strip()
 
-
-class Arithmetic(_Literal):
-    """Small calculations; see `arithmetic`."""
-
-    name = arithmetic.TASK
-
-    @property
-    def variant(self) -> str:
-        return "all"
-
-    def examples(self, split: Split) -> Iterator[Example]:
-        return numbered.examples(self.name, split, arithmetic.draw)
+    def empty(self, split: Split) -> errors.InputError:
+        return errors.InputError(
+            f"data set {self.name}: the package has its split test only; to train, set data.files, "
+            "or generate it with experiments/tiny_family of the repository"
+        )
 
 
-class _Library(_Literal):
-    """Data set made of the standard library of the running Python; it differs between versions."""
+class Math(_HeldOut):
+    """Word problems with worked solutions."""
 
-    @property
-    def variant(self) -> str:
-        return f"python{platform.python_version()}"
+    name = "math"
 
-
-class Copying(_Library):
-    """Words to repeat, including names of modules; see `copying`."""
-
-    name = copying.TASK
-
-    def examples(self, split: Split) -> Iterator[Example]:
-        return numbered.examples(self.name, split, copying.draw)
+    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
+        return answers.agree(text, example.response, finished=finished)
 
 
-class Code(_Library):
-    """Functions to change or to write; see `code`."""
+class Code(_HeldOut):
+    """Functions to change or to write; an answer is right only if identical."""
 
-    name = code.TASK
-    version = "3.0.0"
-
-    def examples(self, split: Split) -> Iterator[Example]:
-        return code.examples(split)
+    name = "code"
 
 
-class Chat(_Library):
-    """Questions about a text in the prompt, and letters; see `chat`."""
+class Chat(_HeldOut):
+    """Questions about a text in the prompt, and letters; graded as code."""
 
-    name = chat.TASK
-    version = "3.0.0"
-
-    def examples(self, split: Split) -> Iterator[Example]:
-        return chat.examples(split)
+    name = "chat"
 
 
 class Jsonl(Dataset):

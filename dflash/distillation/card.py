@@ -169,8 +169,6 @@ def _data(config: DistillRun, figures: DistillationFigures) -> Iterator[str]:
     else:
         yield f"{amount}, to questions of these sources:"
         yield ""
-        for task, count in config.answers.tasks.items():
-            yield f"- {task}: {count:,} questions of its training split"
         for file in config.answers.files:
             yield f"- {pathlib.Path(file).name}"
     others = {name: share for name, share in config.data.shares.items() if name != "jsonl"}

@@ -68,7 +68,7 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
     ]
     return [
         "questions",
-        *questions.describe(config, decoding, dry=dry),
+        *questions.describe(config, decoding),
         "",
         "answers: decoding with the target",
         *decoding.plan().lines(),
@@ -112,15 +112,14 @@ def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> Sta
 
 
 def _num_questions(config: DistillRun) -> int:
-    """Returns the number of questions of all data sets and files, or of existing answers.
+    """Returns the number of questions of all files, or of existing answers.
 
     Raises:
       InputError: A file cannot be read.
     """
     if config.answers.made is not None:
         return sum(1 for _ in jsonl.entries(config.answers.made))
-    in_files = sum(1 for file in config.answers.files for _ in jsonl.entries(file))
-    return sum(config.answers.tasks.values()) + in_files
+    return sum(1 for file in config.answers.files for _ in jsonl.entries(file))
 
 
 def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> StageEstimate:

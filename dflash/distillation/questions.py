@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dflash import errors
 from dflash.config.distill_schema import DistillRun
 from dflash.config.schema import PromptsConfig
-from dflash.data import datasets
 from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.text import jsonl, prompts
@@ -13,13 +12,12 @@ from dflash.text import jsonl, prompts
 _SHOWN_CHARACTERS = 1000
 
 
-def describe(config: DistillRun, job: Job, *, dry: bool) -> Iterator[str]:
+def describe(config: DistillRun, job: Job) -> Iterator[str]:
     """Yields the sources of the questions, how texts are formatted, and one rendered prompt.
 
     Args:
       config: Config of the distillation.
       job: Decode job of the answers, without prompts.
-      dry: Download nothing.
     Raises:
       ConfigError: Texts are to go through a chat template that the checkpoint lacks.
       InputError: A file cannot be read.
@@ -28,15 +26,12 @@ def describe(config: DistillRun, job: Job, *, dry: bool) -> Iterator[str]:
     if answers.made is not None:
         yield f"  answered already, in {answers.made}"
         return
-    for task, count in answers.tasks.items():
-        yield f"  {task}: {count:,} of its training split"
     for file in answers.files:
         yield from _file(file)
     downloaded = job.target_source.directory or config.target.checkpoint == models.RANDOM
-    if answers.files:
-        yield f"  {_format(config, job) if downloaded else 'format unknown without the checkpoint'}"
+    yield f"  {_format(config, job) if downloaded else 'format unknown without the checkpoint'}"
     if downloaded:
-        yield from _example(config, job, dry)
+        yield from _example(config, job)
 
 
 def _file(file: str) -> Iterator[str]:
@@ -66,23 +61,14 @@ def _format(config: DistillRun, job: Job) -> str:
     return "texts are decoded as they are, without the chat template (answers.chat=false)"
 
 
-def _example(config: DistillRun, job: Job, dry: bool) -> Iterator[str]:
+def _example(config: DistillRun, job: Job) -> Iterator[str]:
     """Yields the first question as the target reads it, special tokens included."""
     vocab_size = job.target.arch.vocab_size
-    first = None
-    if config.answers.files:
-        source = PromptsConfig(file=config.answers.files[0], chat=config.answers.chat)
-        first = prompts.read_first(source, job.tokenizer, vocab_size=vocab_size)
-        ids = () if first is None else first.ids
-    elif dry:
-        return  # The data set may need a download.
-    else:
-        task = next(iter(config.answers.tasks))
-        (example,) = datasets.task_examples(task, "train", 1, raw_dir=config.data.raw_dir)
-        ids = job.tokenizer.encode_chat(example.opening)
-    if not ids:
+    source = PromptsConfig(file=config.answers.files[0], chat=config.answers.chat)
+    first = prompts.read_first(source, job.tokenizer, vocab_size=vocab_size)
+    if first is None:
         return
-    text = job.tokenizer.decode(ids, special_tokens=True)
+    text = job.tokenizer.decode(first.ids, special_tokens=True)
     shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
     yield "  the first one, as the target reads it:"
     for line in shown.splitlines():

@@ -10,7 +10,7 @@ from dflash.config import sweep_points as sweeps
 
 RUNS = {
     schema.DecodeRun: "random_tiny_dflash.yml",
-    train_schema.TrainRun: "train/tiny_target.yml",
+    train_schema.TrainRun: "train/qwen3_4b_dflash.yml",
     benchmark_schema.BenchmarkRun: "benchmark/random_tiny.yml",
 }
 DEEP = 100_000

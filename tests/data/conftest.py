@@ -2,15 +2,13 @@
 
 import pytest
 
-from dflash.data import tokenizer_training
-from dflash.data.generated import code
-from dflash.data.generated.word_problems import problems
+from dflash.data import datasets, tokenizer_training
 from dflash.text import tokenizer_loading
 
 
 @pytest.fixture(scope="session")
 def sentences():
-    examples = [*problems.examples("train", 300), *list(code.examples("validation"))[:60]]
+    examples = [*datasets.task_examples("math"), *datasets.task_examples("code", limit=60)]
     return [message["content"] for example in examples for message in example.messages]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
@@ -281,9 +282,8 @@ def open_rows(config, vocab_size=None, split="train"):
 
 
 def test_from_a_config(tmp_path):
-    config = DataConfig(
-        mixture={"math": 1.0}, math_examples=40, length=256, data_dir=str(tmp_path / "data")
-    )
+    options = {"length": 256, "data_dir": str(tmp_path / "data"), "held_out_percent": 20.0}
+    config = examples.config(tmp_path, 60, **options)
     batch = next(Batches(open_rows(config, vocab_size=256), batch_size=4))
     assert batch["tokens"].shape == (4, 256)
     held_out = Batches(open_rows(config, split="validation"), batch_size=4)

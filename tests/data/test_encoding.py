@@ -4,13 +4,13 @@ import shutil
 
 import numpy as np
 import pytest
+from support import examples
 from support.trained_tokenizers import train_sentencepiece
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
 from dflash.data import corpus, datasets, encoding
 from dflash.data.example import Example, pair
-from dflash.data.generated.word_problems import problems
 from dflash.text import tokenizer, tokenizer_loading
 
 USER, BOT = "user", "assistant"
@@ -47,7 +47,7 @@ def test_only_answers_and_their_ends_are_learned(words):
 
 
 def test_the_question_is_encoded_as_for_decoding(words):
-    for example in problems.examples("train", 20):
+    for example in datasets.task_examples("math", limit=20):
         (document,) = encoding.encode(example, words)
         marks = document >= corpus.SUPERVISED
         ids = document & ~corpus.SUPERVISED
@@ -85,7 +85,7 @@ def test_the_first_token_is_never_learned():
 
 
 def test_a_corpus_on_disk(words, tmp_path, capsys):
-    dataset = datasets.find("math", DataConfig(math_examples=30))
+    dataset = datasets.find("jsonl", examples.config(tmp_path, 30))
     opened = encoding.open_corpus(dataset, "train", words, tmp_path)
     assert len(opened) == 30
     expected = sorted(
@@ -96,7 +96,7 @@ def test_a_corpus_on_disk(words, tmp_path, capsys):
     assert sorted(opened.document(i).tolist() for i in range(30)) == expected
     largest = max(token & 0x7FFFFFFF for document in expected for token in document)
     assert opened.max_id == largest < 600
-    assert "encoding math/train" in capsys.readouterr().err
+    assert "encoding jsonl/train" in capsys.readouterr().err
     again = encoding.open_corpus(dataset, "train", words, tmp_path)
     assert "encoding" not in capsys.readouterr().err
     assert again.fingerprint == opened.fingerprint
@@ -109,11 +109,11 @@ def test_a_corpus_on_disk(words, tmp_path, capsys):
 
 def test_encoding_says_how_far_it_is(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(encoding, "_REPORT_SECONDS", 0.0)
-    dataset = datasets.find("math", DataConfig(math_examples=30))
+    dataset = datasets.find("jsonl", examples.config(tmp_path, 30))
     encoding.open_corpus(dataset, "train", words, tmp_path)
     said = capsys.readouterr().err
-    assert "encoding math/train: 1 examples so far\n" in said
-    assert "encoding math/train: 29 examples so far\n" in said
+    assert "encoding jsonl/train: 1 examples so far\n" in said
+    assert "encoding jsonl/train: 29 examples so far\n" in said
 
 
 def test_examples_keep_the_order_of_earlier_versions():
@@ -124,7 +124,7 @@ def test_examples_keep_the_order_of_earlier_versions():
 
 
 def open_small(directory):
-    dataset = datasets.find("math", DataConfig(math_examples=5))
+    dataset = datasets.find("jsonl", examples.config(directory, 5))
     return encoding.open_corpus(dataset, "train", tokenizer.ByteTokenizer(), directory)
 
 

@@ -6,12 +6,12 @@ import sys
 import textwrap
 
 import pytest
+from support import examples
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, encoding, files, held_out, store
 from dflash.data.corpus import SUPERVISED
-from dflash.data.example import SPLITS
 from dflash.text.tokenizer import ByteTokenizer, NoTokenizer
 
 
@@ -68,7 +68,7 @@ def test_an_empty_split_is_named(tmp_path):
 
 def test_an_unwritable_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    dataset = datasets.find("math", DataConfig(math_examples=1))
+    dataset = datasets.find("jsonl", examples.config(tmp_path, 1))
     with pytest.raises(errors.InputError) as caught:
         open_train(dataset, tmp_path / "file")
     assert str(caught.value) == f"{tmp_path / 'file'}: cannot be written: File exists"
@@ -85,12 +85,14 @@ def test_where_data_are_kept(monkeypatch, tmp_path):
 
 
 def test_two_processes_encode_the_data_once_and_need_no_tensorflow(tmp_path):
+    (file,) = examples.config(tmp_path, 200).files
     code = f"""
         import pathlib, sys
         from dflash.config.data_schema import DataConfig
         from dflash.data import datasets, encoding
         from dflash.text.tokenizer import ByteTokenizer
-        dataset = datasets.find("math", DataConfig(math_examples=200))
+        config = DataConfig(files=({file!r},), held_out_percent=0.0)
+        dataset = datasets.find("jsonl", config)
         directory = pathlib.Path({str(tmp_path)!r})
         print(len(encoding.open_corpus(dataset, "train", ByteTokenizer(), directory)))
         print("tensorflow" in sys.modules)
@@ -101,24 +103,23 @@ def test_two_processes_encode_the_data_once_and_need_no_tensorflow(tmp_path):
     outputs = [process.communicate(timeout=300) for process in running]
     assert [out.split() for out, _ in outputs] == [["200", "False"]] * 2, outputs
     (said,) = [err.splitlines() for _, err in outputs if err]
-    assert said[0].startswith("data: encoding math/train, once, in ")
-    assert re.fullmatch(r"data: encoded math/train, 200 examples, \d+\.\d MB", said[1])
+    assert said[0].startswith("data: encoding jsonl/train, once, in ")
+    assert re.fullmatch(r"data: encoded jsonl/train, 200 examples, \d+\.\d MB", said[1])
     assert len(said) == 2
 
 
 def test_tasks_are_samples_of_held_out_data():
     for name in ("math", "code", "chat"):
-        examples = datasets.task_examples(name, "test", 5)
-        assert len(examples) == 5
-        assert examples == datasets.task_examples(name, "test", 5)
-        assert len({example.source for example in examples}) > 1
-        assert all(one.prompt[-1]["role"] == "user" and one.response for one in examples)
-    assert len(datasets.task_examples("math", "test")) == 1000
+        sample = datasets.task_examples(name, "test", 5)
+        assert len(sample) == 5
+        assert sample == datasets.task_examples(name, "test")[:5]
+        assert all(one.prompt[-1]["role"] == "user" and one.response for one in sample)
+        assert len(datasets.task_examples(name)) == 240
+        assert datasets.task_examples(name, "train") == []
     with pytest.raises(errors.ConfigError, match="unknown data set 'mth'; did you mean 'math'"):
         datasets.task_examples("mth")
     with pytest.raises(ValueError, match="no split 'dev'"):
         datasets.task_examples("math", "dev")
-    assert "train" in SPLITS
 
 
 def mixed_prompts(config, tokenizer, directory, limit=12):
@@ -128,11 +129,16 @@ def mixed_prompts(config, tokenizer, directory, limit=12):
 def test_mixed_prompts_are_shared_out(tmp_path):
     config = DataConfig(mixture={"math": 3.0, "chat": 1.0, "code": 0.0})
     tokenizer = ByteTokenizer()
-    found = mixed_prompts(config, tokenizer, tmp_path, 5)
+
+    def mixed(limit):
+        sets = datasets.find_all(config)
+        return held_out.mixed_prompts(sets, tokenizer, tmp_path, "test", limit=limit)
+
+    found = mixed(5)
     assert {name: len(prompts) for name, prompts in found.items()} == {"math": 3, "chat": 2}
-    asked = [example.prompt for example in datasets.task_examples("math", "validation", 3)]
+    asked = [example.prompt for example in datasets.task_examples("math", "test", 3)]
     assert found["math"] == [tuple(tokenizer.encode_chat(messages)) for messages in asked]
-    assert {len(some) for some in mixed_prompts(config, tokenizer, tmp_path, 1).values()} == {0, 1}
+    assert {len(some) for some in mixed(1).values()} == {0, 1}
 
 
 def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from dflash.data import corpus, datasets, mixture
 from dflash.data.example import SPLITS
 from dflash.text.tokenizer import ByteTokenizer
 
-CONFIG = "configs/train/tiny_dflash.yml"
+CONFIG = "configs/train/qwen3_4b_dflash.yml"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def stored(tmp_path_factory):
 def data_config(stored, *overrides):
     keys = (
         f"data.tfds={{name: chats, data_dir: {stored}}}",
-        "data.mixture={tfds: 1.0, math: 0, jsonl: 0}",
+        "data.mixture={tfds: 1.0}",
         "data.files=[]",
         "data.held_out_percent=10",
         *(f"data.tfds.{override}" for override in overrides),

@@ -1,14 +1,13 @@
 import hashlib
-import json
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import examples
 
 import dflash.train_tokenizer as command
 from dflash import errors
-from dflash.data import tokenizer_training
-from dflash.data.generated import code
+from dflash.data import datasets, tokenizer_training
 from dflash.text.tokenizer import IncrementalDecoder
 from dflash.text.tokenizer_loading import load_tokenizer
 
@@ -40,7 +39,7 @@ def test_any_text_is_spelled_back(words, text):
 
 
 def test_code_is_spelled_back(words):
-    for one in list(code.examples("validation"))[:100]:
+    for one in datasets.task_examples("code", limit=100):
         for message in one.messages:
             assert words.decode(words.encode(message["content"])) == message["content"]
 
@@ -86,14 +85,11 @@ def run(capsys, *argv):
 
 
 def test_command(tmp_path, capsys):
-    file = tmp_path / "a.jsonl"
-    lines = ({"prompt": f"Word{i} or {i * i}?", "response": f"Take w{i}x."} for i in range(400))
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     destination = tmp_path / "words"
-    arguments = "--datasets=math", f"--files={file}", "--vocab_size=500", "--megabytes=0.02"
+    arguments = f"--files={examples.PROMPTS / 'math.jsonl'}", "--vocab_size=500", "--megabytes=0.02"
     status, out, err = run(capsys, destination, *arguments)
     assert (status, err) == (0, "")
-    assert out.startswith(f"{destination}: 500 pieces from 0.0 M characters of math, jsonl, in ")
+    assert out.startswith(f"{destination}: 500 pieces from 0.0 M characters of jsonl, in ")
     assert sorted(path.name for path in destination.iterdir()) == [
         "chat_template.jinja", "tokenizer.model", "tokenizer_config.json",
     ]  # fmt: skip
@@ -109,8 +105,8 @@ def test_command(tmp_path, capsys):
         ([], "expected DESTINATION, not 0 arguments"),
         (["x", "--vocab_size=2"], "flag --vocab_size=2: 2 is not integer >= 300"),
         (["x", "--datasets=maths"], "unknown data set 'maths'; did you mean 'math'?"),
-        (["x", "--datasets="], "no text to train on: name data sets or files"),
-        (["x", "--datasets=", "--files=none.jsonl"], "none.jsonl: cannot be read"),
+        (["x"], "no text to train on: name data sets or files"),
+        (["x", "--files=none.jsonl"], "none.jsonl: cannot be read"),
     ],
 )
 def test_wrong_usage(tmp_path, monkeypatch, capsys, argv, message):

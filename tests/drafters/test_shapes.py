@@ -29,7 +29,6 @@ from dflash.drafters.autoregressive_config import DraftModelArchitecture
 from dflash.drafters.base_config import DrafterShape, DraftLayers
 from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.models.dense import Qwen3
-from dflash.parallel import parameters
 
 CONFIGS, ASSETS = merging.package_configs(), TESTS.parent / "dflash" / "assets"
 
@@ -192,6 +191,8 @@ def shipped() -> dict[str, tuple[schema.DrafterConfig, schema.TargetArchitecture
         overrides = ["target.checkpoint=assets/tiny_target"] if generic else []
         if generic and folder == "train":
             overrides.append("data.files=[answers.jsonl]")
+        if folder == "distill":
+            overrides.append("answers.files=[questions.jsonl]")
         run = loader.load(path, overrides, schema=runs.get(folder, schema.DecodeRun))
         if getattr(run.drafter, "architecture", None) is not None:
             name = str(path.relative_to(CONFIGS))
@@ -203,7 +204,6 @@ SHIPPED = shipped()
 
 
 def test_the_shipped_recipes_are_among_them():
-    assert {f"train/tiny_{name}.yml" for name in WITH_SHAPES} <= set(SHIPPED)
     assert {"train/qwen3_4b_dflash.yml", "train/qwen3_4b_eagle3.yml"} <= set(SHIPPED)
 
 
@@ -236,17 +236,6 @@ def test_shipped_drafters_have_the_layers_of_their_targets(path):
         num_hidden_layers=decoder.num_hidden_layers,
         intermediate_size=mlp.get(path, target.intermediate_size),
     )
-
-
-@pytest.mark.parametrize("name", ["dflash", "eagle3"])
-def test_the_recipe_of_an_embedded_drafter_makes_its_shape(name):
-    config, target = SHIPPED[f"train/tiny_{name}.yml"]
-    kind = kind_of(name)
-    found = kind.architecture_for(target, config.architecture).fit(target)
-    stored = json.loads((ASSETS / f"tiny_{name}/config.json").read_text())
-    assert found == kind.architecture_from_hf(stored)
-    fresh = kind(found, dtype=jnp.bfloat16, sharding=make_sharding())
-    assert parameters.count(fresh) > 0
 
 
 # --- config.json ---------------------------------------------------------------------------------

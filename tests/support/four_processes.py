@@ -16,7 +16,7 @@ import signal
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from support import forked, xla_flags
+from support import examples, forked, xla_flags
 
 os.environ["XLA_FLAGS"] = xla_flags.quick(devices=1)
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -33,7 +33,6 @@ from dflash.checkpoints import files as checkpoint_files
 from dflash.cli import processes
 from dflash.cli import subcommand as cli
 from dflash.config import loader, schema
-from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, mixture
 from dflash.data.batches import Batches
 from dflash.offline import decode_run
@@ -149,7 +148,8 @@ def lonely_features(directory: pathlib.Path, process: int) -> None:
 
 def data(directory: pathlib.Path, process: int) -> None:
     """The first process encodes what all read."""
-    config = DataConfig(mixture={"math": 1.0}, math_examples=40, data_dir=str(directory / "data"))
+    (directory / f"own-{process}").mkdir()
+    config = examples.config(directory / f"own-{process}", 40, data_dir=str(directory / "data"))
     rows = mixture.open_mixture(config, datasets.find_all(config), ByteTokenizer())
     source = Batches(rows, batch_size=COUNT, mine=(process,))
     print(f"row {next(source)['tokens'].sum()}", file=sys.stderr)

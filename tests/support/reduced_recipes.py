@@ -11,7 +11,6 @@ TARGET = (
 TRAINING = (
     "data.length=256",
     "data.held_out_percent=20",
-    "data.math_examples=50",
     "train.dtype=float32",
     "train.epochs=null",
     "train.steps=2",
@@ -28,19 +27,9 @@ EAGLE3 = (
     "drafter.training_steps=2",
     "drafter.num_draft_tokens=2",
 )
-# Of a mixture, what is not of this run takes longer to make than to learn.
-MIXTURE = "data.mixture={jsonl: 0.7, math: 0.3, arithmetic: 0, copying: 0, code: 0, chat: 0}"
 GENERIC = ("dflash2",)  # Recipes for any target, which the command line names.
 REDUCED = {
     "dflash2": (*DRAFTER, *BLOCK, "drafter.architecture.num_target_features=1"),
     "qwen3_4b_dflash": (*DRAFTER, *BLOCK, "drafter.architecture.target_layer_ids=[0]"),
     "qwen3_4b_eagle3": EAGLE3,
-    "tiny_dflare": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
-    "tiny_dflash": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
-    "tiny_dflash2": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
-    "tiny_dspark": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
-    "tiny_eagle3": (*EAGLE3, MIXTURE),
-    "tiny_lilicorr": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
-    "tiny_medusa": (MIXTURE, "loss.num_anchors=4", "drafter.architecture.block_size=4"),
-    "tiny_target": (MIXTURE, "tokenizer=null"),
 }

@@ -17,9 +17,9 @@ TARGET = (
 )
 
 
-def make_job(recipe, *overrides, dry) -> train_job.TrainJob:
-    path = f"configs/train/{recipe}.yml"
-    config = loader.load(path, [*TARGET, *overrides], train_schema.TrainRun)
+def make_job(*overrides, dry) -> train_job.TrainJob:
+    always = [*TARGET, "train.steps=10", "data.length=256", "evaluation.decode.max_new_tokens=8"]
+    config = loader.load(None, [*always, *overrides], train_schema.TrainRun)
     return train_job.prepare(config, dry=dry)
 
 
@@ -29,9 +29,7 @@ def test_the_held_out_loss_is_a_mean_over_tokens_not_over_batches(tmp_path):
     found = []
     for batches, rows in ((1, 4), (2, 2), (4, 1)):
         job = make_job(
-            "tiny_target",
-            "tokenizer=null",
-            "data.mixture={jsonl: 1, math: 0, arithmetic: 0, copying: 0, code: 0, chat: 0}",
+            "task=target",
             f"data.files={tmp_path / 'data.jsonl'}",
             f"data.data_dir={tmp_path}",
             "data.held_out_percent=30",
@@ -53,8 +51,10 @@ def fingerprint(tmp_path):
     def find(*overrides, prompts=("one", "two")) -> str:
         file = tmp_path / "prompts.jsonl"
         file.write_text("\n".join(json.dumps({"prompt": text}) for text in prompts))
-        options = f"evaluation.prompts_file={file}", "evaluation.batches=0", *overrides
-        evaluation = Evaluation(make_job("tiny_medusa", *options, dry=True), (), lambda params: {})
+        options = f"evaluation.prompts_file={file}", "evaluation.batches=0", "data.files=[a.jsonl]"
+        heads = "drafter={name: medusa, checkpoint: random, architecture: {block_size: 8}}"
+        job = make_job(heads, *options, *overrides, dry=True)
+        evaluation = Evaluation(job, (), lambda params: {})
         assert (evaluation.goal, evaluation.measures_something) == ("tau", True)
         return evaluation.fingerprint
 

@@ -31,8 +31,9 @@ def target(tmp_path):
 
 
 def prepare(target, *overrides, date=None, dry=True) -> train_job.TrainJob:
-    overrides = f"target.checkpoint={target}", *overrides
-    config = loader.load("configs/train/tiny_medusa.yml", overrides, train_schema.TrainRun)
+    heads = "drafter={name: medusa, checkpoint: random, architecture: {block_size: 8}}"
+    base = f"target.checkpoint={target}", heads, "train.steps=10", "data.files=[a.jsonl]"
+    config = loader.load(None, (*base, *overrides), train_schema.TrainRun)
     return train_job.prepare(config, date=date, dry=dry)
 
 
@@ -66,8 +67,7 @@ def rows_of(directory, count: int) -> str:
     [(9, 6, 11), (10, 6, 10), (15, 6, 7), (16, 6, 6), (16, 0.5, 1), (5, 1.1, 4), (2, 1.1, 9)],
 )
 def test_epochs_are_read_in_full(target, tmp_path, batch, epochs, steps):
-    data = f"data.files=[{rows_of(tmp_path, 16)}]", "data.mixture={jsonl: 1, math: 0}"
-    data += "data.mixture.code=0", "data.mixture.chat=0", f"data.data_dir={tmp_path}"
+    data = f"data.files=[{rows_of(tmp_path, 16)}]", f"data.data_dir={tmp_path}"
     data += "data.length=32", "data.held_out_percent=0", f"train.batch_size={batch}"
     length = "train.steps=null", f"train.epochs={epochs}"
     job = prepare(target, *data, *length, dry=False)
@@ -77,8 +77,7 @@ def test_epochs_are_read_in_full(target, tmp_path, batch, epochs, steps):
 
 def test_epochs_are_those_of_the_decimal_number(target, tmp_path):
     """As floats, 1.1 × 100 is above 110, which would take a step of no data."""
-    data = f"data.files=[{rows_of(tmp_path, 100)}]", "data.mixture={jsonl: 1, math: 0}"
-    data += "data.mixture.code=0", "data.mixture.chat=0", f"data.data_dir={tmp_path}"
+    data = f"data.files=[{rows_of(tmp_path, 100)}]", f"data.data_dir={tmp_path}"
     data += "data.length=32", "data.held_out_percent=0", "train.batch_size=10"
     length = "train.steps=null", "train.epochs=1.1"
     assert prepare(target, *data, *length, dry=False).steps() == 11

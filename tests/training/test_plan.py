@@ -14,16 +14,17 @@ SMALL = [
     "target.architecture={vocab_size: 320, hidden_size: 32, intermediate_size: 64, "
     "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, "
     "max_position_embeddings: 512}",
-    "drafter.architecture.target_layer_ids=[0, 1]",
+    "drafter={name: dflash, checkpoint: random, architecture: {num_hidden_layers: 2, "
+    "target_layer_ids: [0, 1], num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16}}",
+    "data.files=[answers.jsonl]",
+    "train.dtype=float32",
     "train.batch_size=8",
     "data.length=64",
 ]
 
 
 def make_plan(*overrides):
-    config = loader.load(
-        "configs/train/tiny_dflash.yml", [*SMALL, *overrides], train_schema.TrainRun
-    )
+    config = loader.load("train/dflash2.yml", [*SMALL, *overrides], train_schema.TrainRun)
     job = train_job.prepare(config, dry=True)
     return job, job.plan()
 

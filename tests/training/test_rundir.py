@@ -10,7 +10,8 @@ from dflash.config import loader, train_schema
 from dflash.training import rundir
 
 DATE = datetime.date(2026, 1, 31)
-BASE = loader.load("configs/train/tiny_target.yml", schema=train_schema.TrainRun)
+RUN = "task=target", "target.checkpoint=a", "train.steps=10", "train.dtype=float32"
+BASE = loader.load(None, (*RUN, "data.files=[a.jsonl]"), train_schema.TrainRun)
 
 
 def change(group: str, **values):

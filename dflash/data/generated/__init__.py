@@ -1,1 +1,0 @@
-"""Data sets generated from word lists and from the standard library of Python."""

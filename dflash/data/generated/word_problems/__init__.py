@@ -1,1 +1,0 @@
-"""Generated multi-step word problems."""
