@@ -57,9 +57,9 @@ LINES = (
     "sweep configs/tiny_dflash.yml --dry_run sweep.product.decode.seed=[1,2]",
     "compile configs/random_tiny_dflash.yml --print_config tpu.topology=v5e:1x1",
     "decode c.yml --dry_run decode.batch_size=2 decode.max_new_tokens=8",
-    "train configs/train/dflash2.yml target.checkpoint=words --dry_run train.batch_size=4 data.length=64",
+    "train configs/train/dflash2.yml target.checkpoint=words --dry_run data.length=64",
     "convert target out --to=orbax --dtype=float32",
-    "train_tokenizer out --vocab_size=300 --datasets= --files=gone.jsonl",
+    "train_tokenizer out --vocab_size=300 --files=gone.jsonl",
     "doctor --help",
 )
 TEXTS = """
