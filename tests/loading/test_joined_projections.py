@@ -122,11 +122,11 @@ def test_abstract_weights_are_joined_as_real_ones_are(mesh):
 
 
 @pytest.mark.tpu_compiler
-def test_a_tpu_has_them_joined_and_a_cpu_apart():
+def test_a_tpu_has_them_joined_and_a_mesh_of_cpus_apart():
     machine = topology.find("v5p:2x2x1")
     sizes = {"data": 1, "fsdp": 1, "tensor": 4}
     tpu = topology.make_sharding(machine, sizes, SHARDING_RULES)
-    for placed, wanted in ((tpu, 0), (make_sharding(1, 1, 1), ARCHITECTURE.num_hidden_layers)):
+    for placed, wanted in ((tpu, 0), (make_sharding(tensor=2), ARCHITECTURE.num_hidden_layers)):
         model = Qwen3(ARCHITECTURE, dtype=jnp.float32, sharding=placed)
         weights.arrange(model, placed)
         paths = [path for path, _ in parameters.named_parameters(model)]
