@@ -1,0 +1,33 @@
+"""Registered drafters, each as a chain (or whatever it drafts by default) and as a tree."""
+
+import dataclasses
+
+import pytest
+
+from dflash.config import registry
+from dflash.drafters.base import Drafter
+from support.models import drafter, takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A registered drafter, as a chain (or whatever it drafts by default) or as a tree."""
+
+    name: str
+    tree: bool = False
+
+    def __str__(self):
+        return f"{self.name}-tree" if self.tree else self.name
+
+    def build(self) -> Drafter:
+        """Returns the drafter with random weights and a small block."""
+        block_size = 4 if takes(self.name, "block_size") else None
+        return drafter(self.name, block_size=block_size, tree=self.tree)
+
+
+_NAMES = sorted(registry.DRAFTERS)
+FORMS = [
+    *(Form(name) for name in _NAMES),
+    *(Form(name, tree=True) for name in _NAMES if takes(name, "tree")),
+]
+each_form = pytest.mark.parametrize("form", FORMS, ids=str)
