@@ -1,6 +1,7 @@
-"""The contract of drafters, over all that are registered: a new entry is tested from here on.
+"""The contract of engines with each registered drafter: a new entry is tested from here on.
 
-What a drafter drafts may be good or bad; what comes out must be what plain decoding gives.
+Strategies meet theirs in test_strategy_contract.py. What a drafter drafts may be good or bad; what
+comes out must be what plain decoding gives.
 """
 
 import dataclasses
@@ -24,10 +25,9 @@ from support.engines import (
     shared_engine,
     without_prefix_cache,
 )
+from support.forms import FORMS, Form, each_form
 from support.models import ARCHITECTURE, drafter, takes, target
 
-from dflash.config import registry
-from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
@@ -35,21 +35,6 @@ from dflash.inference.scheduler import Scheduler
 from dflash.kernels.packing import Packing
 from dflash.offline import decoding
 
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A registered drafter, as a chain (or whatever it drafts by default) or as a tree."""
-
-    name: str
-    tree: bool = False
-
-    def __str__(self):
-        return f"{self.name}-tree" if self.tree else self.name
-
-
-NAMES = sorted(registry.DRAFTERS)
-FORMS = [Form(name) for name in NAMES] + [Form(n, tree=True) for n in NAMES if takes(n, "tree")]
-each_form = pytest.mark.parametrize("form", FORMS, ids=str)
 SHORT = (1, 15, 16, 17, 9, 3, 12)
 LONG = (31, 1, 32, 33, 16, 17, 50)  # past every bucket edge, and of several chunks
 ONE_BUCKET = (16, 9, 31, 12, 13, 32, 11)  # ragged, and a single prefill program to compile
@@ -392,84 +377,6 @@ def propose(form: Form, with_probs: bool = False, counts: tuple[int, ...] | None
         return model.draft(state, anchor, position, sampler, heads)
 
     return jax.jit(draft)
-
-
-@each_form
-def test_live_state_drafts_as_a_freshly_prefilled_one(form):
-    """State commits in `observe` alone, and holds the committed tokens and nothing else.
-
-    Unless a strategy reviews refused rows too: its drafts then depend on earlier refused ones.
-    """
-    run = ragged_engine(form)
-    prompts = random_prompts([10, 16, 9, 31, 12])
-    limits = [20, 15, 25, 12, 20]
-    whole = expected(prompts, limits, temperature=0.0)
-    texts = [(*prompt, *ids) for prompt, (ids, _) in zip(prompts, whole, strict=True)]
-
-    def start(sequences, ends):
-        limits = [end - len(sequence) for sequence, end in zip(sequences, ends, strict=True)]
-        return occupied(run, make_requests(sequences, limits))
-
-    ends = [len(text) for text in texts]
-    live = start(prompts, ends)
-    for _ in range(3):
-        live, _ = run.generate(live)
-    lengths = np.asarray(live.length).tolist()
-    assert all(len(prompt) + 3 < n for prompt, n in zip(prompts, lengths, strict=True))
-    fresh = start([text[: n - 1] for text, n in zip(texts, lengths, strict=True)], ends)
-    np.testing.assert_array_equal(live.anchor, fresh.anchor)
-    position = live.length - 1
-    mine, after = propose(form)(live.drafter, live.anchor, position)
-    wanted, _ = propose(form)(fresh.drafter, fresh.anchor, position)
-    if type(run.drafter).review is Drafter.review:
-        # Confidences are sums over rows that arrived in other groups.
-        rounded = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-        jax.tree.map(rounded, mine.confidence, wanted.confidence)
-        mine_rest, wanted_rest = (
-            dataclasses.replace(one, confidence=None) for one in (mine, wanted)
-        )
-        jax.tree.map(np.testing.assert_array_equal, mine_rest, wanted_rest)
-    again, _ = propose(form)(after, live.anchor, position)
-    jax.tree.map(np.testing.assert_array_equal, mine, again)
-
-
-@pytest.mark.parametrize("with_probs", [False, True])
-@each_form
-def test_proposals_are_well_formed(form, with_probs):
-    model = ragged_engine(form).drafter
-    abstract = model.init_state(5, 64)
-    assert all(leaf.sharding is not None for leaf in jax.tree.leaves(abstract))
-    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
-    anchor = jnp.arange(5, dtype=jnp.int32)
-    proposal, after = propose(form, with_probs)(state, anchor, jnp.zeros(5, jnp.int32))
-    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (state, after))
-    assert shapes[0] == shapes[1]
-    tokens = np.asarray(proposal.tokens)
-    assert tokens.shape == (5, model.num_draft_tokens)
-    assert tokens.dtype == np.int32
-    assert ((tokens >= 0) & (tokens < ARCHITECTURE.vocab_size)).all()
-    assert all(0 <= i < ARCHITECTURE.num_hidden_layers for i in model.feature_layers)
-    if proposal.parents is not None:
-        parents = np.asarray(proposal.parents)
-        assert ((parents >= 0) & (parents <= np.arange(tokens.shape[1]))).all()
-        siblings = {(b, parents[b, g], tokens[b, g]) for b, g in np.ndindex(tokens.shape)}
-        assert len(siblings) == tokens.size, "siblings share a token"
-        depth = np.zeros((5, tokens.shape[1] + 1), int)
-        for g in range(tokens.shape[1]):
-            depth[:, g + 1] = 1 + depth[np.arange(5), parents[:, g]]
-        assert depth.max() < model.longest_path
-    assert (proposal.probs is not None) == (with_probs and model.has_probs)
-    assert (proposal.confidence is not None) == model.has_confidence
-    if proposal.probs is not None:
-        probs = np.asarray(proposal.probs)
-        np.testing.assert_allclose(probs.sum(axis=-1), 1.0, atol=1e-5)
-        drawn_from = np.tile(np.arange(tokens.shape[1]), (5, 1))
-        if proposal.drawn_from is not None:
-            drawn_from = np.asarray(proposal.drawn_from)
-        drawn = probs[np.arange(5)[:, None], drawn_from, tokens] > 0
-        # A greedy sequence has one token to draw: further siblings are sure, not drawn.
-        assert drawn[np.asarray(make_sampler(5).params.temperature) > 0].all()
-        assert drawn[:, 0].all()
 
 
 @pytest.mark.parametrize("with_probs", [False, True])

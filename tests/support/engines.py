@@ -19,7 +19,8 @@ from dflash.inference.pages import Slot
 from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.models.decoder import Decoder
 from dflash.offline import decoding
-from support.models import ARCHITECTURE, ONE_DEVICE, drafter, takes, target
+from support.forms import Form
+from support.models import ARCHITECTURE, ONE_DEVICE, target
 
 _ASKED = ("min_new_tokens", "logprobs", "grammar", "rejected")
 COMPILATION = "/jax/core/compile/backend_compile_duration"
@@ -48,9 +49,8 @@ def shared_engine(name: str, *, tree: bool = False, verify: str = "coupled") -> 
 
     Its 15 pages hold 5 sequences of up to 48 tokens; 5 longer ones give way to each other.
     """
-    model = drafter(name, block_size=4 if takes(name, "block_size") else None, tree=tree)
-    return engine(
-        model,
+    run = engine(
+        Form(name, tree).build(),
         batch_size=5,
         sync_every=2,
         max_length=64,
@@ -58,6 +58,9 @@ def shared_engine(name: str, *, tree: bool = False, verify: str = "coupled") -> 
         prefix_cache=True,
         verify=verify,
     )
+    # It serves greedy requests too, which would otherwise compile a program of their own.
+    run.program("generate")
+    return run
 
 
 def without_prefix_cache(base: Engine) -> Engine:
@@ -196,7 +199,9 @@ def expected(
 
 @functools.cache
 def _plain_engine() -> Engine:
-    return engine(batch_size=8, sync_every=8, max_length=128)
+    run = engine(batch_size=8, sync_every=8, max_length=128)
+    run.program("generate")  # As in `shared_engine`.
+    return run
 
 
 @functools.cache
