@@ -1,6 +1,8 @@
 """Tests of targets: transformers computes the same, and what a tree or a mesh must not change."""
 
 import dataclasses
+import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from support.golden import GOLDEN, load_target
 from support.models import (
     OWN_FIELDS,
     family_architecture,
@@ -19,7 +22,15 @@ from support.models import (
     move,
     zeros,
 )
-from support.parity import check_rows, make_pair, pad, reference, step
+from support.parity import (
+    WEIGHTS,
+    check_rows,
+    make_pair,
+    pad,
+    reference,
+    save_weights,
+    step,
+)
 
 from dflash import errors
 from dflash.checkpoints import tensor_map
@@ -156,6 +167,9 @@ CHECKPOINTS = {
 }
 EIGHT = make_sharding(data=2, fsdp=2, tensor=2)
 LENGTHS = [5, 17, 33, 1]
+STORED = GOLDEN / "targets.npz"  # What transformers computes; see `test_stored_logits`.
+STORED_LENGTHS = [5, 17, 1]
+FEATURE_LAYERS = (1, 0)  # in the order asked for, not that of depth
 FIRST_CHUNK = [2, 16, 7, 1]  # rows of each sequence in the first of two calls
 
 
@@ -163,7 +177,10 @@ FIRST_CHUNK = [2, 16, 7, 1]  # rows of each sequence in the first of two calls
 def pair(request, tmp_path_factory):
     """A random model of transformers, and ours with the weights that it saved."""
     family, options = CHECKPOINTS[request.param]
-    return make_pair(family, SHAPE | options, tmp_path_factory.mktemp("checkpoint"))
+    directory = tmp_path_factory.mktemp("checkpoint")
+    theirs, ours = make_pair(family, SHAPE | options, directory)
+    theirs.case, theirs.directory = request.param, directory
+    return theirs, ours
 
 
 def draw_tokens(lengths=LENGTHS, vocab=48):
@@ -171,15 +188,52 @@ def draw_tokens(lengths=LENGTHS, vocab=48):
     return [rng.integers(0, vocab, length) for length in lengths]
 
 
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_stored_logits(name, tmp_path):
+    """A ragged batch in one call, against what transformers has computed."""
+    with np.load(STORED) as arrays:
+        config, shapes = json.loads(str(arrays[f"{name}/checkpoint"]))
+        expected = [arrays[f"{name}/{part}"] for part in ("logits", "features")]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_weights(shapes, tmp_path)
+    ours, tokens = load_target(tmp_path), draw_tokens(STORED_LENGTHS)
+    cache = make_cache(ours, len(tokens), max(STORED_LENGTHS))
+    layers = {"feature_layers": FEATURE_LAYERS}
+    _, features, logits, _ = step(ours, pad(tokens), [0] * len(tokens), cache, **layers)
+    assert logits.dtype == jnp.float32
+    assert max(np.abs(each).max() for each in expected[0]) > 1, "too small to compare"
+    ends = np.cumsum(STORED_LENGTHS)[:-1]
+    for mine, theirs in zip((logits, features), expected, strict=True):
+        check_rows(mine, np.split(theirs, ends), STORED_LENGTHS)
+
+
+def test_stored_logits_are_those_of_transformers(pair):
+    """Writes them anew if the variable WRITE_GOLDEN is set."""
+    theirs, _ = pair
+    name, directory = theirs.case, theirs.directory
+    rows = [reference(theirs, each, FEATURE_LAYERS) for each in draw_tokens(STORED_LENGTHS)]
+    logits, features = (np.concatenate(each) for each in zip(*rows, strict=True))
+    if "WRITE_GOLDEN" in os.environ:
+        config = json.loads((directory / "config.json").read_text())
+        shapes = {name: array.shape for name, array in load_file(directory / WEIGHTS).items()}
+        kept = dict(np.load(STORED)) if STORED.exists() else {}
+        kept[f"{name}/checkpoint"] = np.array(json.dumps([config, shapes]))
+        kept |= {f"{name}/logits": logits, f"{name}/features": features}
+        np.savez_compressed(STORED, **kept)
+    with np.load(STORED) as stored:
+        np.testing.assert_allclose(stored[f"{name}/logits"], logits, atol=1e-5)
+        np.testing.assert_allclose(stored[f"{name}/features"], features, atol=1e-5)
+
+
 def test_ragged_batch_in_one_call(pair):
     theirs, ours = pair
-    tokens, layers = draw_tokens(), (1, 0)  # in the order asked for, not that of depth
+    tokens = draw_tokens()
     cache = make_cache(ours, len(tokens), max(LENGTHS))
     _, features, logits, _ = step(
-        ours, pad(tokens), [0] * len(tokens), cache, feature_layers=layers
+        ours, pad(tokens), [0] * len(tokens), cache, feature_layers=FEATURE_LAYERS
     )
     expected_logits, expected_features = zip(
-        *(reference(theirs, each, layers) for each in tokens), strict=True
+        *(reference(theirs, each, FEATURE_LAYERS) for each in tokens), strict=True
     )
     assert logits.dtype == jnp.float32
     assert max(np.abs(each).max() for each in expected_logits) > 1  # worth comparing

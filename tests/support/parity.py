@@ -2,12 +2,17 @@
 
 import functools
 import pathlib
+import zlib
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from support.golden import import_transformers, load_target
+
+WEIGHTS = "model.safetensors"
 
 
 def make_pair(family: str, config: dict, directory: pathlib.Path, seed: int = 0):
@@ -27,19 +32,23 @@ def make_pair(family: str, config: dict, directory: pathlib.Path, seed: int = 0)
 
 def save_random(theirs, directory: pathlib.Path, seed: int = 0, std: float = 0.2):
     """Gives a model of transformers random weights; see `make_pair`."""
-    torch, _ = import_transformers()
-    torch.manual_seed(seed)
-    theirs = theirs.float().eval()
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            mean, spread = (1.0, 0.3) if "norm" in name else (0.0, std)
-            parameter.normal_(mean, spread)
-        for name, buffer in theirs.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.uniform_(0.5, 2.0)
-    kept = {name: array for name, array in theirs.state_dict().items() if array.numel()}
-    theirs.save_pretrained(directory, state_dict=kept)
-    return theirs, load_target(directory)
+    import_transformers()
+    theirs.save_pretrained(directory)
+    shapes = {name: array.shape for name, array in load_file(directory / WEIGHTS).items()}
+    save_weights(shapes, directory, seed, std)
+    return type(theirs).from_pretrained(directory).float().eval(), load_target(directory)
+
+
+def save_weights(shapes: Mapping, directory: pathlib.Path, seed: int = 0, std: float = 0.2):
+    """Writes random tensors, each drawn by its name, so that shapes suffice to write them again."""
+    tensors = {}
+    for name, shape in shapes.items():
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        mean, spread = (1.0, 0.3) if "norm" in name else (0.0, std)
+        if name.endswith("layer_scalar"):
+            mean = 1.0
+        tensors[name] = rng.normal(mean, spread, shape).astype(np.float32)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def step(target, tokens, start, cache, *, feature_layers=(), count=None):
