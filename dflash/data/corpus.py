@@ -48,12 +48,10 @@ class Corpus:
 
     Attributes:
       name: Name in error messages, such as "math/train".
-      fingerprint: Hash of the contents.
       tokens: Tokens of all documents with supervision bits, uint32 [total], in memory or in a file.
       offsets: Start of each document, and the end of the last one, int64 [documents + 1].
       learned: Index of the first supervised token within each document, or the length of the
         document if it has none, int32 [documents].
-      max_id: Largest token id.
       crc32: Checksums of the documents, uint32 [documents]; None for a corpus in memory.
       directory: Directory of the files; None for a corpus in memory.
     """

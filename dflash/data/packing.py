@@ -144,9 +144,6 @@ class PackedRows:
       positions: Position within the document, from 0, int32.
       segment_ids: Number of the document within the row, from 1, 0 for padding, int32.
       loss_mask: 1 for supervised tokens, which are predicted from the tokens before, float32.
-
-    Attributes:
-      corpus: Corpus that holds the documents.
     """
 
     def __init__(self, corpus: Corpus, packing: DocumentPacking):

@@ -197,7 +197,6 @@ class ExpertForm:
       gate: Function of (gate, up) that returns hidden rows.
       interleaved: The columns of the gate and up projections alternate in one projection, as in
         gpt-oss.
-      bias: All projections have biases.
     """
 
     gate: Callable[[jax.Array, jax.Array], jax.Array] = gated

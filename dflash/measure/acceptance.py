@@ -58,7 +58,6 @@ class ExpectedAcceptance:
       tokens: Mean acceptance length (τ) by task, bonus included.
       histograms: Histograms by task that τ is computed from; empty if τ is assumed.
       source: Description of the source and of its assumptions.
-      longest: Longest recorded acceptance length.
       published: Whether the source is the module `published`.
       recordings: See `KnownAcceptance`.
     """

@@ -54,14 +54,11 @@ class Cell:
     """One strategy on one task, over all rounds; figures of cycles are None if none was run.
 
     Attributes:
-      task, strategy: Names of the task and the strategy.
       rounds, prompts: Number of rounds, and of prompts; every turn of a conversation is a prompt.
       groups: Number of conversations, which the bootstrap resamples.
       busy_slots: Number of sequences in flight, averaged over the decode time.
       block_size: Rows per sequence that the target verifies.
       output_tokens, cycles: Totals over all rounds, without the first token of each prompt.
-      tau: Mean acceptance length (τ).
-      acceptance_histogram: Number of cycles by acceptance length.
       joint_acceptance: For each draft position, the fraction of cycles that accepted it.
       conditional_acceptance: The same fraction among cycles that accepted all positions before it.
       ttft_ms: Median time from a prompt's dispatch to its first token, over prompts and rounds.
@@ -73,14 +70,12 @@ class Cell:
       identical_share: Fraction of outputs that equal the baseline's, token for token.
       checked: Number of outputs, over all rounds, whose prompt has a right answer.
       correct_share: Fraction of these outputs that have it; None without any.
-      cost_ms: Cost of a cycle.
       baseline_cycle_ms: T_1.
       ideal_speedup: Ideal speed-up, as defined in the module's docstring.
       share_of_ideal: Speed-up relative to the ideal one.
       losses: Factors by which the speed-up is below τ: "verify" is T_verify / T_1, "draft" is
         (T_draft + T_verify) / T_verify, "rest" is a cycle over T_draft + T_verify.
       roofline_ms: Lower bound of T_verify by the roofline.
-      warnings: Warnings about figures of the cell.
     """
 
     task: str
@@ -131,7 +126,6 @@ class Setting:
       exact: Whether every output must equal the baseline's.
       least_ms: Maps a strategy and its context length in tokens to the roofline of a verification;
         None if the machine's peak rates are unknown.
-      warnings: Warnings about the run as a whole.
     """
 
     baseline: str

@@ -30,7 +30,6 @@ class LoadPlan:
       at_a_time: Number of concurrent requests: each one that ends starts the next. None starts
         requests at random times, independently of each other.
       rate: Mean requests per second, if they start at random times.
-      seed: Seed of the random times.
     """
 
     url: str
@@ -45,10 +44,7 @@ class Answer:
     """Outcome of a request; times are in seconds since the start of the plan.
 
     Attributes:
-      begin: Time at which it was sent.
       arrivals: Times at which tokens arrived; one event may bring several.
-      tokens: Number of output tokens.
-      cycles: Number of cycles of drafting and verification.
       error: Error message, or None.
     """
 

@@ -37,10 +37,7 @@ class Theme:
 
     Attributes:
       ink: Color of text and axes, and of plain decoding.
-      paper: Color of the background.
-      warning: Color of notes.
       quiet: Color of marks that stand for no strategy.
-      colors: Colors of bars and curves.
     """
 
     ink: str
@@ -110,7 +107,6 @@ class Line:
     """Curve of a plot.
 
     Attributes:
-      places, values: Coordinates of its points.
       flagged: Whether each point has a warning, and is drawn hollow; None if no point has one.
       roofline_of: Name of the line whose roofline this is; it is drawn dashed, in the same color.
         None for measured values.

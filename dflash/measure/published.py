@@ -64,8 +64,6 @@ class MeasuredTask:
     """Figures of a task that others measured, at batch 1.
 
     Attributes:
-      tau: Mean acceptance length (τ) over the prompts.
-      speedup: Speed-up over plain decoding.
       plain_ms: Time per token of plain decoding.
       token_ms: Time per token with drafts.
     """

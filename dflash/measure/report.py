@@ -34,7 +34,6 @@ class Frame:
     """One cycle as text.
 
     Attributes:
-      tokens: Number of committed tokens.
       accepted: Text of each accepted draft.
       bonus: Text of the target's own token; empty if the sequence ended before it.
       rejected: Text of each rejected draft.
@@ -119,8 +118,6 @@ class TimedReplay:
     """Replay with the times to play it at.
 
     Attributes:
-      replay: Recorded cycles.
-      ttft_ms: Time to the first token.
       cycle_ms: Time of each cycle after it.
     """
 

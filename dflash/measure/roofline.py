@@ -33,9 +33,6 @@ class Machine:
     """Peak rates of all devices of a run together.
 
     Attributes:
-      flops_per_s: Peak rate of arithmetic.
-      bytes_per_s: Peak rate of reading memory.
-      source: Source of the figures.
       cached_rates: Pairs of a size in bytes and the peak rate of reading that much repeatedly,
         which caches may raise; sizes ascending, rates descending.
     """

@@ -26,7 +26,6 @@ class PromptTime:
     for no prompt's decode time.
 
     Attributes:
-      elapsed_ms: Elapsed time.
       share_ms: The prompt's share of the elapsed time, which is divided equally, at every moment,
         among the prompts in flight. With one slot it equals `elapsed_ms`.
     """
@@ -40,7 +39,6 @@ class Sample:
     """Prompts of one queue, decoded once with one strategy.
 
     Attributes:
-      task, strategy: Names of the task and the strategy.
       completions: Completion of each prompt, in the order of the queue.
       conversations: Number of each prompt's conversation.
       marks: Whether each output has the right answer; None if its prompt has none.

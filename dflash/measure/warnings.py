@@ -28,7 +28,6 @@ class FigureWarning:
     Attributes:
       about: Figures that it concerns: `SPEEDUP`, `COST` (a cycle, its parts, the ideal) or
         `EVERYTHING`.
-      words: Reason.
     """
 
     about: str

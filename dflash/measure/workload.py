@@ -34,7 +34,6 @@ class Item:
 
     Attributes:
       prompt: Prompt, numbered over all tasks.
-      max_new_tokens: Number of output tokens at which decoding ends.
       lengths: Acceptance lengths to force, one per cycle; None measures them.
       grader: Maps a text to whether it has the right answer, None if undecided. None if the prompt
         has no right answer, such as all but the last turn of a conversation.
@@ -62,7 +61,6 @@ class Workload:
     """All tasks of a run.
 
     Attributes:
-      tasks: Items by task.
       acceptance: Source of the acceptance lengths, as in results.json: {"source": "measured"}, or
         the forced lengths and their origin.
     """
@@ -188,7 +186,6 @@ class Recording:
 
     Attributes:
       where: Description of the prompt's place.
-      prompt_tokens: Number of tokens of the prompt.
       lengths: Tokens committed in each of C cycles, bonus included.
       confidence: float32 [C, G]; the drafter's confidence in the drafts of each cycle, or None.
     """

@@ -11,8 +11,6 @@ class Usage:
     """Counts since one start of a run, over all its rounds.
 
     Attributes:
-      slots: Number of slots.
-      tokens: Number of output tokens.
       seconds: Time from the first prompt to the last token without compiling, in seconds.
       counts: Counts of the scheduler by name; see `SchedulerStats`.
     """

@@ -90,7 +90,6 @@ class Failure:
     Attributes:
       process: Index of the process that failed first.
       status: Exit status of all processes.
-      lines: Error message for the terminal.
     """
 
     process: int
@@ -104,9 +103,6 @@ class ProcessGroup:
     While the group is open, a thread of every process watches for a failure of another one. The
     thread prints the message and ends its process, whatever the process is waiting for: a
     collective that another process will never enter cannot be interrupted in any other way.
-
-    Attributes:
-      process: Index of this process.
     """
 
     def __init__(self, report: Callable[[Failure], None]):

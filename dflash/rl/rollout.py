@@ -38,9 +38,7 @@ class RolloutStats:
     """Statistics of the rollouts since the last update of the weights.
 
     Attributes:
-      tokens: Number of output tokens.
       cycles: Number of forward passes of the policy per sequence, summed over sequences.
-      committed: Number of tokens that these passes committed.
       seconds: Time of decoding, in seconds.
       training: Metrics of training the drafter on these rollouts; see `Upkeep.train`.
       training_seconds: Time of this training, in seconds.

@@ -40,7 +40,6 @@ class Runner(abc.ABC):
     each figure with the cell's name: math.dflash.tau.
 
     Attributes:
-      metrics: Names of the figures of every point.
       shown: Names of the figures that are shown in the table and drawn as heat maps.
     """
 

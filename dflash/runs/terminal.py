@@ -57,7 +57,6 @@ class TerminalEdit(NamedTuple):
 
     Attributes:
       erase: Number of cells to erase.
-      text: Text to print then.
       style: Style of the text, as given to `feed`.
     """
 

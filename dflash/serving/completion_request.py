@@ -25,16 +25,9 @@ class ResponseOptions:
     """Format and contents of a response.
 
     Attributes:
-      stream: Stream the response.
-      usage: End a stream with token counts.
-      running_usage: Add token counts to every chunk of a stream.
-      echo: Begin the text with the prompt.
       logprobs: Number of likeliest tokens to report at each position; None reports no
         log-probabilities.
-      special_tokens: Include special tokens in the text.
-      stop: Include the stop string that ended the output in the text.
       drafts: Report which tokens were drafted.
-      reasoning: Report the reasoning of chats.
       metrics: Report how many drafts each cycle accepted.
     """
 
@@ -60,10 +53,8 @@ class CompletionRequest:
       max_new_tokens: Maximum number of output tokens; None is the config's maximum, reduced to the
         room that the prompt leaves.
       min_new_tokens: Number of output tokens before which nothing ends an output.
-      stop: Strings that end an output.
       stop_ids: Tokens that end an output, those of the model and the config included.
       choices: Number of outputs per prompt.
-      options: Format and contents of the response.
       structure: Constraint on the outputs; None leaves them unconstrained.
       grammar: Compiled form of `structure`; None until it is compiled.
       drafting: Decode with drafts; False selects plain decoding, for comparison.

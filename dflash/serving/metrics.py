@@ -124,7 +124,6 @@ class Totals:
 
     Attributes:
       prompt_tokens: Prompt tokens of requests that have their first token.
-      output_tokens: Output tokens of all requests.
       cycles: Cycles in which drafts were verified.
       drafted: Tokens drafted in these cycles.
       committed: Output tokens of these cycles.
@@ -145,7 +144,6 @@ class Metrics:
     """Prometheus metrics of the server.
 
     Attributes:
-      registry: Collector registry that holds the metrics.
       totals: Plain counts, for the log and for /server_info.
     """
 

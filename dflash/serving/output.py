@@ -40,7 +40,6 @@ class OutputDelta:
     """Part of an output that has become final.
 
     Attributes:
-      text: Final text.
       tokens: Tokens with log-probabilities, if the request asks for them.
       pieces: (text, origin) pairs of the same text, in which rejected drafts are included.
       parts: Parts of the answer, if it is parsed; they may lag behind the text.
@@ -77,8 +76,6 @@ class OutputStatistics:
     """Counts of one output.
 
     Attributes:
-      cycles: Decode cycles.
-      drafted: Drafted tokens.
       accepted: Output tokens that are accepted drafts.
       committed: Output tokens of all cycles.
       cached_tokens: Prompt tokens found in the prefix cache.
@@ -107,11 +104,8 @@ class Output:
     """Text and statistics of one request, updated by its events.
 
     Attributes:
-      ids: Output tokens, up to the end of the output.
-      text: Concatenated text of all deltas.
       finish_reason: Reason why the output ended; None until it ends.
       stop_reason: Stop string or token that ended the output; None otherwise.
-      statistics: Counts so far.
     """
 
     def __init__(

@@ -49,14 +49,9 @@ class ServedModel:
 
     Attributes:
       name: Name in /v1/models and in a request's "model".
-      root: Checkpoint of the target.
-      drafter: Name of the drafting strategy.
-      tokenizer: Tokenizer of the target.
       names: Texts of single tokens.
       vocabulary: Function that returns the vocabulary for grammars; may raise InputError.
       decode: Defaults for fields that are absent from a request.
-      eos_ids: Stop tokens of the checkpoint.
-      vocab_size: Vocabulary size of the target.
       max_length: Maximum number of tokens of a prompt and its output together.
       drafts: Most tokens that the strategy drafts in a cycle; 0 if it drafts none.
       special_tokens: Whether text prompts may contain special tokens.

@@ -17,12 +17,10 @@ class ServedRequest:
     """A request that is queued or being decoded.
 
     Attributes:
-      request: Request as submitted to the engine.
       submitted_at: Time of submission, in seconds of time.perf_counter.
       taken_at: Time at which the scheduler got the request, in the same unit; None before it.
       first_at: Time of the first output token, in the same unit; None before it.
       last_at: Time of the latest output token, in the same unit; None before the first.
-      tokens: Number of output tokens so far.
     """
 
     group: "RequestGroup"
@@ -73,7 +71,6 @@ class RequestGroup:
     the engine decodes past a stop string before it hears of it.
 
     Attributes:
-      requests: Requests as submitted to the engine.
       served: Their records, in the same order.
     """
 

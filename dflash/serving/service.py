@@ -64,9 +64,7 @@ class Service(Listener):
     Attributes:
       config: Limits and timeouts.
       created: Time of creation, in seconds since 1970.
-      metrics: Prometheus metrics of the server.
       tracing: OpenTelemetry traces of the server; None if they are off.
-      state: Current phase.
       model: Facts about the served model; None until the service is ready.
       stats: Latest statistics of each mode's scheduler.
       is_ready: Set once requests are served, or once it is certain that they never will be.

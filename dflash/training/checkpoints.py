@@ -44,8 +44,6 @@ class RestoredCheckpoint:
     """Restored checkpoint without damage.
 
     Attributes:
-      step: Number of finished steps.
-      state: Training state on its devices.
       metadata: JSON values that were saved with the state.
     """
 

@@ -44,7 +44,6 @@ class _Part:
     """Rows `begin` to `end` of a cache, stored in the batches that computed them.
 
     Attributes:
-      directory: Directory of the part's files.
       begin: Number of the first row.
       end: Number after the last row.
       batch_size: Rows per batch; the last batch may extend beyond `end`.
@@ -72,10 +71,7 @@ class _StoredArray:
     """Array of rows in a file.
 
     Attributes:
-      file: File in NumPy's format.
       begin: Offset of the first row in the file, in bytes.
-      shape: Shape of a row.
-      dtype: Dtype of the values.
     """
 
     file: pathlib.Path
@@ -95,11 +91,7 @@ class _StoredArray:
 
 
 class FeatureCache:
-    """Features of a corpus's rows, indexed by their position in the first pass.
-
-    Attributes:
-      directory: Directory of the cache.
-    """
+    """Features of a corpus's rows, indexed by their position in the first pass."""
 
     def __init__(self, directory: pathlib.Path, parts: Sequence[_Part]):
         self.directory = directory

@@ -26,7 +26,6 @@ class TrainState:
       step: Number of finished steps, int32 [].
       key: The run's key, uint32 [2]. A step's random numbers depend on this key and the step alone.
       params: Weights in float32.
-      optimizer: State of the optax optimizer.
     """
 
     step: jax.Array

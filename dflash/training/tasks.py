@@ -35,10 +35,8 @@ class Task(abc.ABC):
 
     Attributes:
       target: Target in the compute dtype, frozen unless it is the learner.
-      target_source: Source of the target's weights.
       learner: Model that is trained, in float32.
       working: Same model as the learner, in the compute dtype.
-      learner_source: Source of the learner's initial weights.
       drafts: The learner is a drafter, so τ can be measured.
     """
 

@@ -44,8 +44,6 @@ class TrainJob:
     """Prepared training run.
 
     Attributes:
-      task: Abstract models and the loss.
-      tokenizer: Tokenizer of the data and of held-out prompts.
       tokenizer_directory: Directory of the tokenizer's files, which are exported with the weights;
         None for plain bytes.
     """

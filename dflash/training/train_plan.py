@@ -21,7 +21,6 @@ class TrainPlan:
       mesh: Number of devices along each mesh axis.
       counts: Number of weights, by model.
       memory_bytes: Bytes per device, by kind of array.
-      duration: Steps and tokens of the run, as text.
       programs: Names of the programs that will be compiled.
     """
 

@@ -97,10 +97,7 @@ class LoopConfig:
     """Length and cadence of a run, from the config's `train` and `evaluation` groups.
 
     Attributes:
-      steps: Total optimizer steps.
       rows: Rows per batch, over all processes.
-      log_every: Steps between two logs.
-      checkpoint_every: Steps between two checkpoints.
       evaluate_every: Steps between two evaluations; 0 disables evaluation.
       goal: Metric that selects the best checkpoint. "loss" is minimized, all others are maximized.
       evaluation: Fingerprint of the evaluation settings and data. Scores are comparable only if
@@ -140,7 +137,6 @@ class TrainOutcome:
 
     Attributes:
       state: State after the last finished step.
-      step: Number of finished steps.
       best: {"goal", "evaluation", "step", "score"} of the best evaluation; None without any.
       exit_status: 0 for a complete run, else 128 + the number of the signal that stopped it.
       stalled: Early stopping ended the run before its last step.

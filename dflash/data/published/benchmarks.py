@@ -48,11 +48,7 @@ _GITHUB = "https://raw.githubusercontent.com"
 
 
 class Benchmark(Dataset):
-    """Data set made of the rows of a published file.
-
-    Attributes:
-      raw_file: Published file.
-    """
+    """Data set made of the rows of a published file."""
 
     raw_file: ClassVar[raw.RawFile]
 

@@ -33,7 +33,6 @@ class RawFile:
     Attributes:
       folder: Folder of the data set in the directory of raw files.
       name: File name; its suffix determines the format.
-      url: URL of the file.
     """
 
     folder: str

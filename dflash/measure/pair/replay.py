@@ -36,7 +36,6 @@ class Foresight:
     """Greedy sampler that prefers the text's own token wherever it is among the likeliest.
 
     Attributes:
-      greedy: Sampler that draws.
       tokens: Tokens of the texts, int32 [B, L].
       count: Number of tokens that count as the likeliest, int32 [].
     """
@@ -89,7 +88,6 @@ class Texts:
       prompt: Length of each prompt, int32 [B].
       total: Length of each text, int32 [B].
       features: Features of each row after the layers of `layers`, [B, L, C·D].
-      layers: Target layers of the features.
     """
 
     tokens: jax.Array
@@ -243,7 +241,6 @@ def num_accepted(proposal: Proposal, tokens: jax.Array) -> jax.Array:
     """Returns how many drafts are tokens of the text, int32 [B].
 
     Args:
-      proposal: Chain or tree after the anchor.
       tokens: The anchor and the text after it, int32 [B, longest path + 1].
     """
     drafts = proposal.tokens
