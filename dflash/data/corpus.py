@@ -47,7 +47,6 @@ class Corpus:
     """Encoded documents.
 
     Attributes:
-      name: Name in error messages, such as "math/train".
       tokens: Tokens of all documents with supervision bits, uint32 [total], in memory or in a file.
       offsets: Start of each document, and the end of the last one, int64 [documents + 1].
       learned: Index of the first supervised token within each document, or the length of the
@@ -103,7 +102,6 @@ def write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
     """Stores a corpus atomically: `path` holds all of it or does not change.
 
     Args:
-      path: Directory of this corpus.
       documents: Documents with supervision bits, each uint32 [length] with length < 2**31.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +122,6 @@ def open_stored(path: pathlib.Path, name: str, fingerprint: str) -> Corpus:
 
     Args:
       path: Directory of this corpus.
-      name: Name in error messages.
       fingerprint: Hash of everything that the contents depend on.
     Raises:
       InputError: A file is missing or damaged. Damage within a document is only detected when the

@@ -120,7 +120,6 @@ def task_examples(
     """Returns examples for measuring a model, always the same ones; stores nothing.
 
     Args:
-      name: Name of a data set other than jsonl.
       split: Split of the data set, one of `SPLITS`.
       limit: Maximum number of examples; None for all.
       raw_dir: Directory of the raw files of published sets; see `raw`.

@@ -82,8 +82,6 @@ def open_corpus(
 ) -> Corpus:
     """Opens a split of a data set as token ids; encodes and stores it on the first call.
 
-    Args:
-      directory: Directory of all data sets.
     Raises:
       InputError: The data are malformed, the split is empty, the directory cannot be written, or
         the stored corpus is damaged.

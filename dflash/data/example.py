@@ -17,14 +17,11 @@ class Example:
     """Conversation that ends with a message of the assistant, as text or as token ids.
 
     Attributes:
-      task: Name of the data set, such as "math".
       source: Unit that is never divided among splits, such as the name of a module.
       messages: Messages with "role", "content" and the further fields that the chat template
         renders; empty for an example of token ids.
       prompt_ids: Token ids of the prompt; empty for an example of messages.
       output_ids: Token ids of the output, including the end token; empty for messages.
-      context_only: Indices of answers that are not learned.
-      variables: Variables of the chat template, such as "tools".
       category: Category of the question in a published set; not compared.
       question: Number or name of the question in a published set; not compared.
       place: File and line, such as "a.jsonl:7", for error messages; not compared.

@@ -53,7 +53,6 @@ def read_examples(
     """Yields the examples of lines; after an unusable one, the others are only checked.
 
     Args:
-      name: Name of the lines as a whole.
       entries: Place of each line, and a function that returns its fields.
     Raises:
       InputError: There are no lines, or some are unusable. The message lists the first ten of these

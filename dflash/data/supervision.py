@@ -170,7 +170,6 @@ def _own_text(message: _Message, opened: re.Match | None, tokenizer: Tokenizer) 
     This is for templates that leave the reasoning out, so that their renderings do not show it.
 
     Args:
-      message: Answer.
       opened: Match of `_OPENED` in the prompt; None if the model itself began its reasoning.
     """
     content = message["content"] or ""

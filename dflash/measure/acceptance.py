@@ -23,7 +23,6 @@ class KnownAcceptance:
     """Histograms of acceptance lengths by task, with their source.
 
     Attributes:
-      histograms: Histogram of each task.
       strategy: Name of the recorded strategy; None if the source does not name it.
       published: Whether the histograms are those in the module `published`.
       recordings: Cycles of each task in their order, if the source has them; else empty.
@@ -59,7 +58,6 @@ class ExpectedAcceptance:
       histograms: Histograms by task that τ is computed from; empty if τ is assumed.
       source: Description of the source and of its assumptions.
       published: Whether the source is the module `published`.
-      recordings: See `KnownAcceptance`.
     """
 
     tokens: Mapping[str, float]

@@ -79,7 +79,6 @@ def run(
     Args:
       workdir: Directory for the files; None writes no files.
       shard: Part to measure. None measures everything, or combines the shards in `workdir`.
-      profile_dir: Directory for a profiler trace, or None.
       wide: Print all figures, not only those that fit into 80 columns.
     Returns:
       The content of results.json, or of study.json; of the shard's results.json if other shards
@@ -127,7 +126,6 @@ def measure(
 
     Args:
       bench: Prepared benchmark, nothing loaded.
-      wide: Print all figures, not only those that fit into 80 columns.
       shard: Part to measure; plots, tables and page are then left to `sum_up`.
     Returns:
       The content of results.json.
@@ -173,7 +171,6 @@ def sum_up(
     Args:
       bench: Prepared benchmark with the prompts of all shards, nothing loaded.
       directory: Directory of the shards; only the first process has a path.
-      wide: Print all figures, not only those that fit into 80 columns.
     Returns:
       The content of results.json; empty on all processes but the first.
     Raises:
@@ -219,7 +216,6 @@ class Figures:
 
     Attributes:
       cells, averages: Figures of each cell, and of each strategy over all tasks.
-      load: Load of the machine since the run began.
     """
 
     cells: list[cells.Cell]

@@ -72,7 +72,6 @@ class Cell:
       correct_share: Fraction of these outputs that have it; None without any.
       baseline_cycle_ms: T_1.
       ideal_speedup: Ideal speed-up, as defined in the module's docstring.
-      share_of_ideal: Speed-up relative to the ideal one.
       losses: Factors by which the speed-up is below τ: "verify" is T_verify / T_1, "draft" is
         (T_draft + T_verify) / T_verify, "rest" is a cycle over T_draft + T_verify.
       roofline_ms: Lower bound of T_verify by the roofline.
@@ -157,11 +156,7 @@ def cells(rounds: Sequence[TaskRound], setting: Setting) -> list[Cell]:
 def setting_of(
     bench: Bench, machine: Machine | None = None, about_run: tuple[FigureWarning, ...] = ()
 ) -> Setting:
-    """Returns the properties of a benchmark that determine how its figures are judged.
-
-    Args:
-      machine: Peak rates for the roofline; None if unknown.
-    """
+    """Returns the properties of a benchmark that determine how its figures are judged."""
     config = bench.config
     coupled = config.decode.verify == "coupled" or not config.decode.temperature
 

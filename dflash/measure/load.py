@@ -12,7 +12,6 @@ class Load:
     """Load of the processor over some time; None where the system does not report it.
 
     Attributes:
-      others_share: Fraction of all cores' time that other processes used.
       load_average: Processes running or waiting to run, averaged over the last minute.
     """
 

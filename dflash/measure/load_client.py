@@ -45,7 +45,6 @@ class Answer:
 
     Attributes:
       arrivals: Times at which tokens arrived; one event may bring several.
-      error: Error message, or None.
     """
 
     begin: float

@@ -19,7 +19,6 @@ class Parts:
     """Milliseconds of a cycle's two forwards.
 
     Attributes:
-      draft_ms: Time of the drafter's call.
       verify_ms: Time of the target's forward and of verification: of a cycle whose draft costs
         nothing and that no drafter observes.
       context_tokens: Number of tokens in the cache during the measurement.
@@ -40,7 +39,6 @@ class Probe:
         """Initializes the probe.
 
         Args:
-          engine: Compiled engine of the strategy.
           state: State with the context in every slot; the probe consumes it.
         """
         self._engine = engine

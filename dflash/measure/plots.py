@@ -267,7 +267,6 @@ def curves(
       log: Whether both axes are logarithmic; "x" for the x-axis alone.
       even: Height of a thin horizontal line; None draws no line.
       shares: Both axes go from 0 to 1, and a thin line shows where they are equal.
-      note: Small print below the title.
     """
     figure, axes = _figure(theme, 7.0 if len(lines) <= _WITHIN else 9.6)
     slots = line_slots(line.name for line in lines if line.roofline_of is None)

@@ -25,10 +25,6 @@ def by_task(tasks: Mapping[str, Sequence[Item]], done: Iterable[TaskRound]) -> d
     """Returns the content of categories.json, {task: {strategy: figures}}.
 
     Tasks without categories and strategies that ran no cycle are left out.
-
-    Args:
-      tasks: Items by task.
-      done: Completed rounds of all tasks.
     """
     samples: dict[tuple[str, str], list[Sample]] = {}
     for round_ in done:
@@ -43,12 +39,7 @@ def by_task(tasks: Mapping[str, Sequence[Item]], done: Iterable[TaskRound]) -> d
 
 
 def acceptance(items: Sequence[Item], samples: Sequence[Sample]) -> Values:
-    """Computes acceptance lengths by question and category, and their distribution.
-
-    Args:
-      items: Items of one task.
-      samples: Samples of one strategy on that task.
-    """
+    """Computes acceptance lengths by question and category, and their distribution."""
     known = {item.prompt.index: item for item in items}
     requests: dict[str, list[int]] = {}
     categories: dict[str, str] = {}

@@ -39,13 +39,7 @@ class Drafts(NamedTuple):
 
 
 class Bin(NamedTuple):
-    """Drafts of similar predicted survival.
-
-    Attributes:
-      low: Lower end of the bin.
-      predicted: Mean predicted survival.
-      observed: Share of drafts that survived.
-    """
+    """Drafts of similar predicted survival."""
 
     low: float
     predicted: float

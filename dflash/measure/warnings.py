@@ -42,12 +42,7 @@ def concern(warnings: Iterable[FigureWarning], about: str) -> bool:
 def of_cost(
     cycle_ms: float, parts_ms: Sequence[float], *, share_of_ideal: float | None = None
 ) -> tuple[FigureWarning, ...]:
-    """Warns if the parts of a cycle, which were timed alone, contradict the cycle.
-
-    Args:
-      cycle_ms: Milliseconds of the whole cycle.
-      parts_ms: Milliseconds of its forwards.
-    """
+    """Warns if the parts of a cycle, which were timed alone, contradict the cycle."""
     reasons, parts = [], sum(parts_ms)
     if parts > MAX_PARTS_OVER_CYCLE * cycle_ms:
         reasons.append(
@@ -105,11 +100,7 @@ def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[FigureWar
 
 
 def of_slots(busy: float | None, slots: int) -> tuple[FigureWarning, ...]:
-    """Warns if a speed-up was measured with a queue too short to fill the slots.
-
-    Args:
-      busy: Number of slots in use, averaged over time.
-    """
+    """Warns if a speed-up was measured with a queue too short to fill the slots."""
     if busy is None or busy >= LEAST_BUSY_SLOTS * slots:
         return ()
     return (

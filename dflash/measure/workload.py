@@ -39,7 +39,6 @@ class Item:
         has no right answer, such as all but the last turn of a conversation.
       turn: Number of the turn in its conversation, from 0; turns of a conversation are neighbors.
       category: Category of the question, if its data set has categories.
-      question: Number or name of the question in its data set.
     """
 
     prompt: Prompt
@@ -84,11 +83,7 @@ class Workload:
         return tuple(item for items in self.tasks.values() for item in items)
 
     def with_turns(self, turns: Sequence[Prompt]) -> "Workload":
-        """Returns the workload with an item for each turn of its conversations.
-
-        Args:
-          turns: Every turn, as a prompt of its own.
-        """
+        """Returns the workload with an item for each turn of its conversations."""
         by_index = {prompt.index: prompt for prompt in turns}
 
         def turn_item(item: Item, index: int) -> Item:
@@ -263,11 +258,7 @@ def _confidence(rows: Any, cycles: int) -> np.ndarray:
 
 
 def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
-    """Raises InputError if a forced length exceeds what some strategy's block can commit.
-
-    Args:
-      block_sizes: Block size of each strategy that drafts.
-    """
+    """Raises InputError if a forced length exceeds what some strategy's block can commit."""
     for task, items in workload.tasks.items():
         for item in items:
             longest = max(item.lengths or (1,))

@@ -102,7 +102,6 @@ def run(
       records: Records of this run and of earlier ones in the same work directory.
       display: Display that shows text as it is accepted.
       load: Returns the job with its weights.
-      profile_dir: Directory for a profiler trace, or None.
     Returns:
       Content of results.json.
     Raises:

@@ -43,8 +43,6 @@ class DraftingTest:
           target: Target with its weights.
           drafter: Drafter with the target's dtype; its parameters may be abstract.
           config: Sampling parameters and shape of the decode loop.
-          prompts: Token ids of the prompts, by the name of their source.
-          stop_ids: Tokens that end a sequence.
         """
         self._target, self._drafter, self._config = target, drafter, config
         stop_ids = tuple(sorted(set(stop_ids)))

@@ -184,7 +184,6 @@ class DFlashRollout(base_rollout.BaseRollout):
           prompt_tokens: int32 [B, P]; padded on the left.
           completion_tokens: int32 [B, T]; padded on the right.
           temperature: Divisor of the logits.
-          **kwargs: Arguments for other engines.
         """
         del kwargs
         scores = self._logps(prompt_tokens, completion_tokens, self.pad_id(), temperature)

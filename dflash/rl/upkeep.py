@@ -60,11 +60,7 @@ class TokenLogps:
     """Program that scores the tokens of padded completions."""
 
     def __init__(self, target: Decoder, feature_layers: tuple[int, ...] = ()):
-        """Creates the program of a target; its weights may be updated.
-
-        Args:
-          feature_layers: Layers whose outputs become features, for the training of a drafter.
-        """
+        """Creates the program of a target; its weights may be updated."""
         self._graph, self._params = nnx.graphdef(target), nnx.state(target)
         self._feature_layers = feature_layers
 

@@ -48,7 +48,6 @@ def slower_than_plain(
     """Returns a warning if plain decoding was faster, with the block size that would pay.
 
     Args:
-      drafter: Config group `drafter`.
       speed_up: Measured speed-up over plain decoding; None if it is unknown.
     """
     if speed_up is None or speed_up >= 1 or not acceptance.cycles or acceptance.block_size < 2:

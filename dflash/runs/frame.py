@@ -23,7 +23,6 @@ def open_run(
 
     Args:
       directory: Work directory, which is released at the end.
-      profile_dir: Directory for a profiler trace, or None.
     """
     trace = jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext()
     with directory, contextlib.closing(open_display()) as display, trace:

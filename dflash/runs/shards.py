@@ -22,11 +22,7 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One of several runs that divide a list of items.
-
-    Attributes:
-      index: Index of the shard, from 0.
-    """
+    """One of several runs that divide a list of items."""
 
     index: int
     count: int

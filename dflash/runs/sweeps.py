@@ -67,9 +67,6 @@ class Runner(abc.ABC):
     ) -> None:
         """Draws a heat map of every shown figure.
 
-        Args:
-          rows: Figures of finished points, by name.
-          directory: Directory for the PNG files.
         Raises:
           OSError: A file cannot be written.
         """
@@ -180,7 +177,6 @@ def add_rows(path: pathlib.Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Adds or replaces points in a table, atomically.
 
     Args:
-      path: CSV file; created if missing.
       rows: Figures of each point, by its name; missing columns are added.
     Raises:
       OSError: The file cannot be written.

@@ -49,8 +49,6 @@ def with_answer(
 ) -> CompletionRequest:
     """Adds the parser of answers to the request of a chat, and their grammar if they need one.
 
-    Args:
-      request: Request without these.
     Raises:
       RequestError: The model cannot answer in this way; the error names the field.
     """

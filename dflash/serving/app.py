@@ -50,7 +50,6 @@ def application(service: Service, *, names: ServedNames, keys: Sequence[str] = (
     """Returns the server as an ASGI application.
 
     Args:
-      names: Names that the Host header of a request may have.
       keys: API keys, one of which clients must send; without any, every client is accepted.
     """
     endpoints = Endpoints(service)

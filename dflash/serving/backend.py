@@ -30,7 +30,6 @@ class Backend:
 
         Args:
           job: Job with room for the longest request.
-          loaded: Whether the job's weights are loaded already.
         """
         self.config = config
         self._job, self._display, self._loaded = job, display, loaded

@@ -54,7 +54,6 @@ class CompletionRequest:
         room that the prompt leaves.
       min_new_tokens: Number of output tokens before which nothing ends an output.
       stop_ids: Tokens that end an output, those of the model and the config included.
-      choices: Number of outputs per prompt.
       structure: Constraint on the outputs; None leaves them unconstrained.
       grammar: Compiled form of `structure`; None until it is compiled.
       drafting: Decode with drafts; False selects plain decoding, for comparison.

@@ -1,4 +1,7 @@
-"""Reads the bodies of requests: OpenAI's, with vLLM's extensions, and SGLang's."""
+"""Reads the bodies of requests: OpenAI's, with vLLM's extensions, and SGLang's.
+
+Every function raises RequestError, naming the field, if one is invalid or not supported.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,11 +31,7 @@ Fields = TypeVar("Fields", bound=Body)
 
 
 def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
-    """Reads the body of /v1/completions.
-
-    Raises:
-      RequestError: A field is invalid or not supported; the error names it.
-    """
+    """Reads the body of /v1/completions."""
     fields = _parse(CompletionBody, body, model)
     prompts, _ = encoding.encode_prompts(
         fields.prompt, "prompt", model, add_special_tokens=fields.add_special_tokens
@@ -43,11 +42,7 @@ def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRe
 
 
 def read_chat(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
-    """Reads the body of /v1/chat/completions.
-
-    Raises:
-      RequestError: A field is invalid or not supported; the error names it.
-    """
+    """Reads the body of /v1/chat/completions."""
     fields = _parse(ChatBody, body, model)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise RequestError("top_logprobs: needs logprobs: true", param="top_logprobs")
@@ -64,8 +59,6 @@ def read_response(
 
     Returns:
       The request, and the validated body, which the response repeats.
-    Raises:
-      RequestError: A field is invalid or not supported; the error names it.
     """
     fields = _parse(ResponsesBody, body, model)
     try:
@@ -75,11 +68,7 @@ def read_response(
 
 
 def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Returns the response of vLLM's /tokenize: the token ids of a prompt or of messages.
-
-    Raises:
-      RequestError: A field is invalid or not supported; the error names it.
-    """
+    """Returns the response of vLLM's /tokenize: the token ids of a prompt or of messages."""
     if body.get("prompt") is None:
         fields = _parse(TokenizeChatBody, body, model)
         ids = encode_chat(render_chat(fields, model), model)
@@ -94,11 +83,7 @@ def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
 
 
 def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Returns the response of vLLM's /detokenize: the text of token ids.
-
-    Raises:
-      RequestError: A field is invalid or not supported; the error names it.
-    """
+    """Returns the response of vLLM's /detokenize: the text of token ids."""
     fields = _parse(DetokenizeBody, body, model)
     ids = encoding.token_ids(fields.tokens, "tokens", model)
     return {"prompt": model.tokenizer.decode(ids, special_tokens=True)}
@@ -182,8 +167,6 @@ def read_generate(body: Mapping[str, Any], model: ServedModel) -> tuple[Completi
 
     Returns:
       The request, and whether the response is a list, as it is for several prompts or outputs.
-    Raises:
-      RequestError: A field is invalid or not supported; the error names it.
     """
     fields = validation.parse(GenerateBody, body)
     if (fields.text is None) == (fields.input_ids is None):

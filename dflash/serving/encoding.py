@@ -98,7 +98,6 @@ def encode_text(
     """Encodes a text prompt, without a chat template.
 
     Args:
-      add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
       max_length: Number of tokens beyond which a text is too long.
     Raises:
       RequestError: The text cannot be encoded, or is much too long.
@@ -146,8 +145,6 @@ def encode_within(
 
     The time of a rejection is then bounded by `max_length` and not by the text.
 
-    Args:
-      max_length: Number of tokens that the context holds.
     Raises:
       RequestError: The text has more tokens than the context holds.
     """

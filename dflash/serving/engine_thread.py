@@ -103,7 +103,6 @@ class Listener:
         """Reports a step.
 
         Args:
-          stats: Statistics of each mode's scheduler after the step.
           seconds: Duration of the step; 0 if all schedulers were idle.
           end: Time of its end, in seconds of time.perf_counter.
         """
@@ -128,7 +127,6 @@ class EngineThread(threading.Thread):
         """Creates the thread without starting it.
 
         Args:
-          backend: Engines, which are loaded and compiled on the thread.
           post: Calls a method of the listener with arguments, on a thread of its own choice; called
             on the engine thread, so it must not block.
         """

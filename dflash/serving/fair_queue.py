@@ -36,7 +36,6 @@ class FairQueue:
 
         Args:
           places: Number of requests that may be taken and not yet removed.
-          clock: Function that returns the time in seconds.
         """
         self._places, self._clock = places, clock
         self._waiting: dict[int, Sequence[Hashable]] = {}  # Owners by id, in order of arrival.

@@ -81,7 +81,6 @@ class Guard:
         """Wraps `app`.
 
         Args:
-          names: Names that the Host header may have.
           origins: Origins whose web pages may send requests, besides the server's own; "*" accepts
             all.
           keys: API keys, one of which clients must send as a bearer token; without any, all clients

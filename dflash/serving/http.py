@@ -65,7 +65,6 @@ class BodyReader:
 
         Args:
           max_bytes: Maximum size of a body; large ones may take `LARGE_BODIES` times as much.
-          timeout_s: Time in which a body must arrive.
         """
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._held = 0  # Size of all large bodies, in bytes.

@@ -202,7 +202,6 @@ class Metrics:
         """Records an engine step.
 
         Args:
-          stats: Statistics of each mode's scheduler after the step.
           seconds: Duration of the step; 0 if the engine was idle.
         """
         tokens = sum(len(event.ids) for event in events if isinstance(event, Tokens))

@@ -49,7 +49,6 @@ class ServedModel:
 
     Attributes:
       name: Name in /v1/models and in a request's "model".
-      names: Texts of single tokens.
       vocabulary: Function that returns the vocabulary for grammars; may raise InputError.
       decode: Defaults for fields that are absent from a request.
       max_length: Maximum number of tokens of a prompt and its output together.

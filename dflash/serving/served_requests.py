@@ -40,11 +40,7 @@ class ServedRequest:
 
 
 class HttpHead(NamedTuple):
-    """Head of the HTTP request that outputs belong to.
-
-    Attributes:
-      headers: Headers, by names in lower case.
-    """
+    """Head of the HTTP request that outputs belong to."""
 
     path: str
     id: str
@@ -69,9 +65,6 @@ class RequestGroup:
 
     The reader of `events` reports to `count` and `finish` which of them belong to the output, since
     the engine decodes past a stop string before it hears of it.
-
-    Attributes:
-      served: Their records, in the same order.
     """
 
     def __init__(
@@ -82,11 +75,7 @@ class RequestGroup:
         cancel: Callable[[int], None],
         recorders: Sequence[Recorder],
     ):
-        """Creates the group of requests that were admitted together.
-
-        Args:
-          timeout_s: Time in which all of them must finish.
-        """
+        """Creates the group of requests that were admitted together."""
         now = time.perf_counter()
         self.requests = tuple(requests)
         self.served = tuple(ServedRequest(self, i, one, now) for i, one in enumerate(requests))

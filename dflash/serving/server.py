@@ -128,8 +128,6 @@ async def serve(
 
     Args:
       service: Service that has not been started.
-      listener: Socket that `listen` has opened.
-      on_ready: Function that is called with the URL once requests are served.
     """
     names = guard.served_names(listener.getsockname()[0], service.config.hosts)
     app = application(service, names=names, keys=_keys(os.environ.get(KEY, "")))
@@ -191,28 +189,6 @@ async def _announce(service: Service, url: str, on_ready: Callable[[str], None])
     await service.is_ready.wait()
     if service.model is not None:
         on_ready(url)
-
-
-@contextlib.contextmanager
-def stop_signals(stop: Callable[[], None]) -> Iterator[Callable[[], int]]:
-    """Calls `stop` at SIGTERM or SIGINT within the context; a second signal exits at once.
-
-    For a main thread without an event loop. Yields a function that returns the exit status.
-    """
-    statuses: list[int] = []
-
-    def on_signal(number: int, frame: Any) -> None:
-        if statuses:
-            os._exit(_INTERRUPTED)
-        statuses.append(_SIGNALS[signal.Signals(number)])
-        stop()
-
-    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
-    try:
-        yield lambda: statuses[0] if statuses else 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _StopEvent(asyncio.Event):

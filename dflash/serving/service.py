@@ -62,13 +62,9 @@ class Service(Listener):
     """Admits requests and delivers their events.
 
     Attributes:
-      config: Limits and timeouts.
       created: Time of creation, in seconds since 1970.
-      tracing: OpenTelemetry traces of the server; None if they are off.
       model: Facts about the served model; None until the service is ready.
-      stats: Latest statistics of each mode's scheduler.
       is_ready: Set once requests are served, or once it is certain that they never will be.
-      ended: Set once the engine's thread has ended.
       error: Exception that ended the engine's thread; None if it has not failed.
     """
 
@@ -198,8 +194,6 @@ class Service(Listener):
     async def update_weights(self, path: str) -> None:
         """Replaces the target's weights; requests in flight go on with the new ones.
 
-        Args:
-          path: Directory of a checkpoint on this machine.
         Raises:
           RequestError: Updates are disabled, the checkpoint does not fit, or the engine failed.
         """

@@ -24,8 +24,6 @@ class StructuredOutput:
     """Constraint on an output, in source form.
 
     Attributes:
-      kind: Language of `source`.
-      param: Full name of the field that held it.
       parts: Constraints that `source` consists of, one of which an error may name instead.
     """
 
@@ -73,8 +71,6 @@ class GrammarQueue:
     ) -> Grammar:
         """Compiles a constraint in its turn; cancelling this ends the work, too.
 
-        Args:
-          vocabulary: Function that returns the target's vocabulary; may raise InputError.
         Raises:
           RequestError: The constraint cannot be used, or too many others of the client wait.
         """

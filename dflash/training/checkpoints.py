@@ -41,11 +41,7 @@ class _ChecksumError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RestoredCheckpoint:
-    """Restored checkpoint without damage.
-
-    Attributes:
-      metadata: JSON values that were saved with the state.
-    """
+    """Restored checkpoint without damage."""
 
     step: int
     state: TrainState
@@ -122,7 +118,6 @@ class Checkpoints:
         """Copies the state and writes the copy in the background, after any earlier save.
 
         Args:
-          step: Number of finished steps.
           state: Training state; may be donated as soon as this method returns.
           best: Step of the best checkpoint, which is kept; None if there is none.
         Raises:

@@ -331,12 +331,7 @@ def _writer(name: str) -> int:
 
 
 def _load(file: pathlib.Path, size: int) -> tuple[str, _StoredArray]:
-    """Returns the name of the array in a file and the location of its rows.
-
-    Args:
-      file: File in NumPy's format.
-      size: Size of the file in bytes.
-    """
+    """Returns the name of the array in a file and the location of its rows."""
     try:
         head = io.BytesIO(files.view(file, 0, min(size, _HEAD_BYTES)).tobytes())
         version = np.lib.format.read_magic(head)

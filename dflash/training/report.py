@@ -40,9 +40,7 @@ class TrainReport:
 
         Args:
           directory: Work directory; None disables all output.
-          steps: Total optimizer steps.
           first_step: Number of steps already done.
-          tokens_per_step: Tokens in all rows of a batch.
           evaluate_every: Steps between evaluations, whose time counts; 0 without any.
           stderr: Stream for lines and bar; None is `sys.stderr`.
         Raises:

@@ -45,7 +45,6 @@ def make_train_step(
       schedule: Maps a step to its learning rate, for the metrics.
       dtype: Compute dtype; gradients and weights stay float32.
       accumulate_steps: Number of microbatches per batch, computed one after the other.
-      state: Abstract state with shardings.
     """
 
     def step(state: TrainState, frozen: Params, batch: Batch):

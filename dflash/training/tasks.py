@@ -198,8 +198,6 @@ class DrafterTask(Task):
 def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) -> Task:
     """Builds the models of a run.
 
-    Args:
-      download: Download checkpoints that are not on this machine.
     Raises:
       UserError: The config does not fit the checkpoints.
     """

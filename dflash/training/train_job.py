@@ -101,7 +101,6 @@ class TrainJob:
         """Returns endless batches of this process's rows, from the position `state` on.
 
         Args:
-          rows: Rows to read.
           batch_size: Rows per batch, over all processes; None uses `train.batch_size`.
           state: Position to resume from; None is the beginning.
         Raises:

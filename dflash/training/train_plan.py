@@ -18,10 +18,7 @@ class TrainPlan:
     """Size, memory and programs of a training run.
 
     Attributes:
-      mesh: Number of devices along each mesh axis.
-      counts: Number of weights, by model.
       memory_bytes: Bytes per device, by kind of array.
-      programs: Names of the programs that will be compiled.
     """
 
     mesh: dict[str, int]

@@ -122,7 +122,6 @@ class StepFunctions:
 
     Attributes:
       train: Maps (state, batch) to (state, metrics); see `make_train_step`.
-      evaluate: Maps parameters to metrics on held-out data.
       export: Takes (params, step) and writes the weights as a checkpoint for decoding.
     """
 
@@ -196,8 +195,6 @@ class Trainer:
         """Prepares the loop; `run` donates `state`.
 
         Args:
-          config: Length and cadence of the run.
-          functions: Functions for training, evaluation and export.
           step: Number of steps already done in `state`.
           batches: Training batches, beginning with the one of the next step.
           metadata: JSON values to save with each state. For a resumed run, the metadata of the

@@ -31,7 +31,6 @@ class RawFile:
     """Published file of rows.
 
     Attributes:
-      folder: Folder of the data set in the directory of raw files.
       name: File name; its suffix determines the format.
     """
 

@@ -198,7 +198,6 @@ def compiled_engine(
     """Returns an engine for a job's prompts, and for those of its alternatives.
 
     Args:
-      job: Job with prompts and loaded weights.
       progress: Called with the numbers of programs that are ready and of all.
     """
     more = (with_prompts(job, one).prompts for one in others if one.shape is None)
