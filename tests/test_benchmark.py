@@ -238,14 +238,7 @@ def test_a_sweep_runs_no_studies(tmp_path):
     [
         ("verify", ["study.values=[1, 4]", "study.contexts=[16, 64]"], 4, "rows over_roofline"),
         ("cycle", ["study.contexts=[32]"], 2, "cycle_over_parts roofline_ms"),
-        ("block", ["study.values=[2, 4, 9]"], 2, "trained used speedup roofline_ms"),
         ("load", ["study.values=[1]", "drafter.block_size=16"], 2, "task tau over_fixed"),
-        (
-            "taps",
-            ["study.values=[1, 2]", "target.architecture.num_hidden_layers=2"],
-            2,
-            "taps draft_ms",
-        ),
     ],
 )
 def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, keys):
@@ -305,7 +298,7 @@ def test_what_is_wrong_is_said_in_one_line(run, tmp_path, argv, message):
         (["acceptance=[0]"], "acceptance"),
         (["--acceptance=x"], "acceptance: nothing published on 'x'; expected one of aime24, "),
         (["--trace=t.json"], "t.json: prompt 0 (gsm8k): commits 4 tokens in a cycle, but strategy"),
-        (["--trace=t.json", "study.name=batch"], "t.json: prompt 0 (gsm8k): commits 4 tokens"),
+        (["--trace=t.json", "study.name=load"], "t.json: prompt 0 (gsm8k): commits 4 tokens"),
         (["--trace=gone.json"], "gone.json: cannot be read: No such file or directory"),
         (["--acceptance=alpaca", "prompt_tokens=16777216"], "acceptance=alpaca: 16777216"),
         (
@@ -327,10 +320,8 @@ def test_a_dry_run_plans_for_prompts_as_long_as_recorded(run, tmp_path):
     status, out, err = run("--trace=t.json", "--dry_run")
     assert status == 0, err
     assert out.count("prefill 32") == 2
-    # A study of forwards alone reads no recording; one that cuts lengths takes any.
+    # A study of forwards alone reads no recording.
     assert run("trace=gone.json", "study.name=verify", "--dry_run")[0] == 0
-    short = "strategies.short.block_size=3"
-    assert run("--trace=t.json", "study.name=block", short, "--dry_run")[0] == 0
 
 
 def test_results_of_another_config_stay(run, tmp_path):

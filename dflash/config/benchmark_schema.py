@@ -17,10 +17,7 @@ def overrides_of(group: str) -> Any:
 class StudyConfig:
     """Measurement of costs over several values of one quantity."""
 
-    name: Literal[
-        *("cycle", "verify", "draft", "block", "layers", "taps", "batch", "load", "serve"),
-        *("survival", "trees"),
-    ] = "cycle"
+    name: Literal["cycle", "verify", "draft", "load", "serve"] = "cycle"
     # Values of the quantity; an empty list uses the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
     # Tokens in the cache, for the studies verify and draft.

@@ -295,14 +295,12 @@ def _median(timings: Sequence[Parts]) -> Parts:
 def prepare(
     config: BenchmarkRun,
     *,
-    cut: bool = False,
     target: Decoder | None = None,
     dry: bool = False,
 ) -> Bench:
     """Builds all models, reads all prompts, and checks that they fit together.
 
     Args:
-      cut: Allow forced acceptance lengths beyond a strategy's block, which are cut to it.
       target: Loaded target to share; None builds one.
       dry: Prepare a plan only: use no device and download no checkpoint.
     Raises:
@@ -318,9 +316,8 @@ def prepare(
     prompts = [item.prompt for item in work.items]
     ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
     bench = Bench(config, ready, work, target_loaded=target is not None)
-    if not cut:
-        drafting = {name: size for name, size in bench.longest_paths.items() if size > 1}
-        workloads.check_lengths(work, drafting)
+    drafting = {name: size for name, size in bench.longest_paths.items() if size > 1}
+    workloads.check_lengths(work, drafting)
     return bench
 
 

@@ -51,8 +51,7 @@ def plan(config: BenchmarkRun) -> list[str]:
     """
     decodes = config.study is None or config.study.name in studies.DECODING
     if config.forced and decodes:
-        cut = config.study is not None and config.study.name in studies.CUTTING
-        ready = benches.prepare(config, cut=cut, dry=True).jobs
+        ready = benches.prepare(config, dry=True).jobs
     else:
         ready = {
             name: jobs.prepare(config.decode_run(drafter), stdin=sys.stdin, dry=True)

@@ -256,7 +256,6 @@ def curves(
     y: str,
     log: bool | Literal["x"] = False,
     even: float | None = None,
-    shares: bool = False,
     note: str = "",
     theme: Theme = LIGHT,
 ) -> bytes:
@@ -266,7 +265,6 @@ def curves(
       lines: Lines to draw; a roofline takes the color of its line.
       log: Whether both axes are logarithmic; "x" for the x-axis alone.
       even: Height of a thin horizontal line; None draws no line.
-      shares: Both axes go from 0 to 1, and a thin line shows where they are equal.
     """
     figure, axes = _figure(theme, 7.0 if len(lines) <= _WITHIN else 9.6)
     slots = line_slots(line.name for line in lines if line.roofline_of is None)
@@ -291,10 +289,6 @@ def curves(
     else:
         axes.set_ylim(bottom=0)
     places = sorted({place for line in lines for place in line.places})
-    if shares:
-        places = [tenths / 10 for tenths in range(11)]
-        axes.plot((0, 1), (0, 1), color=theme.ink, linewidth=0.9, linestyle=(0, (1, 2)))
-        axes.set_ylim(0, 1.03)
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_xlabel(x)

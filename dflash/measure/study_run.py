@@ -32,8 +32,6 @@ def run(
     values = _content(config, answer, load) | {"complete": True}
     directory.write_json(results.STUDY, values)
     directory.write("study.csv", results.table_csv(answer.rows))
-    for file, text in answer.files.items():
-        directory.write(file, text)
     # Studies of single forwards decode nothing, so acceptance lengths do not affect them.
     decodes = name in studies.DECODING
     directory.write("study.png", answer.png(workload.forced_note(config) if decodes else ""))

@@ -8,7 +8,7 @@ runs, cycle by cycle.
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,6 @@ import numpy as np
 from flax import nnx
 
 from dflash.drafters.base import Drafter, Heads, Proposal
-from dflash.drafters.parts.draft_vocabulary import DraftTokens
-from dflash.drafters.parts.sampler import Candidates
 from dflash.inference.cycle import tree as trees
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.models.decoder import Decoder
@@ -26,49 +24,6 @@ from dflash.models.decoder import Decoder
 _MAX_CHUNK = 256  # Prompt rows that a drafter observes at once.
 _MIN_CHUNK = 32
 _MULTIPLE = 64  # Lengths of texts are padded, so that other texts share compiled programs.
-
-
-_AHEAD = 100.0  # Raises a foreseen token's logit this much above all others.
-
-
-@dataclasses.dataclass(frozen=True)
-class Foresight:
-    """Greedy sampler that prefers the text's own token wherever it is among the likeliest.
-
-    Attributes:
-      tokens: Tokens of the texts, int32 [B, L].
-      count: Number of tokens that count as the likeliest, int32 [].
-    """
-
-    greedy: SequenceSampler
-    tokens: jax.Array
-    count: jax.Array
-
-    def among(self, vocabulary: DraftTokens) -> "Foresight":
-        """Returns this sampler over a draft vocabulary; see `Sampler.among`."""
-        return dataclasses.replace(self, greedy=self.greedy.among(vocabulary))
-
-    def propose(self, logits: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
-        """Draws tokens, without distributions; see `Sampler.propose`."""
-        return self.greedy.propose(self._raise(logits, positions), positions)
-
-    def draw(self, hidden, positions, unembed) -> tuple[jax.Array, None]:
-        """Draws tokens of all positions, without distributions; see `Sampler.draw`."""
-        return self.propose(unembed(hidden), positions)
-
-    def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
-        """Returns the likeliest tokens, the text's own one first; see `Sampler.candidates`."""
-        return self.greedy.candidates(self._raise(logits, positions), positions, count)
-
-    def _raise(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
-        last, vocabulary = self.tokens.shape[1] - 1, self.greedy.vocabulary
-        own = jnp.take_along_axis(self.tokens, jnp.minimum(positions, last), axis=1)[..., None]
-        tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
-        is_own = (tokens if vocabulary is None else vocabulary.name(tokens)) == own
-        value = jnp.where(is_own, logits, -jnp.inf).max(axis=-1, keepdims=True)
-        rank = (logits > value).sum(axis=-1, keepdims=True)
-        top = logits.max(axis=-1, keepdims=True)
-        return jnp.where(is_own & (rank < self.count), top + _AHEAD, logits)
 
 
 class Text(NamedTuple):
@@ -163,7 +118,7 @@ def cycles(
     texts: Texts,
     *,
     everywhere: bool = False,
-    foresight: int | None = None,
+    make_sampler: Callable[[jax.Array], Any] | None = None,
 ) -> Cycles:
     """Returns the cycles that decode the texts, as NumPy arrays.
 
@@ -171,22 +126,22 @@ def cycles(
       target: Target, whose embedding and output head the drafter may use.
       texts: Texts with the features that the drafter needs.
       everywhere: Begin a cycle at every token of the answers, as if each committed only one.
-      foresight: Number of likeliest candidates among which the text's own token is drafted first;
-        None or 1 to draft greedily.
+      make_sampler: Hashable function that returns a sampler for the texts' tokens, int32 [B, L];
+        None to draft greedily.
     """
     (graph, weights), (heads_graph, heads) = nnx.split(drafter), nnx.split(target)
     longest = int((texts.total - texts.prompt).max())
     most = max(1, -(-longest // _MULTIPLE)) * _MULTIPLE
     texts = _of_layers(texts, drafter.feature_layers, target)
-    count = None if foresight is None else jnp.int32(foresight)
-    found = _compiled(graph, heads_graph, most, everywhere, weights, heads, texts, count)
+    run = functools.partial(_compiled, graph, heads_graph, most, everywhere, make_sampler)
+    found = run(weights, heads, texts)
     return jax.tree.map(np.asarray, found)
 
 
-@functools.partial(jax.jit, static_argnums=range(4))
-def _compiled(graph, heads_graph, most, everywhere, weights, heads, texts, foresight) -> Cycles:
+@functools.partial(jax.jit, static_argnums=range(5))
+def _compiled(graph, heads_graph, most, everywhere, make_sampler, weights, heads, texts) -> Cycles:
     models = nnx.merge(graph, weights), nnx.merge(heads_graph, heads)
-    return _run(*models, texts, most, everywhere, foresight)
+    return _run(*models, texts, most, everywhere, make_sampler or greedy)
 
 
 def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
@@ -204,13 +159,11 @@ def _run(
     texts: Texts,
     most: int,
     everywhere: bool,
-    foresight: jax.Array | None,
+    make_sampler: Callable[[jax.Array], Any],
 ) -> Cycles:
     batch, length = texts.tokens.shape
     rows = drafter.longest_path
-    sampler = SequenceSampler(_greedy(batch))
-    if foresight is not None:
-        sampler = Foresight(sampler, texts.tokens, foresight)
+    sampler = make_sampler(texts.tokens)
 
     def cycle(state: Any, anchor: jax.Array) -> tuple[Any, jax.Array, Cycles]:
         left = jnp.maximum(texts.total - 1 - anchor, 0)
@@ -278,7 +231,10 @@ def _slice(array: jax.Array, start: jax.Array, count: int) -> jax.Array:
     return jnp.take_along_axis(array, rows.reshape(*rows.shape, *[1] * (array.ndim - 2)), axis=1)
 
 
-def _greedy(batch: int) -> SamplingParams:
+def greedy(tokens: jax.Array) -> SequenceSampler:
+    """Returns a sampler that drafts the likeliest tokens of the texts, int32 [B, L]."""
+    batch = len(tokens)
     zeros = jnp.zeros(batch, jnp.float32)
     none = jnp.zeros(batch, jnp.int32)
-    return SamplingParams(jnp.zeros((batch, 2), jnp.uint32), zeros, none, zeros + 1, zeros)
+    keys = jnp.zeros((batch, 2), jnp.uint32)
+    return SequenceSampler(SamplingParams(keys, zeros, none, zeros + 1, zeros))

@@ -21,10 +21,8 @@ class StudyResult:
       x, y: Labels of the plot's axes.
       log: Whether both axes are logarithmic.
       even: Height of no gain and no loss, such as a speed-up of 1; None if there is none.
-      shares: Whether both axes go from 0 to 1; see `plots.curves`.
       notes: Sentences to show with the figures.
       narrow: Columns for a narrow terminal; empty selects all.
-      files: Further files to write, by name.
     """
 
     title: str
@@ -34,10 +32,8 @@ class StudyResult:
     y: str
     log: bool = False
     even: float | None = None
-    shares: bool = False
     notes: Sequence[str] = ()
     narrow: Sequence[str] = ()
-    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def text(self, *, wide: bool = False) -> list[str]:
         """Returns the table, its warnings and its notes as lines; all columns if `wide`."""
@@ -60,7 +56,6 @@ class StudyResult:
             y=self.y,
             log=self.log,
             even=self.even,
-            shares=self.shares,
             note=note,
         )
 

@@ -4,7 +4,7 @@
     dflash convert TARGET /tmp/target --to=hf --dtype=float32
     dflash convert TARGET /tmp/target.gguf --dtype=float32
     dflash convert DRAFTER /tmp/drafter.gguf --dtype=float32 --tokenizer=TARGET
-    python tools/measure_peers.py --config=CONFIG --drafter=DRAFTER --target=/tmp/target \
+    python experiments/measure_peers.py --config=CONFIG --drafter=DRAFTER --target=/tmp/target \
         --target_gguf=/tmp/target.gguf --drafter_gguf=/tmp/drafter.gguf --block_size=8 \
         --data=gsm8k --raw_dir=RAW --prompts=10 --tokens=64 --threads=2 --out=peers.json
 

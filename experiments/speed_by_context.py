@@ -1,6 +1,6 @@
 """Measures how fast answers are decoded after long contexts, beside plain decoding.
 
-    python tools/speed_by_context.py configs/smollm2_135m_dflash.yml \
+    python experiments/speed_by_context.py configs/smollm2_135m_dflash.yml \
         --files docs/decoding.md docs/serving.md --contexts 1024 4096 \
         --drafters block_size=6 block_size=6,window=64 block_size=auto
 

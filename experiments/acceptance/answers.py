@@ -20,23 +20,22 @@ class Answers(NamedTuple):
     tasks: list[str]
 
 
-def prepare(config: BenchmarkRun) -> tuple[Bench, dict[str, Job]]:
+def prepare(config: BenchmarkRun, study: str) -> tuple[Bench, dict[str, Job]]:
     """Returns a bench of the baseline alone, and the jobs of the strategies that draft.
 
     Raises:
       ConfigError: The run does not decode greedily, or drafts nothing of its own.
     """
-    name = config.study.name
     if config.forced:
         raise errors.ConfigError(
-            f"study.name: {name} measures what is accepted; leave trace and acceptance out"
+            f"{study} measures what is accepted; leave trace and acceptance out"
         )
     if config.decode.temperature:
         raise errors.ConfigError(
-            f"decode.temperature: {name} replays greedy decoding; leave it out"
+            f"decode.temperature: {study} replays greedy decoding; leave it out"
         )
     if not config.strategies:
-        raise errors.ConfigError(f"strategies: {name} needs at least one strategy that drafts")
+        raise errors.ConfigError(f"strategies: {study} needs at least one strategy that drafts")
     plain = benches.prepare(dataclasses.replace(config, strategies={}))
     jobs = benches.prepare_models(config, plain.target)
     return plain, {name: job for name, job in jobs.items() if job.drafter.num_draft_tokens}

@@ -1,7 +1,7 @@
 """The load study: strategies that choose their rows beside the best fixed choice."""
 
 from dflash.measure.roofline import Machine
-from dflash.measure.studies import throughput
+from dflash.measure.studies import load
 
 MACHINE = Machine("a machine", 1e12, 1e10, "given")
 
@@ -22,7 +22,7 @@ def test_chosen_rows_are_compared_with_the_best_fixed_choice_of_the_same_cell():
         row("b8", 8, "chat", 1.0),
         row("auto", 8, "chat", None),
     ]
-    result = throughput._result({"auto"}, MACHINE, rows)
+    result = load._result({"auto"}, MACHINE, rows)
     ratios = {
         (one["batch"], one["task"], one["drafter"]): one["over_fixed"]
         for one in result.rows

@@ -1,6 +1,6 @@
 """Measures how many drafts are accepted after long contexts, if the drafter sees a part of them.
 
-    python tools/acceptance_by_window.py configs/smollm2_135m_dflash.yml \
+    python experiments/acceptance_by_window.py configs/smollm2_135m_dflash.yml \
         --files docs/decoding.md docs/serving.md --contexts 1024 4096 --windows 256 1024
 
 Each prompt is the beginning of a file, of about as many tokens as the context, and a question about

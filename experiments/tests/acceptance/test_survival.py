@@ -9,9 +9,11 @@ import pytest
 from dflash import errors
 from dflash.config import benchmark_schema, loader
 from dflash.inference.cycle import block_choice
-from dflash.measure import studies, survival, workload
+from dflash.measure import workload
 from dflash.measure.pair.replay import Cycles
-from dflash.measure.survival import Drafts
+from experiments.acceptance import estimates as survival
+from experiments.acceptance import survival as study
+from experiments.acceptance.estimates import Drafts
 
 NAMES = ("strategy", "estimate", "low", "predicted", "observed", "drafts", "calibration_error")
 
@@ -99,7 +101,6 @@ tasks: [math, code]
 prompts_per_task: 1
 decode: {max_new_tokens: 12}
 dtype: float32
-study: {name: survival}
 """
 
 
@@ -110,7 +111,7 @@ def load(tmp_path, *overrides):
 
 
 def test_the_study_compares_both_estimates(tmp_path):
-    steps = list(studies.STUDIES["survival"](load(tmp_path)))
+    steps = list(study.survival(load(tmp_path), tmp_path))
     result, done = steps[-1].result, [step.done for step in steps]
     assert done == sorted(done)
     assert done[-1] == 1
@@ -130,15 +131,13 @@ def test_the_study_compares_both_estimates(tmp_path):
     assert key.startswith("dspark: drafter.confidence_temperatures=[")
     assert len(key.split(",")) == 5
     assert jnp.isfinite(result.rows[0]["tokens_4"])
-    check_traces(tmp_path, result)
+    check_traces(tmp_path)
 
 
-def check_traces(tmp_path, result):
+def check_traces(tmp_path):
     """Both strategies decode the same texts; only one has confidence."""
-    assert set(result.files) == {"trace_dflash.json", "trace_dspark.json"}
     sums = []
-    for name, text in result.files.items():
-        (tmp_path / name).write_text(text)
+    for name in ("trace_dflash.json", "trace_dspark.json"):
         trace = workload.read_trace(str(tmp_path / name))
         assert list(trace) == ["math", "code"]
         prompts = [prompt for task in trace.values() for prompt in task]
@@ -154,16 +153,16 @@ def check_traces(tmp_path, result):
     ("overrides", "message"),
     [
         (["decode.temperature=0.7"], "decode.temperature: survival replays greedy decoding"),
-        (["acceptance=[gsm8k]"], "study.name: survival measures what is accepted"),
+        (["acceptance=[gsm8k]"], "survival measures what is accepted"),
         (["strategies.dflash.tree.budget=8"], "strategies.dflash: survival replays chains"),
     ],
 )
 def test_what_cannot_be_replayed_is_rejected(tmp_path, overrides, message):
     with pytest.raises(errors.ConfigError, match=message):
-        list(studies.STUDIES["survival"](load(tmp_path, *overrides)))
+        list(study.survival(load(tmp_path, *overrides), tmp_path))
 
 
 def test_a_study_of_no_strategy_is_rejected(tmp_path):
     config = dataclasses.replace(load(tmp_path), strategies={})
     with pytest.raises(errors.ConfigError, match="strategies: survival needs at least one"):
-        list(studies.STUDIES["survival"](config))
+        list(study.survival(config, tmp_path))

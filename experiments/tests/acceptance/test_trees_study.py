@@ -11,9 +11,9 @@ from dflash.drafters.parts.draft_vocabulary import Shortlist
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.prefill import GREEDY
 from dflash.measure import bench as benches
-from dflash.measure import studies
-from dflash.measure.pair.replay import Cycles, Foresight
-from dflash.measure.studies import trees
+from dflash.measure.pair.replay import Cycles
+from experiments.acceptance import trees
+from experiments.acceptance.foresight import Foresight
 
 LOGITS = jnp.array([[[3.0, 2.0, 1.0, 0.0]] * 3])
 POSITIONS = jnp.array([[1, 2, 3]])
@@ -22,7 +22,7 @@ TOKENS = jnp.array([[0, 0, 1, 3]])
 
 def foresight(count):
     greedy = jax.tree.map(lambda x: x[None], SamplingParams.of(GREEDY)).with_keys()
-    return Foresight(SequenceSampler(greedy), TOKENS, jnp.int32(count))
+    return Foresight(SequenceSampler(greedy), TOKENS, count)
 
 
 @pytest.mark.parametrize(("count", "drafts"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (4, [0, 1, 3])])
@@ -69,7 +69,6 @@ tasks: [math, chat]
 prompts_per_task: 1
 decode: {max_new_tokens: 40}
 dtype: float32
-study: {name: trees, values: [2, 16]}
 """
 
 
@@ -81,7 +80,7 @@ def load(tmp_path, *overrides):
 
 def test_the_study_replays_what_the_engine_does(tmp_path):
     config = load(tmp_path)
-    result = list(studies.STUDIES["trees"](config))[-1].result
+    result = list(trees.trees(config, (2, 16)))[-1].result
     rows = {(row["strategy"], row["task"]): row for row in result.rows}
     assert list(rows) == [(name, task) for name in ("chain", "tree") for task in ("math", "chat")]
     bench = benches.prepare(config)
@@ -103,4 +102,4 @@ def test_the_study_replays_what_the_engine_does(tmp_path):
 
 def test_sampled_decoding_is_rejected(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"decode\.temperature: trees replays greedy"):
-        list(studies.STUDIES["trees"](load(tmp_path, "decode.temperature=1")))
+        list(trees.trees(load(tmp_path, "decode.temperature=1")))

@@ -1,8 +1,8 @@
 """Times matrix products with few rows on a CPU, by XLA's compile options and layouts.
 
-    python tools/measure_products.py                      # needs no other package
-    python tools/measure_products.py --rows 1 16 --rounds=21
-    taskset -c 0 python tools/measure_products.py --model=smollm2 --processor --repeats=2
+    python experiments/measure_products.py                      # needs no other package
+    python experiments/measure_products.py --rows 1 16 --rounds=21
+    taskset -c 0 python experiments/measure_products.py --model=smollm2 --processor --repeats=2
 
 Chains of products have the widths of the embedded tiny target or of SmolLM2-135M, output head
 included, and run in a loop on the device. Each round runs all cases in turn. PyTorch, if installed,

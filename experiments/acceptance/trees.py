@@ -10,22 +10,22 @@ from dflash.loading.job import Job
 from dflash.measure.pair import replay
 from dflash.measure.pair.replay import Cycles, Text
 from dflash.measure.plots import Line
-from dflash.measure.studies import replayed
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
+from experiments.acceptance import answers as replayed
+from experiments.acceptance.foresight import Foreseeing
 
 COUNTS = (2, 3, 4, 16)
 ALL_CANDIDATES = 2**30
 _ALL, _WHOLE = "tau_all", "tau_whole"
 
 
-def trees(config: BenchmarkRun) -> Iterator[Step]:
+def trees(config: BenchmarkRun, counts: Sequence[int] = COUNTS) -> Iterator[Step]:
     """Compares acceptance with that of drafts which foresee the right one of some candidates.
 
     The baseline decodes the prompts, and each strategy's cycles are replayed on these texts.
     """
-    plain, drafting = replayed.prepare(config)
+    plain, drafting = replayed.prepare(config, "trees")
     answers = yield from replayed.decode(plain)
-    counts = config.study.values or COUNTS
     rows: list[dict] = []
     for number, (name, job) in enumerate(drafting.items()):
         yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
@@ -39,14 +39,15 @@ def _rows(
     name: str, job: Job, texts: Sequence[Text], tasks: Sequence[str], counts: Sequence[int]
 ) -> list[dict]:
     """Returns a row for each task of a strategy."""
-    models = job.drafter, job.target
+    models, everything = (job.drafter, job.target), Foreseeing(ALL_CANDIDATES)
     features = replay.compute(job.target, texts, job.drafter.feature_layers)
     own = replay.cycles(*models, features)
+    known = {**{_column(count): count for count in counts}, _ALL: ALL_CANDIDATES}
     foreseen = {
-        **{_column(count): replay.cycles(*models, features, foresight=count) for count in counts},
-        _ALL: replay.cycles(*models, features, foresight=ALL_CANDIDATES),
+        column: replay.cycles(*models, features, make_sampler=Foreseeing(count))
+        for column, count in known.items()
     }
-    best = replay.cycles(*models, features, foresight=ALL_CANDIDATES, everywhere=True)
+    best = replay.cycles(*models, features, everywhere=True, make_sampler=everything)
     longest = job.drafter.longest_path
     rows = []
     for task in dict.fromkeys(tasks):

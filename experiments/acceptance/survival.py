@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -10,39 +11,43 @@ from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.loading import weights
 from dflash.loading.job import Job
-from dflash.measure import survival as estimates
 from dflash.measure.pair import replay
 from dflash.measure.pair.replay import Cycles, Text
 from dflash.measure.plots import Line
-from dflash.measure.studies import replayed
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
-from dflash.measure.survival import Bin
+from experiments.acceptance import answers as replayed
+from experiments.acceptance import estimates
+from experiments.acceptance.estimates import Bin
 
 ONLINE, HEAD, CALIBRATED = "online", "head", "head, calibrated"
 MEAN_ROWS = (4,)
 _FITTING, _HELD_OUT = slice(0, None, 2), slice(1, None, 2)  # Texts.
 
 
-def survival(config: BenchmarkRun) -> Iterator[Step]:
+def survival(
+    config: BenchmarkRun, directory: pathlib.Path, means: Sequence[int] = MEAN_ROWS
+) -> Iterator[Step]:
     """Compares estimates of the chance that drafts are accepted with what is accepted.
 
     The baseline decodes the prompts, and each drafter's cycles are replayed on these texts.
     Temperatures are fitted to every other text, and all figures are those of the texts between.
+    Each drafter's cycles are written to `directory`, as traces that a benchmark can replay.
     """
-    plain, drafting = replayed.prepare(config)
+    plain, drafting = replayed.prepare(config, "survival")
     _check_chains(drafting)
     texts, tasks = yield from replayed.decode(plain)
-    rows, notes, files = [], [], {}
+    rows, notes = [], []
     for number, (name, job) in enumerate(drafting.items()):
         yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
         weights.load(job.drafter, job.drafter_source, job.target.sharding)
         features = replay.compute(job.target, texts, job.drafter.feature_layers)
         cycles = replay.cycles(job.drafter, job.target, features)
-        fresh, said = _rows(name, job, cycles, config.study.values or MEAN_ROWS)
+        fresh, said = _rows(name, job, cycles, means)
         rows, notes = [*rows, *fresh], [*notes, *said]
-        files[f"trace_{name}.json"] = json.dumps(_trace(tasks, texts, cycles))
+        trace = json.dumps(_trace(tasks, texts, cycles))
+        (directory / f"trace_{name}.json").write_text(trace, encoding="utf-8")
         done = (1 + (number + 1) / len(drafting)) / 2
-        yield Step(f"{name}, done", done, _result(rows, notes, files))
+        yield Step(f"{name}, done", done, _result(rows, notes))
 
 
 def _trace(tasks: Sequence[str], texts: Sequence[Text], cycles: Cycles) -> list[dict]:
@@ -120,7 +125,7 @@ def _temperatures_note(name: str, job: Job, temperatures: Sequence[float]) -> st
     return f"{name}: drafter.confidence_temperatures=[{values}]"
 
 
-def _result(rows: Sequence[dict], notes: Sequence[str], files: Mapping[str, str]) -> StudyResult:
+def _result(rows: Sequence[dict], notes: Sequence[str]) -> StudyResult:
     lines = []
     for name, estimate in dict.fromkeys((row["strategy"], row["estimate"]) for row in rows):
         own = [row for row in rows if (row["strategy"], row["estimate"]) == (name, estimate)]
@@ -132,12 +137,10 @@ def _result(rows: Sequence[dict], notes: Sequence[str], files: Mapping[str, str]
         lines,
         "predicted survival",
         "share of drafts that survived",
-        shares=True,
         notes=[
             "survival: the draft and all before it are accepted; bins by predicted survival",
             "tokens_n: tokens per cycle if 16 sequences divide n rows each by the estimate",
             *notes,
         ],
         narrow=("strategy", "estimate", "low", "predicted", "observed", "drafts"),
-        files=dict(files),
     )
