@@ -6,12 +6,21 @@ PAGE = "docs/results/tried_and_removed.md"
 
 # What to use instead, by dotted key; empty if there is nothing. A group covers all keys below it.
 KEYS: dict[str, str] = {
+    "answers.tasks": "give questions in answers.files",
     "serve.role": "start one server",
     "serve.prefill": "start one server",
     "serve.prefill_s": "start one server",
 }
 # The same by "key=value", for a value of a key that remains.
-VALUES: dict[str, str] = {"drafter.overlap=pingpong": "use ssd or leave it out"}
+VALUES: dict[str, str] = {
+    "drafter.overlap=pingpong": "use ssd or leave it out",
+    "study.name=batch": "use load",
+    "study.name=block": "sweep drafter.block_size",
+    "study.name=layers": "use configs/sweeps/drafter_shape.yml",
+    "study.name=taps": "use configs/sweeps/drafter_shape.yml",
+    "study.name=survival": "use experiments/acceptance of the repository",
+    "study.name=trees": "use experiments/acceptance of the repository",
+}
 
 
 def notice(path: tuple[str, ...], value: Any = None) -> str | None:
