@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from dflash import errors
@@ -33,24 +33,6 @@ _SCALING_FIELDS = {
         ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _StatedArchitecture(TargetArchitecture):
-    """Architecture as in config.json; fields that default to a function of others are None."""
-
-    num_key_value_heads: int | None = option_like(TargetArchitecture, "num_key_value_heads", None)
-    head_dim: int | None = option_like(TargetArchitecture, "head_dim", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RopeTheta:
-    rope_theta: float | None = option_like(TargetArchitecture, "rope_theta", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _EndOfSequence:
-    eos_token_id: tuple[int, ...] | None = option_like(TargetArchitecture, "eos_token_id", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +66,34 @@ def read_fields(
     if problems:
         raise errors.CheckpointError("\n".join(problems))
     return built
+
+
+def read_some(
+    config: Mapping[str, Any],
+    schema: type,
+    names: Iterable[str],
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    group: str = "",
+    file: str = FILE,
+) -> dict[str, Any]:
+    """Reads the fields `names` of a dataclass; see `read_fields`.
+
+    A field without one of the `defaults` is required, and may be None if that is its default.
+    """
+    kinds, defaults = typing.get_type_hints(schema), defaults or {}
+    fields = []
+    for name in names:
+        default = defaults.get(name, dataclasses.MISSING)
+        kind = kinds[name] | None if default is None else kinds[name]
+        fields.append((name, kind, option_like(schema, name, default)))
+    part = dataclasses.make_dataclass(schema.__name__, fields, kw_only=True)
+    return vars(read_fields(config, part, group=group, file=file))
+
+
+def added_fields(schema: type, base: type) -> list[str]:
+    """Returns the names of the fields that a dataclass adds to those of a base."""
+    return [name for name in schema.__dataclass_fields__ if name not in base.__dataclass_fields__]
 
 
 def read_group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -129,7 +139,8 @@ def read_architecture(
     """
     for name, supported in schema.HF_FIXED:
         check_only(config, name, supported)
-    own = vars(read_fields(config, _added_fields(schema)))
+    names = added_fields(schema, TargetArchitecture)
+    own = read_some(config, schema, names, _defaults(schema))
     decoder = _read_decoder({**config, **schema.hf_overrides(own)})
     arch = schema(**vars(decoder), **own)
     problems = [f"{FILE}: {keys[0]}: {message}" for keys, message in checks.shape_problems(arch)]
@@ -138,32 +149,25 @@ def read_architecture(
     return arch
 
 
-def _added_fields(schema: type[TargetArchitecture]) -> type:
-    """Returns a dataclass of the fields that a family adds to `TargetArchitecture`."""
-    kinds = typing.get_type_hints(schema)
-    inherited = {field.name for field in dataclasses.fields(TargetArchitecture)}
-    added = [
-        (field.name, kinds[field.name], option_like(schema, field.name, field.default))
-        for field in dataclasses.fields(schema)
-        if field.name not in inherited
-    ]
-    return dataclasses.make_dataclass(schema.__name__, added, frozen=True, kw_only=True)
-
-
 def _read_decoder(config: Mapping[str, Any]) -> TargetArchitecture:
     """Reads the fields of `TargetArchitecture` from config.json."""
     check_only(config, "hidden_act", "silu")
     theta, scaling = _read_rope(config)
     flat = {key: value for key, value in config.items() if key != _OLD_ROPE}
-    stated = read_fields(flat | {"eos_token_id": _listed(config)}, _StatedArchitecture)
-    heads = stated.num_attention_heads
+    sizes = read_some(
+        flat | {"eos_token_id": _listed(config)},
+        TargetArchitecture,
+        TargetArchitecture.__dataclass_fields__,
+        _defaults(TargetArchitecture) | {"num_key_value_heads": None, "head_dim": None},
+    )
+    heads = sizes["num_attention_heads"]
     follows = {
-        "num_key_value_heads": stated.num_key_value_heads or heads,
-        "head_dim": stated.head_dim or stated.hidden_size // heads,
+        "num_key_value_heads": sizes["num_key_value_heads"] or heads,
+        "head_dim": sizes["head_dim"] or sizes["hidden_size"] // heads,
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
-    return TargetArchitecture(**vars(stated) | follows)
+    return TargetArchitecture(**sizes | follows)
 
 
 def with_rope_scaling(arch: TargetArchitecture, scaling: RopeScaling) -> TargetArchitecture:
@@ -196,7 +200,17 @@ def read_eos_token_ids(config: Mapping[str, Any], *, file: str = FILE) -> tuple[
       CheckpointError: The field is neither an id nor a list of ids.
     """
     fields = {"eos_token_id": _listed(config)}
-    return read_fields(fields, _EndOfSequence, file=file).eos_token_id
+    return _read_one(fields, "eos_token_id", file=file)
+
+
+def _read_one(config: Mapping[str, Any], name: str, **place: str) -> Any:
+    """Reads one field of `TargetArchitecture`; None if it is missing."""
+    return read_some(config, TargetArchitecture, [name], {name: None}, **place)[name]
+
+
+def _defaults(schema: type) -> dict[str, Any]:
+    fields = dataclasses.fields(schema)
+    return {field.name: field.default for field in fields}
 
 
 def read_classes(config: Mapping[str, Any], *, file: str = FILE) -> tuple[str, ...]:
@@ -217,9 +231,9 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """
     name = _NEW_ROPE if config.get(_OLD_ROPE) in (None, {}) else _OLD_ROPE
     rope = read_group(config, name)
-    theta = read_fields(rope, _RopeTheta, group=name).rope_theta
+    theta = _read_one(rope, "rope_theta", group=name)
     if theta is None:
-        theta = read_fields(config, _RopeTheta).rope_theta
+        theta = _read_one(config, "rope_theta")
     if theta is None:
         raise errors.CheckpointError(
             f"{FILE}: missing rope_theta (neither at the top level nor in {name})"

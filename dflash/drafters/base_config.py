@@ -175,6 +175,38 @@ def _default_heads(width: int, head_dim: int) -> int:
     return 1 << (-(-width // head_dim) - 1).bit_length()
 
 
+# --- Sizes that a fresh drafter is given, and that a checkpoint's config.json states --------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TapSizes:
+    """Sizes of a drafter that reads the outputs of target layers.
+
+    Attributes:
+      target_layer_ids: Target layers whose outputs are the features; None for a fresh drafter
+        spreads them over the target's depth.
+      draft_vocab_size: Size of the draft vocabulary, which has an output head of its own; None for
+        the target's vocabulary. If smaller, training picks the tokens that are most frequent in
+        its data.
+    """
+
+    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=MAX_LAYERS)
+    draft_vocab_size: int | None = option(None, minimum=1, maximum=MAX_VOCABULARY)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSizes(TapSizes):
+    """Sizes of DFlash and its descendants.
+
+    Attributes:
+      block_size: Trained number of rows: the anchor and the drafted tokens.
+      mask_token_id: Token at the positions to be drafted; None for the last id of the vocabulary.
+    """
+
+    block_size: int = option(16, minimum=2, maximum=MAX_BLOCK_SIZE)
+    mask_token_id: int | None = option(None, minimum=0, maximum=MAX_VOCABULARY)
+
+
 # --- Shapes ---------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from dflash.config.schema import TargetArchitecture, option, option_like
-from dflash.drafters.base_config import MAX_LAYERS, BlockDrafterConfig, MarginalTree, Problem
+from dflash.config.schema import option_like
+from dflash.drafters.base_config import BlockDrafterConfig, MarginalTree, Problem
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 
 
@@ -15,7 +15,7 @@ class DFlareArchitecture(DFlashArchitecture):
 
     num_hidden_layers: int = option_like(DFlashArchitecture, "num_hidden_layers", 7)
     # Number of target layers to tap if target_layer_ids is left out.
-    num_target_features: int = option(9, minimum=1, maximum=MAX_LAYERS)
+    num_target_features: int = option_like(DFlashArchitecture, "num_target_features", 9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,7 @@ class DFlareShape(DFlashShape):
     """Contents of a DFlare checkpoint's config.json, which has DFlash's fields."""
 
     layout: ClassVar[Mapping[str, Any]] = {"projector": "dflare"}
-
-    @classmethod
-    def for_target(cls, target: TargetArchitecture, options: DFlareArchitecture | None) -> Self:
-        """Returns the shape of a fresh DFlare drafter; see `DrafterShape.for_target`."""
-        return super().for_target(target, options or DFlareArchitecture())
+    architecture: ClassVar[type] = DFlareArchitecture
 
     def _problems(self) -> Iterable[Problem]:
         yield from super()._problems()

@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Literal, Self
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import MAX_BLOCK_SIZE, TargetArchitecture, option, option_like
+from dflash.config.schema import TargetArchitecture, option, option_like
 from dflash.drafters import base_config, layouts_config
 from dflash.drafters.base_config import (
     MAX_LAYERS,
-    MAX_VOCABULARY,
     MAX_WIDTH,
     BlockDrafterConfig,
+    BlockSizes,
     DrafterShape,
     DraftLayers,
     MarginalTree,
@@ -28,6 +28,11 @@ _SUPPORTED = {"draft_shift": False}
 _OPTIONAL_FIELDS = (
     *("partial_rotary_factor", "attention_bias", "attention_sink_bias", "attention_value_scale"),
     *("draft_vocab_size", "target_hidden_size", "mask_embedding"),
+)
+# Fields of the drafter, which files have at the top level or in their group.
+_FILE_FIELDS = (
+    *("block_size", "num_target_layers", "mask_token_id", "target_layer_ids"),
+    *_OPTIONAL_FIELDS,
 )
 
 
@@ -45,19 +50,45 @@ class LayerView:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashShape(DrafterShape):
+class DFlashArchitecture(BlockSizes, DraftLayers):
+    """Architecture of a fresh DFlash drafter or of one of its descendants."""
+
+    num_hidden_layers: int = option(5, minimum=1, maximum=MAX_LAYERS)
+    # Number of target layers to tap if target_layer_ids is left out.
+    num_target_features: int = option(5, minimum=1, maximum=MAX_LAYERS)
+    causal: bool = False  # Block rows attend only to earlier rows and themselves, as in JetSpec.
+
+    def shape_fields(self, target: TargetArchitecture) -> dict[str, Any]:
+        """Returns the fields of `DFlashShape` that follow from those given and the target.
+
+        Raises:
+          ConfigError: The sizes contradict one another.
+        """
+        depth, layers = target.num_hidden_layers, self.num_hidden_layers
+        taps = self.target_layer_ids or default_taps(depth, self.num_target_features)
+        last_token = target.vocab_size - 1
+        return {
+            "decoder": self.decoder_for(target, num_hidden_layers=layers),
+            "mask_token_id": last_token if self.mask_token_id is None else self.mask_token_id,
+            "target_layer_ids": taps,
+            "num_target_layers": depth,
+            "views": (LayerView(causal=self.causal),) * layers,
+            "draft_vocab_size": _partial(self.draft_vocab_size, target.vocab_size),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlashShape(BlockSizes, DrafterShape):
     """Contents of a DFlash checkpoint's config.json.
 
     Attributes:
       layout: Arguments of `layouts_config.to_zlab` for files of the strategy.
+      architecture: Class of the config group `drafter.architecture`.
+      file_defaults: Defaults in config.json of the fields that a descendant adds; the others are
+        required there.
       decoder: Architecture of the draft layers: width, heads, rotary base and so on.
-      block_size: Trained number of rows: the anchor and the drafted tokens.
-      mask_token_id: Token at the positions to be drafted.
-      target_layer_ids: Target layers whose outputs are the features.
       num_target_layers: Depth of the target that the drafter was trained for; None if not stated.
       views: One view per draft layer.
-      draft_vocab_size: Size of the draft vocabulary, which has an output head of its own; None to
-        draft from the target's whole vocabulary with the target's head.
       partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
       attention_bias: Whether the projections of attention have biases.
       attention_sink_bias: Whether each head has an attention sink: a learned score of no position.
@@ -68,14 +99,12 @@ class DFlashShape(DrafterShape):
     """
 
     layout: ClassVar[Mapping[str, Any]] = {"projector": "dflash"}
+    architecture: ClassVar[type] = DFlashArchitecture
+    file_defaults: ClassVar[Mapping[str, Any]] = {}
 
     decoder: TargetArchitecture
-    block_size: int = option(minimum=2, maximum=MAX_BLOCK_SIZE)
-    mask_token_id: int = option(minimum=0, maximum=MAX_VOCABULARY)
-    target_layer_ids: tuple[int, ...] = option(minimum=0, maximum=MAX_LAYERS)
-    num_target_layers: int | None = option(minimum=1, maximum=MAX_LAYERS)
-    views: tuple[LayerView, ...] = option()
-    draft_vocab_size: int | None = option(None, minimum=1, maximum=MAX_VOCABULARY)
+    num_target_layers: int | None = option(None, minimum=1, maximum=MAX_LAYERS)
+    views: tuple[LayerView, ...]
     partial_rotary_factor: float = option(1.0, minimum=0.0, maximum=1.0)
     attention_bias: bool = False
     attention_sink_bias: bool = False
@@ -88,6 +117,17 @@ class DFlashShape(DrafterShape):
         """Decoder in which `head_dim` is the width of the rotated part of a head."""
         width = int(self.decoder.head_dim * self.partial_rotary_factor)
         return dataclasses.replace(self.decoder, head_dim=width)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of tokens that can be drafted."""
+        return self.draft_vocab_size or self.decoder.vocab_size
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """Fields that a descendant adds to DFlash's."""
+        names = hf_config.added_fields(type(self), DFlashShape)
+        return {name: getattr(self, name) for name in names}
 
     @property
     def attention_form(self) -> dict[str, bool]:
@@ -130,28 +170,35 @@ class DFlashShape(DrafterShape):
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of the shape that z-lab's layout states, in its two forms."""
+        """Returns the fields of a shape from z-lab's layout.
+
+        Newer files have the drafter's fields in the group, which takes precedence.
+        """
         decoder = hf_config.read_architecture(config)
         group = hf_config.read_group(config, GROUP)
         for fields in (config, group):
             for name, supported in _SUPPORTED.items():
                 hf_config.check_only(fields, name, supported)
-        within = hf_config.read_fields(group, _GroupFields, group=GROUP)
-        beside = hf_config.read_fields(config, _FileFields)
-        stated = _merge(beside, within)
+        absent = dict.fromkeys(_FILE_FIELDS)
+        within = hf_config.read_some(group, DFlashShape, _FILE_FIELDS, absent, group=GROUP)
+        beside = hf_config.read_some(config, DFlashShape, _FILE_FIELDS, absent)
+        fields = {
+            name: beside[name] if within[name] in (None, ()) else within[name]
+            for name in _FILE_FIELDS
+        }
         required = ("block_size", "mask_token_id", "target_layer_ids")
-        missing = [name for name in required if stated.get(name) in (None, ())]
+        missing = [name for name in required if fields[name] in (None, ())]
         if missing:
             raise errors.CheckpointError(f"{hf_config.FILE}: missing {', '.join(missing)}")
-        fields = {name: value for name, value in stated.items() if value is not None}
+        added = hf_config.added_fields(cls, DFlashShape)
         return (
-            {"num_target_layers": None}
-            | fields
+            {name: value for name, value in fields.items() if value is not None}
+            | hf_config.read_some({**config, **group}, cls, added, cls.file_defaults)
             | {
                 "decoder": decoder,
-                "views": _views(beside, within, decoder.num_hidden_layers),
-                "draft_vocab_size": _partial(beside.draft_vocab_size, decoder.vocab_size),
-                "target_hidden_size": _partial(stated["target_hidden_size"], decoder.hidden_size),
+                "views": _views(config, group, decoder.num_hidden_layers),
+                "draft_vocab_size": _partial(fields["draft_vocab_size"], decoder.vocab_size),
+                "target_hidden_size": _partial(fields["target_hidden_size"], decoder.hidden_size),
             }
         )
 
@@ -192,10 +239,12 @@ class DFlashShape(DrafterShape):
         return {"causal": self.causal, "causal_head": self.causal}
 
     @classmethod
-    def for_target(cls, target: TargetArchitecture, options: "DFlashArchitecture | None") -> Self:
+    def for_target(cls, target: TargetArchitecture, options: DFlashArchitecture | None) -> Self:
         """Returns the shape of a fresh DFlash drafter; see `DrafterShape.for_target`."""
-        options = options or DFlashArchitecture()
-        shape = cls(**options.shape_fields(target))
+        options = options or cls.architecture()
+        names = cls.__dataclass_fields__.keys() & options.__dataclass_fields__.keys()
+        sizes = {name: getattr(options, name) for name in names}
+        shape = cls(**sizes | options.shape_fields(target))
         base_config.check_options(shape._problems())
         return shape
 
@@ -225,42 +274,6 @@ class DFlashShape(DrafterShape):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashArchitecture(DraftLayers):
-    """Architecture of a fresh DFlash drafter or of one of its descendants."""
-
-    num_hidden_layers: int = option(5, minimum=1, maximum=MAX_LAYERS)
-    block_size: int = option_like(DFlashShape, "block_size", 16)
-    # None: the last id of the vocabulary.
-    mask_token_id: int | None = option_like(DFlashShape, "mask_token_id", None)
-    # None: evenly spread.
-    target_layer_ids: tuple[int, ...] | None = option_like(DFlashShape, "target_layer_ids", None)
-    # Number of target layers to tap if target_layer_ids is left out.
-    num_target_features: int = option(5, minimum=1, maximum=MAX_LAYERS)
-    causal: bool = False  # Block rows attend only to earlier rows and themselves, as in JetSpec.
-    # None: the target's. If smaller, training picks the tokens that are most frequent in its data.
-    draft_vocab_size: int | None = option_like(DFlashShape, "draft_vocab_size", None)
-
-    def shape_fields(self, target: TargetArchitecture) -> dict[str, Any]:
-        """Returns the fields of `DFlashShape` that are chosen for a fresh drafter of a target.
-
-        Raises:
-          ConfigError: The sizes contradict one another.
-        """
-        depth, layers = target.num_hidden_layers, self.num_hidden_layers
-        taps = self.target_layer_ids or default_taps(depth, self.num_target_features)
-        last_token = target.vocab_size - 1
-        return {
-            "decoder": self.decoder_for(target, num_hidden_layers=layers),
-            "block_size": self.block_size,
-            "mask_token_id": last_token if self.mask_token_id is None else self.mask_token_id,
-            "target_layer_ids": taps,
-            "num_target_layers": depth,
-            "views": (LayerView(causal=self.causal),) * layers,
-            "draft_vocab_size": _partial(self.draft_vocab_size, target.vocab_size),
-        }
-
-
-@dataclasses.dataclass(frozen=True)
 class DFlashConfig(OverlapKeys, BlockDrafterConfig):
     """Keys of a DFlash drafter."""
 
@@ -282,23 +295,7 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _CommonFields:
-    """Fields that newer files have inside `dflash_config` and older files next to it."""
-
-    block_size: int | None = option_like(DFlashShape, "block_size", None)
-    num_target_layers: int | None = option_like(DFlashShape, "num_target_layers", None)
-    mask_token_id: int | None = option_like(DFlashShape, "mask_token_id", None)
-    target_layer_ids: tuple[int, ...] = option_like(DFlashShape, "target_layer_ids", ())
-    partial_rotary_factor: float | None = option_like(DFlashShape, "partial_rotary_factor", None)
-    attention_bias: bool | None = None
-    attention_sink_bias: bool | None = None
-    attention_value_scale: float | None = option_like(DFlashShape, "attention_value_scale", None)
-    target_hidden_size: int | None = option_like(DFlashShape, "target_hidden_size", None)
-    mask_embedding: bool | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _GroupFields(_CommonFields):
+class _GroupViews:
     """Fields of `dflash_config`; `causal`, `causal_head` and `is_causal` mean the same.
 
     A causality that is not stated is None.
@@ -312,23 +309,13 @@ class _GroupFields(_CommonFields):
 
 
 @dataclasses.dataclass(frozen=True)
-class _FileFields(_CommonFields):
+class _FileViews:
     """Fields at the top level of config.json."""
 
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
-    sliding_window: int | None = option_like(_GroupFields, "swa_window_size", None)
+    sliding_window: int | None = option_like(_GroupViews, "swa_window_size", None)
     sliding_window_non_causal: bool | None = None
     is_causal: bool | None = None
-    draft_vocab_size: int | None = option_like(DFlashShape, "draft_vocab_size", None)
-
-
-def _merge(beside: _FileFields, within: _GroupFields) -> dict[str, Any]:
-    """Returns the common fields; those inside the group take precedence."""
-    names = [field.name for field in dataclasses.fields(_CommonFields)]
-    return {
-        name: getattr(beside if getattr(within, name) in (None, ()) else within, name)
-        for name in names
-    }
 
 
 def _partial(size: int | None, usual: int) -> int | None:
@@ -336,12 +323,16 @@ def _partial(size: int | None, usual: int) -> int | None:
     return None if size == usual else size
 
 
-def _views(beside: _FileFields, within: _GroupFields, num_layers: int) -> tuple[LayerView, ...]:
+def _views(
+    config: Mapping[str, Any], group: Mapping[str, Any], num_layers: int
+) -> tuple[LayerView, ...]:
     """Returns the views that the window and causality fields of published files describe.
 
     By default a sliding layer is causal, and a full layer is bidirectional; a window that `use_swa`
     sets for all layers leaves them bidirectional. vLLM, SGLang, speculators and SpecForge agree.
     """
+    beside = hf_config.read_fields(config, _FileViews)
+    within = hf_config.read_fields(group, _GroupViews, group=GROUP)
     types = beside.layer_types or (_FULL,) * num_layers
     if len(types) != num_layers:
         raise errors.CheckpointError(

@@ -2,39 +2,30 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from dflash.checkpoints import hf_config
-from dflash.config.schema import TargetArchitecture, option, option_like, subset
-from dflash.drafters import base_config
+from dflash.config.schema import option
 from dflash.drafters.base_config import MAX_RANK, BlockDrafterConfig, ConditionalTree
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 from dflash.drafters.layouts_config import GROUP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DSparkFields:
-    """Fields of config.json that DSpark adds to DFlash's.
+class MarkovHead:
+    """Head that scores a draft by the token before it.
 
     Attributes:
       markov_rank: Size of the vector that represents a token to the draft position after it.
-      markov_head_type: Kind of the previous-token head.
-      enable_confidence_head: Whether there is a confidence head.
-      confidence_head_with_markov: Whether the confidence head reads the previous token.
+      markov_head_type: Kind of the head.
     """
 
-    markov_rank: int = option(minimum=1, maximum=MAX_RANK)
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = option()
-    enable_confidence_head: bool = False
-    confidence_head_with_markov: bool = False
+    markov_rank: int = option(256, minimum=1, maximum=MAX_RANK)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkArchitecture(DFlashArchitecture):
+class DSparkArchitecture(MarkovHead, DFlashArchitecture):
     """Architecture of a fresh DSpark drafter; block_size counts the drafts without the anchor."""
-
-    markov_rank: int = option_like(DSparkFields, "markov_rank", 256)
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +41,14 @@ class DSparkConfig(BlockDrafterConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DSparkShape(DFlashShape, DSparkFields):
+class DSparkShape(MarkovHead, DFlashShape):
     """Contents of a DSpark config.json; block_size counts the drafts without the anchor.
 
     DeepSpec's files have DFlash's fields without a group of their own.
+
+    Attributes:
+      enable_confidence_head: Whether there is a confidence head.
+      confidence_head_with_markov: Whether the confidence head reads the previous token.
     """
 
     layout: ClassVar[Mapping[str, Any]] = {
@@ -61,30 +56,19 @@ class DSparkShape(DFlashShape, DSparkFields):
         "own_groups": ("dspark_config",),
         "anchor_drafts": True,
     }
+    architecture: ClassVar[type] = DSparkArchitecture
+    file_defaults: ClassVar[Mapping[str, Any]] = {
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    }
 
-    @classmethod
-    def _read(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        own = hf_config.read_fields({**config, **config[GROUP]}, DSparkFields)
-        return super()._read(config) | vars(own)
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
 
     def to_hf(self) -> dict[str, Any]:
         """Returns config.json fields, without DFlash's group; see `DrafterShape.to_hf`."""
         config = super().to_hf()
         group = config.pop(GROUP)
-        kept = {name: group[name] for name in ("mask_token_id", "target_layer_ids")}
+        beside = {name: group[name] for name in ("mask_token_id", "target_layer_ids")}
         causal = {"is_causal": True} if self.causal else {}  # Published files have no such field.
-        return config | kept | causal | subset(self, DSparkFields)
-
-    @classmethod
-    def for_target(cls, target: TargetArchitecture, options: DSparkArchitecture | None) -> Self:
-        """Returns the shape of a fresh drafter with both heads; see `DrafterShape.for_target`."""
-        options = options or DSparkArchitecture()
-        shape = cls(
-            **options.shape_fields(target),
-            markov_rank=options.markov_rank,
-            markov_head_type=options.markov_head_type,
-            enable_confidence_head=True,
-            confidence_head_with_markov=True,
-        )
-        base_config.check_options(shape._problems())
-        return shape
+        return config | beside | causal | self.added

@@ -6,16 +6,16 @@ from typing import Any, Self
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import TargetArchitecture, option, option_like
+from dflash.config.schema import TargetArchitecture, option
 from dflash.drafters import base_config
 from dflash.drafters.base_config import (
     MAX_LAYERS,
-    MAX_VOCABULARY,
     CheckpointKey,
     DrafterShape,
     DraftLayers,
     LayeredDrafterConfig,
     OverlapKeys,
+    TapSizes,
 )
 
 _ROPE_THETA = 10000.0  # Default for published files, which omit it.
@@ -37,22 +37,8 @@ class BeamTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Eagle3Fields:
-    """Fields of config.json in addition to the decoder's."""
-
-    draft_vocab_size: int | None = option(None, minimum=1, maximum=MAX_VOCABULARY)
-    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=MAX_LAYERS)
-    num_target_layers: int | None = option(None, minimum=1, maximum=MAX_LAYERS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Eagle3Architecture(DraftLayers):
+class Eagle3Architecture(TapSizes, DraftLayers):
     """Architecture of a fresh EAGLE-3 drafter."""
-
-    # None: the target's. If smaller, training picks the tokens that are most frequent in its data.
-    draft_vocab_size: int | None = option_like(_Eagle3Fields, "draft_vocab_size", None)
-    # None: a low, a middle and a high layer.
-    target_layer_ids: tuple[int, ...] | None = option_like(_Eagle3Fields, "target_layer_ids", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,23 +53,18 @@ class Eagle3Config(OverlapKeys, CheckpointKey, LayeredDrafterConfig):
     architecture: Eagle3Architecture | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Eagle3Shape(DrafterShape):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Shape(TapSizes, DrafterShape):
     """Contents of an EAGLE-3 checkpoint's config.json.
 
     Attributes:
       decoder: Architecture of the layer: width, heads, rotary base and so on. Its vocabulary is the
         target's.
-      draft_vocab_size: Number of tokens that can be drafted.
-      target_layer_ids: Target layers whose outputs are the features; None in published files, for
-        which the target's depth determines the layers.
       num_target_layers: Depth of the target that the drafter was trained for; None if not stated.
     """
 
     decoder: TargetArchitecture
-    draft_vocab_size: int
-    target_layer_ids: tuple[int, ...] | None
-    num_target_layers: int | None
+    num_target_layers: int | None = option(None, minimum=1, maximum=MAX_LAYERS)
 
     @property
     def num_taps(self) -> int:
@@ -95,10 +76,11 @@ class Eagle3Shape(DrafterShape):
         """Reads config.json, of EAGLE-3 or of this package; see `DrafterShape.from_hf`."""
         for key in ("attention_bias", "mlp_bias"):
             hf_config.check_only(config, key, False)
-        own = hf_config.read_fields(config, _Eagle3Fields)
+        names = ("draft_vocab_size", "target_layer_ids", "num_target_layers")
+        sizes = hf_config.read_some(config, cls, names, dict.fromkeys(names))
         eagle = hf_config.read_group(config, "eagle_config")
         ambiguous = eagle.get("eagle_aux_hidden_state_layer_ids")
-        if ambiguous is not None and own.target_layer_ids is None:
+        if ambiguous is not None and sizes["target_layer_ids"] is None:
             # Implementations disagree on whether the ids mean the layers' inputs or outputs.
             raise errors.CheckpointError(
                 f"{hf_config.FILE}: eagle_aux_hidden_state_layer_ids are ambiguous; state the "
@@ -108,12 +90,8 @@ class Eagle3Shape(DrafterShape):
             stated = {key: value for key, value in config.items() if value is not None}
             config = {"rope_theta": _ROPE_THETA} | stated
         decoder = hf_config.read_architecture(config)
-        shape = cls(
-            decoder=decoder,
-            draft_vocab_size=own.draft_vocab_size or decoder.vocab_size,
-            target_layer_ids=own.target_layer_ids,
-            num_target_layers=own.num_target_layers,
-        )
+        sizes["draft_vocab_size"] = sizes["draft_vocab_size"] or decoder.vocab_size
+        shape = cls(decoder=decoder, **sizes)
         base_config.check_file(shape._problems())
         return shape
 

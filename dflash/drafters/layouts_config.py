@@ -11,23 +11,19 @@ from typing import Any
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import MAX_BLOCK_SIZE, option
-from dflash.drafters.base_config import MAX_LAYERS, MAX_VOCABULARY
+from dflash.config.schema import option
+from dflash.drafters.base_config import MAX_LAYERS, BlockSizes
 
 GROUP = "dflash_config"  # Group of the drafter's fields in z-lab's layout.
 _DECODER = "transformer_layer_config"  # Group of the decoder's fields in files of speculators.
+_DEFAULT_SIZES = {"block_size": 8, "draft_vocab_size": 32_000}  # Of speculators.
 
 
 @dataclasses.dataclass(frozen=True)
 class _SpeculatorsFields:
-    """Fields of a speculators config.json, with its defaults.
-
-    A layer id names the layer after the tap.
-    """
+    """Fields of a speculators config.json; a layer id names the layer after the tap."""
 
     aux_hidden_state_layer_ids: tuple[int, ...] = option((), minimum=1, maximum=MAX_LAYERS)
-    block_size: int = option(8, minimum=2, maximum=MAX_BLOCK_SIZE)
-    draft_vocab_size: int = option(32_000, minimum=1, maximum=MAX_VOCABULARY)
     sliding_window_non_causal: bool | None = None
 
 
@@ -76,8 +72,7 @@ def _from_speculators(
     return {
         **{name: value for name, value in config.items() if name != _DECODER},
         **hf_config.read_group(config, _DECODER),
-        "block_size": own.block_size,
-        "draft_vocab_size": own.draft_vocab_size,
+        **hf_config.read_some(config, BlockSizes, _DEFAULT_SIZES, _DEFAULT_SIZES),
         "sliding_window_non_causal": not slides_causally if non_causal is None else non_causal,
         GROUP: {"target_layer_ids": [layer - 1 for layer in own.aux_hidden_state_layer_ids]},
     }

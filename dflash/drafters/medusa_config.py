@@ -26,22 +26,34 @@ from dflash.drafters.base_config import (
 
 
 @dataclasses.dataclass(frozen=True)
+class MedusaArchitecture(RecordsKeys):
+    """Architecture of fresh Medusa heads.
+
+    Attributes:
+      block_size: Number of rows: the anchor and one token per head.
+      rms_norm_eps: Epsilon of the norm in front of the heads.
+    """
+
+    block_size: int = option(5, minimum=2, maximum=MAX_BLOCK_SIZE)
+    rms_norm_eps: float = option(1e-6, minimum=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class MedusaShape(DrafterShape):
     """Contents of a Medusa checkpoint's config.json.
 
     Attributes:
-      block_size: Number of rows: the anchor and one token per head.
+      block_size, rms_norm_eps: See `MedusaArchitecture`.
       hidden_size: Width of the target.
       vocab_size: Vocabulary size of the target.
       num_target_layers: Depth of the target that the heads were trained for.
-      rms_norm_eps: Epsilon of the norm in front of the heads.
     """
 
-    block_size: int = option(minimum=2, maximum=MAX_BLOCK_SIZE)
+    block_size: int = option_like(MedusaArchitecture, "block_size")
     hidden_size: int = option(minimum=1, maximum=MAX_WIDTH)
     vocab_size: int = option(minimum=1, maximum=MAX_VOCABULARY)
     num_target_layers: int = option(minimum=1, maximum=MAX_LAYERS)
-    rms_norm_eps: float = option(minimum=0.0)
+    rms_norm_eps: float = option_like(MedusaArchitecture, "rms_norm_eps")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -53,7 +65,7 @@ class MedusaShape(DrafterShape):
         return dataclasses.asdict(self) | {"model_type": "medusa"}
 
     @classmethod
-    def for_target(cls, target: TargetArchitecture, options: "MedusaArchitecture | None") -> Self:
+    def for_target(cls, target: TargetArchitecture, options: MedusaArchitecture | None) -> Self:
         """Returns the shape of fresh heads; see `DrafterShape.for_target`."""
         options = options or MedusaArchitecture()
         return cls(
@@ -68,15 +80,6 @@ class MedusaShape(DrafterShape):
         """Returns the shape unchanged; see `DrafterShape.fit`."""
         base_config.check_same_target(target, self, self.num_target_layers)
         return self
-
-
-@dataclasses.dataclass(frozen=True)
-class MedusaArchitecture(RecordsKeys):
-    """Architecture of fresh Medusa heads."""
-
-    # The anchor and one token per head.
-    block_size: int = option_like(MedusaShape, "block_size", 5)
-    rms_norm_eps: float = option_like(MedusaShape, "rms_norm_eps", 1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
