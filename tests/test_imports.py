@@ -105,11 +105,12 @@ def imported_modules(module: str, source: str, *, is_package: bool = False) -> s
 def modules_loaded_by_name(source: str) -> set[str]:
     """Returns the modules that `source` imports through the strings of the registry.
 
-    A module that uses the `implementation` or the `schema` of a registry mapping may load those of
+    A module that uses the `implementation` or the schema of a registry mapping may load those of
     all its entries; `load` of a plain mapping may load all of its references.
     """
     nodes = list(ast.walk(ast.parse(source)))
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {"schema"} & {use.removeprefix("load_") for use in used}
     references: set[str] = set()
     for name in ("TARGETS", "DRAFTERS", "RUNS"):
         for field in ("implementation", "schema"):

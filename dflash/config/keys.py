@@ -64,4 +64,4 @@ def chosen_schema(declared: type, content: Mapping[str, Any]) -> type | None:
     if name is None:
         return declared
     known = isinstance(name, str) and name in entries
-    return registry.load(entries[name].schema) if known else None
+    return registry.load_schema(entries[name]) if known else None

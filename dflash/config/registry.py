@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash import errors
+from dflash.config import schema
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -28,7 +29,10 @@ _MAX_COMPARED = 200  # Limit of characters, since the comparison takes quadratic
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Implementation and config schema of a registered name, each as "module:Class"."""
+    """Implementation and config schema of a registered name, each as "module:Class".
+
+    The schema of a target may also be the class of its architecture.
+    """
 
     implementation: str
     schema: str
@@ -118,40 +122,34 @@ def _distribution(point: "EntryPoint") -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist else "a distribution"
 
 
+def _target(implementation: str, architecture: str = "") -> Entry:
+    keys = f"models.config:{architecture}" if architecture else "config.schema:TargetConfig"
+    return Entry(f"dflash.models.{implementation}", f"dflash.{keys}")
+
+
+def _drafter(implementation: str, keys: str) -> Entry:
+    return Entry(f"dflash.drafters.{implementation}", f"dflash.drafters.{keys}")
+
+
 TARGETS: Mapping[str, Entry] = Entries(
     "dflash.targets",
     {
-        "qwen3": Entry("dflash.models.dense:Qwen3", "dflash.config.schema:TargetConfig"),
-        "qwen3_moe": Entry(
-            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.models.config:Qwen3MoeConfig"
-        ),
-        "deepseek_v3": Entry(
-            "dflash.models.deepseek_v3:DeepseekV3",
-            "dflash.models.config:DeepseekV3Config",
-        ),
-        "kimi_k25": Entry(
-            "dflash.models.deepseek_v3:KimiK25", "dflash.models.config:DeepseekV3Config"
-        ),
-        "llama3": Entry("dflash.models.dense:Llama3", "dflash.config.schema:TargetConfig"),
-        "qwen3_next": Entry(
-            "dflash.models.qwen3_next:Qwen3Next", "dflash.models.config:Qwen3NextConfig"
-        ),
-        "qwen3_5": Entry("dflash.models.qwen3_5:Qwen35", "dflash.models.config:Qwen3NextConfig"),
-        "qwen3_5_text": Entry(
-            "dflash.models.qwen3_5:Qwen35Text", "dflash.models.config:Qwen3NextConfig"
-        ),
-        "gpt_oss": Entry("dflash.models.gpt_oss:GptOss", "dflash.models.config:GptOssConfig"),
-        "qwen2": Entry("dflash.models.dense:Qwen2", "dflash.config.schema:TargetConfig"),
-        "mistral": Entry("dflash.models.dense:Mistral", "dflash.models.config:MistralConfig"),
-        "gemma3": Entry("dflash.models.gemma3:Gemma3", "dflash.models.config:Gemma3Config"),
-        "gemma3_text": Entry(
-            "dflash.models.gemma3:Gemma3Text", "dflash.models.config:Gemma3Config"
-        ),
-        "gemma4": Entry("dflash.models.gemma4:Gemma4", "dflash.models.config:Gemma4Config"),
-        "gemma4_text": Entry(
-            "dflash.models.gemma4:Gemma4Text", "dflash.models.config:Gemma4Config"
-        ),
-        "smollm3": Entry("dflash.models.dense:SmolLM3", "dflash.models.config:SmolLM3Config"),
+        "qwen3": _target("dense:Qwen3"),
+        "qwen3_moe": _target("qwen3_moe:Qwen3Moe", "Qwen3MoeArchitecture"),
+        "deepseek_v3": _target("deepseek_v3:DeepseekV3", "DeepseekV3Architecture"),
+        "kimi_k25": _target("deepseek_v3:KimiK25", "DeepseekV3Architecture"),
+        "llama3": _target("dense:Llama3"),
+        "qwen3_next": _target("qwen3_next:Qwen3Next", "Qwen3NextArchitecture"),
+        "qwen3_5": _target("qwen3_5:Qwen35", "Qwen3NextArchitecture"),
+        "qwen3_5_text": _target("qwen3_5:Qwen35Text", "Qwen3NextArchitecture"),
+        "gpt_oss": _target("gpt_oss:GptOss", "GptOssArchitecture"),
+        "qwen2": _target("dense:Qwen2"),
+        "mistral": _target("dense:Mistral", "WindowedArchitecture"),
+        "gemma3": _target("gemma3:Gemma3", "Gemma3Architecture"),
+        "gemma3_text": _target("gemma3:Gemma3Text", "Gemma3Architecture"),
+        "gemma4": _target("gemma4:Gemma4", "Gemma4Architecture"),
+        "gemma4_text": _target("gemma4:Gemma4Text", "Gemma4Architecture"),
+        "smollm3": _target("dense:SmolLM3", "SmolLM3Architecture"),
     },
 )
 
@@ -159,36 +157,18 @@ DRAFTERS: Mapping[str, Entry] = Entries(
     "dflash.drafters",
     {
         "none": Entry("dflash.drafters.none:NoDrafter", "dflash.config.schema:DrafterConfig"),
-        "dflash": Entry(
-            "dflash.drafters.dflash:DFlash", "dflash.drafters.dflash_config:DFlashConfig"
+        "dflash": _drafter("dflash:DFlash", "dflash_config:DFlashConfig"),
+        "eagle3": _drafter("eagle3.drafter:Eagle3", "eagle3_config:Eagle3Config"),
+        "autoregressive": _drafter(
+            "autoregressive:Autoregressive", "autoregressive_config:AutoregressiveConfig"
         ),
-        "eagle3": Entry(
-            "dflash.drafters.eagle3.drafter:Eagle3", "dflash.drafters.eagle3_config:Eagle3Config"
-        ),
-        "autoregressive": Entry(
-            "dflash.drafters.autoregressive:Autoregressive",
-            "dflash.drafters.autoregressive_config:AutoregressiveConfig",
-        ),
-        "dflash2": Entry(
-            "dflash.drafters.dflash2:DFlash2", "dflash.drafters.dflash2_config:DFlash2Config"
-        ),
-        "dflare": Entry(
-            "dflash.drafters.dflare:DFlare", "dflash.drafters.dflare_config:DFlareConfig"
-        ),
-        "lilicorr": Entry(
-            "dflash.drafters.lilicorr:LiLiCorr", "dflash.drafters.lilicorr_config:LiLiCorrConfig"
-        ),
-        "dspark": Entry(
-            "dflash.drafters.dspark:DSpark", "dflash.drafters.dspark_config:DSparkConfig"
-        ),
-        "lookahead": Entry(
-            "dflash.drafters.lookahead:Lookahead",
-            "dflash.drafters.lookahead_config:LookaheadConfig",
-        ),
-        "medusa": Entry(
-            "dflash.drafters.medusa:Medusa", "dflash.drafters.medusa_config:MedusaConfig"
-        ),
-        "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.drafters.ngram_config:NgramConfig"),
+        "dflash2": _drafter("dflash2:DFlash2", "dflash2_config:DFlash2Config"),
+        "dflare": _drafter("dflare:DFlare", "dflare_config:DFlareConfig"),
+        "lilicorr": _drafter("lilicorr:LiLiCorr", "lilicorr_config:LiLiCorrConfig"),
+        "dspark": _drafter("dspark:DSpark", "dspark_config:DSparkConfig"),
+        "lookahead": _drafter("lookahead:Lookahead", "lookahead_config:LookaheadConfig"),
+        "medusa": _drafter("medusa:Medusa", "medusa_config:MedusaConfig"),
+        "ngram": _drafter("ngram:Ngram", "ngram_config:NgramConfig"),
     },
 )
 
@@ -257,6 +237,13 @@ def load(reference: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise errors.ConfigError(f"{reference}: cannot be imported: {error}") from error
+
+
+def load_schema(entry: Entry) -> type:
+    """Imports the schema of a target or drafter; see `load` for the errors."""
+    loaded = load(entry.schema)
+    is_architecture = issubclass(loaded, schema.TargetArchitecture)
+    return schema.target_config(loaded) if is_architecture else loaded
 
 
 def find(entries: Mapping[str, Entry], name: str, what: str) -> Entry:

@@ -5,6 +5,7 @@ Architecture fields have the names of Hugging Face's config.json.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -117,8 +118,8 @@ class RopeScaling:
 class TargetArchitecture:
     """Shape of a decoder-only target, read from config.json or given for random weights.
 
-    A family with fields of its own subclasses it in `models/<family>_config.py`, and states there
-    what `checkpoints.hf_config.read_architecture` needs to read them.
+    A family with fields of its own subclasses it in a module that does not import jax, and states
+    there what `checkpoints.hf_config.read_architecture` needs to read them.
     """
 
     # Pairs of a config.json field that no dataclass field represents and its only supported value.
@@ -167,6 +168,13 @@ class TargetConfig:
     rope_scaling: RopeScaling | None = None  # None: the checkpoint's.
     quantization: Quantization | None = None  # None: as stored in the checkpoint.
     architecture: TargetArchitecture | None = None
+
+
+@functools.cache
+def target_config(architecture: type[TargetArchitecture]) -> type[TargetConfig]:
+    """Returns the keys of a target whose family has this architecture."""
+    added = [("architecture", architecture | None, None)]
+    return dataclasses.make_dataclass("TargetConfig", added, bases=(TargetConfig,), frozen=True)
 
 
 @dataclasses.dataclass(frozen=True)

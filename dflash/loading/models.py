@@ -286,7 +286,7 @@ def _draft_model_family(config: AutoregressiveConfig, source: Source) -> type:
 
 def _is_dense(entry: registry.Entry) -> bool:
     """Returns whether `TargetArchitecture` alone describes the targets of a family."""
-    stated = typing.get_type_hints(registry.load(entry.schema))["architecture"]
+    stated = typing.get_type_hints(registry.load_schema(entry))["architecture"]
     return TargetArchitecture in typing.get_args(stated)
 
 

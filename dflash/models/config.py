@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from dflash.config.schema import MAX_EXPERTS, TargetArchitecture, TargetConfig, option
+from dflash.config.schema import MAX_EXPERTS, TargetArchitecture, option
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -38,13 +38,6 @@ class WindowedArchitecture(TargetArchitecture):
             yield ("sliding_window",), f"missing, but layer_types[{layer}] is {SLIDING!r}"
 
 
-@dataclasses.dataclass(frozen=True)
-class MistralConfig(TargetConfig):
-    """Keys of a Mistral target."""
-
-    architecture: WindowedArchitecture | None = None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Architecture(TargetArchitecture):
     """Architecture of a SmolLM3 target.
@@ -68,13 +61,6 @@ class SmolLM3Architecture(TargetArchitecture):
         names, layers = len(self.no_rope_layers), self.num_hidden_layers
         if 0 < names < layers:
             yield ("no_rope_layers",), f"names {names} layers, but num_hidden_layers is {layers}"
-
-
-@dataclasses.dataclass(frozen=True)
-class SmolLM3Config(TargetConfig):
-    """Keys of a SmolLM3 target."""
-
-    architecture: SmolLM3Architecture | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,13 +91,6 @@ class GptOssArchitecture(WindowedArchitecture):
         if not self.layer_types:
             kinds = ((SLIDING, FULL)[layer % 2] for layer in range(self.num_hidden_layers))
             object.__setattr__(self, "layer_types", tuple(kinds))
-
-
-@dataclasses.dataclass(frozen=True)
-class GptOssConfig(TargetConfig):
-    """Keys of a gpt-oss target."""
-
-    architecture: GptOssArchitecture | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,13 +124,6 @@ class Gemma3Architecture(GemmaArchitecture):
     HF_FIXED = (*GemmaArchitecture.HF_FIXED, ("use_bidirectional_attention", False))
 
     query_pre_attn_scalar: int = option(256, minimum=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Gemma3Config(TargetConfig):
-    """Keys of a Gemma 3 target."""
-
-    architecture: Gemma3Architecture | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,13 +181,6 @@ class Gemma4Architecture(GemmaArchitecture):
             yield ("top_k_experts", "num_experts"), message
 
 
-@dataclasses.dataclass(frozen=True)
-class Gemma4Config(TargetConfig):
-    """Keys of a Gemma 4 target."""
-
-    architecture: Gemma4Architecture | None = None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeArchitecture(TargetArchitecture):
     """Architecture of a Qwen3 MoE target.
@@ -237,16 +202,14 @@ class Qwen3MoeArchitecture(TargetArchitecture):
     decoder_sparse_step: int = option(1, minimum=1)
     mlp_only_layers: tuple[int, ...] = option((), minimum=0)
 
-
-@dataclasses.dataclass(frozen=True)
-class Qwen3MoeConfig(TargetConfig):
-    """Keys of a Qwen3 MoE target."""
-
-    architecture: Qwen3MoeArchitecture | None = None
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether layer number `layer` has experts instead of a dense MLP."""
+        is_sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return self.num_experts > 0 and is_sparse and layer not in self.mlp_only_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3NextArchitecture(TargetArchitecture):
+class Qwen3NextArchitecture(Qwen3MoeArchitecture):
     """Architecture of a Qwen3-Next or Qwen3.5 target.
 
     Attributes:
@@ -260,12 +223,7 @@ class Qwen3NextArchitecture(TargetArchitecture):
       linear_conv_kernel_dim: Rows that the convolution reads, the new one included.
       partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
       num_experts: Number of routed experts per layer; 0 for dense MLPs.
-      num_experts_per_tok: Number of experts that each token is routed to.
-      moe_intermediate_size: Hidden width of a routed expert.
       shared_expert_intermediate_size: Hidden width of the expert that processes every token.
-      norm_topk_prob: Whether the routing weights of a token are normalized to sum to 1.
-      decoder_sparse_step: Interval of layers with experts.
-      mlp_only_layers: Layers without experts, counted from 0, in spite of `decoder_sparse_step`.
     """
 
     HF_FIXED = (("attn_output_gate", True),)
@@ -283,8 +241,6 @@ class Qwen3NextArchitecture(TargetArchitecture):
     moe_intermediate_size: int = option(1, minimum=1)
     shared_expert_intermediate_size: int = option(1, minimum=1)
     norm_topk_prob: bool = True
-    decoder_sparse_step: int = option(1, minimum=1)
-    mlp_only_layers: tuple[int, ...] = option((), minimum=0)
 
     @property
     def rotary_dim(self) -> int:
@@ -296,11 +252,6 @@ class Qwen3NextArchitecture(TargetArchitecture):
         if self.layer_types:
             return self.layer_types[layer] == FULL
         return (layer + 1) % self.full_attention_interval == 0
-
-    def has_experts(self, layer: int) -> bool:
-        """Returns whether layer number `layer` has experts instead of a dense MLP."""
-        is_sparse = (layer + 1) % self.decoder_sparse_step == 0
-        return self.num_experts > 0 and is_sparse and layer not in self.mlp_only_layers
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         depth, types = self.num_hidden_layers, self.layer_types
@@ -322,13 +273,6 @@ class Qwen3NextArchitecture(TargetArchitecture):
         if 0 < self.num_experts < self.num_experts_per_tok:
             message = f"{self.num_experts_per_tok} exceeds num_experts={self.num_experts}"
             yield ("num_experts_per_tok", "num_experts"), message
-
-
-@dataclasses.dataclass(frozen=True)
-class Qwen3NextConfig(TargetConfig):
-    """Keys of a Qwen3-Next or Qwen3.5 target."""
-
-    architecture: Qwen3NextArchitecture | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -379,10 +323,3 @@ class DeepseekV3Architecture(TargetArchitecture):
     def hf_overrides(cls, own: Mapping[str, Any]) -> Mapping[str, Any]:
         """Replaces two fields that published files disagree on and latent attention ignores."""
         return {"head_dim": own["qk_rope_head_dim"], "num_key_value_heads": None}
-
-
-@dataclasses.dataclass(frozen=True)
-class DeepseekV3Config(TargetConfig):
-    """Keys of a DeepSeek-V3 or Kimi K2 target."""
-
-    architecture: DeepseekV3Architecture | None = None

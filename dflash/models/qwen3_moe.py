@@ -20,7 +20,7 @@ class Qwen3Moe(Qwen3):
     architecture_class = Qwen3MoeArchitecture
 
     def make_mlp(self, i, **build) -> nnx.Module:
-        if not has_experts(self.arch, i):
+        if not self.arch.has_experts(i):
             return super().make_mlp(i, **build)
         arch = self.arch
         routing = Routing(arch.num_experts, arch.num_experts_per_tok, normalize=arch.norm_topk_prob)
@@ -31,8 +31,3 @@ class Qwen3Moe(Qwen3):
         if names is None:
             return super().checkpoint_name(path)
         return Stack(tuple(f"model.{name}" for name in names))
-
-
-def has_experts(arch: Qwen3MoeArchitecture, layer: int) -> bool:
-    """Returns whether layer number `layer` has experts instead of a dense MLP."""
-    return layer not in arch.mlp_only_layers and (layer + 1) % arch.decoder_sparse_step == 0

@@ -152,7 +152,7 @@ def schema_of(node, group, entries, default):
     """Returns the schema of a file's target or drafter group, by its name."""
     values = node.value[group].value if group in node.value else {}
     name = values["name"].value if "name" in values else default
-    return registry.load(entries[name].schema)
+    return registry.load_schema(entries[name])
 
 
 @pytest.mark.parametrize(

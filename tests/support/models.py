@@ -101,7 +101,7 @@ def family_architecture(
 ) -> schema.TargetArchitecture:
     """The shape of a small target of a registered family, with the sizes of `base`."""
     entry = registry.TARGETS[family]
-    kind = typing.get_type_hints(registry.load(entry.schema))["architecture"]
+    kind = typing.get_type_hints(registry.load_schema(entry))["architecture"]
     (shape,) = (option for option in typing.get_args(kind) if dataclasses.is_dataclass(option))
     values = vars(base or make_architecture()) | OWN_FIELDS.get(family, {}) | changes
     return shape(**values)
@@ -185,7 +185,7 @@ def drafter(
     entry = registry.DRAFTERS[name]
     kind = registry.load(entry.implementation)
     model = kind.create(
-        _drafter_config(registry.load(entry.schema), block_size, tree, short_pass),
+        _drafter_config(registry.load_schema(entry), block_size, tree, short_pass),
         None,
         arch,
         dtype=jnp.dtype("float32"),
