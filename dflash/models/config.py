@@ -1,4 +1,4 @@
-"""Architecture fields and config keys of the target families that have any of their own."""
+"""Architectures of the target families that have fields of their own."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
