@@ -6,7 +6,6 @@ import subprocess
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from dflash import benchmark, decode, serve, train
 from dflash.config import loader
@@ -66,7 +65,9 @@ def as_understood(one: dict) -> dict:
     Raises:
       ValueError: a value is of another kind than in that API.
     """
-    return JobsetV1alpha2JobSet.from_dict(one).to_dict()
+    from kubeflow_trainer_api.models import jobset_v1alpha2_job_set as api  # Takes a second.
+
+    return api.JobsetV1alpha2JobSet.from_dict(one).to_dict()
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
-from support import buckets, tiny_distillation, toy
+from support import tiny_distillation, toy
 from support.models import make_target
 
 from dflash import convert, decode, distill, errors
@@ -49,6 +49,8 @@ decode.main(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def bucket():
+    from support import buckets  # Takes a second.
+
     with buckets.served() as url:
         yield paths.to_path(url)
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
 
 from dflash.inference.cycle import verify
 from dflash.inference.logits.sampling import SamplingParams
@@ -35,10 +34,12 @@ def lenient_left_over(*args):
 
 
 def chi_square(first: np.ndarray, second: np.ndarray, joint: np.ndarray) -> float:
+    from scipy import stats  # Takes a second.
+
     vocab = len(joint)
     counts = np.bincount(first * vocab + second, minlength=vocab**2)
     wanted = joint.ravel() * len(first)
     if counts[wanted == 0].any():
         return 0.0
     counts, wanted = counts[wanted > 0], wanted[wanted > 0]
-    return scipy.stats.chisquare(counts, wanted * len(first) / wanted.sum()).pvalue
+    return stats.chisquare(counts, wanted * len(first) / wanted.sum()).pvalue

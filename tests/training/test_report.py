@@ -5,7 +5,6 @@ import json
 import os
 
 import pytest
-import tensorboardX
 
 from dflash import errors
 from dflash.training import report as report_lib
@@ -139,6 +138,8 @@ def test_a_first_step_that_is_logged_alone_counts_from_the_opening(tmp_path, mon
 
 
 def test_tensorboard_drops_events_after_the_first_step_alone(tmp_path, monkeypatch):
+    import tensorboardX  # Takes seconds where torch is installed.
+
     seen = []
     writer = tensorboardX.SummaryWriter
     monkeypatch.setattr(
