@@ -24,6 +24,11 @@ def make_engine(**options) -> Engine:
 shared = functools.cache(make_engine)
 
 
+@functools.cache
+def alone() -> Engine:
+    return engine(max_length=64, batch_size=1)
+
+
 class Watch:
     """An engine that notes which dispatches are greedy."""
 
@@ -89,7 +94,7 @@ def test_a_greedy_request_beside_another_one(other):
     requests[1] = dataclasses.replace(second, id=1)
     found = outputs(watch, requests)
     assert found[0] == expected(PROMPTS, LIMITS)[0]
-    assert found[1] == outputs(engine(max_length=64, batch_size=1), requests[1:])[0]
+    assert found[1] == outputs(alone(), requests[1:])[0]
     assert watch.greedy == sorted(watch.greedy)
     assert set(watch.greedy) == {False, True}
 
