@@ -282,9 +282,9 @@ def _io(name: Layout):
 
         return safetensors_io
     if name == "gguf":
-        from dflash.checkpoints.gguf import weight_loader
+        from dflash.checkpoints.gguf import hf_tensors
 
-        return weight_loader
+        return hf_tensors
     from dflash.checkpoints import orbax_io
 
     return orbax_io

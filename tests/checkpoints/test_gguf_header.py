@@ -156,8 +156,7 @@ def tensor_info(name, *shape, kind=0, offset=0):
     [
         ([tensor_info("a", 2**40, 2**40)], "truncated: 65,600 bytes, but tensor 'a' ends at "),
         ([tensor_info("a", 2**63, 2**63, 2**63, 2**63)], "truncated: 65,600 bytes"),
-        ([tensor_info("a", 1, 1, 1, 1, 1)], "corrupt (tensor 'a' has 5 dimensions)"),
-        ([tensor_info("a")], "corrupt (tensor 'a' has 0 dimensions)"),
+        ([tensor_info("a")], "corrupt (tensor 'a' is F32 of shape [])"),
         ([tensor_info("a", 0)], "corrupt (tensor 'a' is F32 of shape [0])"),
         ([tensor_info("a", 33, kind=8)], "corrupt (tensor 'a' is Q8_0 of shape [33])"),
         ([tensor_info("a", 8, kind=99)], "tensor 'a' has type 99, which is not supported"),
@@ -175,18 +174,19 @@ def test_impossible_tensors(tmp_path, tensors, message):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (struct.pack("<IQ", 8, 2**25), "corrupt (a string of 33,554,432 bytes)"),
-        (struct.pack("<IIQ", 9, 0, 2**25), "corrupt (an array of 33,554,432 values)"),
-        (struct.pack("<IIQ", 9, 9, 1), "corrupt (an array of values of type 9)"),
-        (struct.pack("<I", 13), "corrupt (a value of type 13)"),
+        (struct.pack("<IQ", 8, 2**25), "truncated or corrupt: "),
+        (struct.pack("<IIQ", 9, 0, 2**60), "truncated or corrupt: "),
+        (struct.pack("<IIQ", 9, 8, 2**60), "truncated or corrupt: "),
+        (struct.pack("<IIQQ", 9, 8, 1, 2**60), "truncated or corrupt: "),
+        (struct.pack("<IQ", 8, 2**25).ljust(2**26), "a string or an array of 33,554,432 values"),
+        (struct.pack("<IIQ", 9, 9, 1), "an array of arrays"),
+        (struct.pack("<I", 13), "13 is not a valid GGUFValueType"),
     ],
 )
 def test_impossible_values(tmp_path, value, message):
     head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + value
-    with (tmp_path / "x.gguf").open("wb") as file:
-        file.write(head)
-        file.truncate(2**26)
-    assert failure(tmp_path / "x.gguf").startswith(message)
+    (tmp_path / "x.gguf").write_bytes(head)
+    assert message in failure(tmp_path / "x.gguf")
 
 
 def test_a_pipe_is_refused(tmp_path):

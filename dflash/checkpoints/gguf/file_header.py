@@ -1,8 +1,5 @@
 """Header of a GGUF file: its metadata and the places of its tensors.
 
-The reader of the `gguf` package trusts the lengths in a file, so that a damaged one makes it loop
-or read past the end. This one checks each length against the size of the file.
-
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -11,8 +8,8 @@ import functools
 import math
 import pathlib
 import stat
-import struct
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,18 +19,7 @@ from dflash.version import install_command
 
 MAGIC = b"GGUF"
 
-_VERSIONS = 2, 3
-_ALIGNMENT = "general.alignment"
-_DEFAULT_ALIGNMENT = 32
-_MAX_DIMENSIONS = 4
-_MAX_ITEMS = 2**24  # Values of an array; vocabularies have a few hundred thousand.
-_MAX_TEXT_BYTES = 2**24  # Bytes of a string; chat templates have some thousands.
-_SCALARS = {  # Value type in the file -> its format for `struct`.
-    **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"},
-    **{10: "Q", 11: "q", 12: "d"},
-}
-_STRING, _ARRAY = 8, 9
-_LEAST_BYTES = {"value": 13, "tensor": 24}  # Smallest entry: empty name, type, and so on.
+_VERSIONS, _VERSION_BYTES = (2, 3), 4
 _AGAIN = "copy or download the file again"
 
 
@@ -117,76 +103,22 @@ def read_header(file: pathlib.Path) -> GgufHeader:
 @functools.lru_cache(maxsize=4)
 def _read_header(file: pathlib.Path, size: int, mtime_ns: int) -> GgufHeader:
     """Reads the header of a file in this state; a run looks at it several times."""
-    with file.open("rb") as stream:
-        fields = _Fields(file, stream, size)
-        num_tensors, num_values = _read_preamble(fields)
-        metadata = _read_metadata(fields, num_values)
-        placed = _read_entries(fields, num_tensors)
-        start = _aligned(fields.position, metadata, file)
-    return GgufHeader(file, metadata, _place(file, placed, start, metadata, size))
+    package(file)
+    from dflash.checkpoints.gguf import checked_reader  # Imported late: it derives from gguf's.
 
-
-class _Fields:
-    """Reads fields one after another, none beyond the end of the file."""
-
-    def __init__(self, file: pathlib.Path, stream: BinaryIO, size: int):
-        self.file = file
-        self._stream = stream
-        self._size = size
-        self.position = 0
-
-    def take(self, num_bytes: int) -> bytes:
-        """Returns the next bytes."""
-        self.check_room(num_bytes)
-        self.position += num_bytes
-        return self._stream.read(num_bytes)
-
-    def check_room(self, num_bytes: int) -> None:
-        """Raises if fewer bytes are left."""
-        if num_bytes > self._size - self.position:
-            raise errors.CheckpointError(
-                f"{self.file}: truncated or corrupt: {self._size:,} bytes do not hold its header; "
-                f"{_AGAIN}"
-            )
-
-    def number(self, code: str) -> Any:
-        """Returns the next number, of a format of `struct`."""
-        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
-
-    def text(self) -> str:
-        """Returns the next string."""
-        num_bytes = self.number("Q")
-        self.check_room(num_bytes)
-        if num_bytes > _MAX_TEXT_BYTES:
-            raise corrupt(self.file, f"a string of {num_bytes:,} bytes")
-        try:
-            return self.take(num_bytes).decode()
-        except UnicodeDecodeError as error:
-            raise corrupt(self.file, "a string is not UTF-8") from error
-
-    def array(self) -> list[Any]:
-        """Returns the next array, of numbers, booleans or strings."""
-        kind, count = self.number("I"), self.number("Q")
-        self.check_room(count)
-        if count > _MAX_ITEMS:
-            raise corrupt(self.file, f"an array of {count:,} values")
-        if kind == _STRING:
-            return [self.text() for _ in range(count)]
-        if kind not in _SCALARS:
-            raise corrupt(self.file, f"an array of values of type {kind}")
-        code = np.dtype(_SCALARS[kind]).newbyteorder("<")
-        return np.frombuffer(self.take(count * code.itemsize), code).tolist()
-
-    def value(self) -> Any:
-        """Returns the next value with its type."""
-        kind = self.number("I")
-        if kind == _STRING:
-            return self.text()
-        if kind == _ARRAY:
-            return self.array()
-        if kind not in _SCALARS:
-            raise corrupt(self.file, f"a value of type {kind}")
-        return self.number(_SCALARS[kind])
+    try:
+        _check_beginning(file)
+        reader = checked_reader.CheckedReader(file)
+        metadata = checked_reader.values_of(reader)
+    except (OSError, errors.CheckpointError):
+        raise
+    except EOFError as error:
+        raise errors.CheckpointError(
+            f"{file}: truncated or corrupt: {size:,} bytes do not hold its header; {_AGAIN}"
+        ) from error
+    except Exception as error:  # The package raises any exception for a damaged file.
+        raise corrupt(file, str(error.args[0])) from error
+    return GgufHeader(file, metadata, dict(_entries(file, reader)))
 
 
 def corrupt(file: pathlib.Path, reason: str) -> errors.CheckpointError:
@@ -194,76 +126,44 @@ def corrupt(file: pathlib.Path, reason: str) -> errors.CheckpointError:
     return errors.CheckpointError(f"{file}: corrupt ({reason}); {_AGAIN}")
 
 
-def _read_preamble(fields: _Fields) -> tuple[int, int]:
-    """Returns the numbers of tensors and of metadata values."""
-    magic = fields.take(len(MAGIC))
+def _check_beginning(file: pathlib.Path) -> None:
+    """Raises unless the file begins as a GGUF file of a known version."""
+    with file.open("rb") as stream:
+        magic, version = stream.read(len(MAGIC)), stream.read(_VERSION_BYTES)
+    if len(version) < _VERSION_BYTES:
+        raise EOFError
     if magic != MAGIC:
         raise errors.CheckpointError(
-            f"{fields.file}: not a GGUF file: it begins with {magic!r}, not {MAGIC!r}"
+            f"{file}: not a GGUF file: it begins with {magic!r}, not {MAGIC!r}"
         )
-    version = fields.number("I")
-    if version not in _VERSIONS:
-        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-        what = "big-endian" if swapped in _VERSIONS else f"GGUF version {version}"
+    number = int.from_bytes(version, "little")
+    if number not in _VERSIONS:
+        swapped = int.from_bytes(version, "big") in _VERSIONS
+        what = "big-endian" if swapped else f"GGUF version {number}"
         raise errors.CheckpointError(
-            f"{fields.file}: {what} is not supported, only little-endian files of version "
+            f"{file}: {what} is not supported, only little-endian files of version "
             f"{' or '.join(map(str, _VERSIONS))}"
         )
-    num_tensors, num_values = fields.number("Q"), fields.number("Q")
-    fields.check_room(num_tensors * _LEAST_BYTES["tensor"] + num_values * _LEAST_BYTES["value"])
-    return num_tensors, num_values
 
 
-def _read_metadata(fields: _Fields, count: int) -> dict[str, Any]:
-    metadata = {}
-    for _ in range(count):
-        key = fields.text()
-        if key in metadata:
-            raise corrupt(fields.file, f"two values of {key!r}")
-        metadata[key] = fields.value()
-    return metadata
-
-
-def _read_entries(fields: _Fields, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
-    """Returns the shape, type number and offset of each tensor."""
-    entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
-    for _ in range(count):
-        name, rank = fields.text(), fields.number("I")
-        if name in entries:
-            raise corrupt(fields.file, f"two tensors {name!r}")
-        if not 1 <= rank <= _MAX_DIMENSIONS:
-            raise corrupt(fields.file, f"tensor {name!r} has {rank} dimensions")
-        shape = tuple(fields.number("Q") for _ in range(rank))[::-1]
-        entries[name] = shape, fields.number("I"), fields.number("Q")
-    return entries
-
-
-def _aligned(position: int, metadata: dict[str, Any], file: pathlib.Path) -> int:
-    """Returns the first multiple of the file's alignment from `position` on."""
-    alignment = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        raise corrupt(file, f"{_ALIGNMENT} is {alignment!r}")
-    return -(-position // alignment) * alignment
-
-
-def _place(file, entries, start: int, metadata, size: int) -> dict[str, TensorEntry]:
-    """Checks each tensor's type, size and offset, and returns its place in the file."""
-    tensors = {}
-    expected = start
-    for name, (shape, number, offset) in sorted(entries.items(), key=lambda entry: entry[1][2]):
+def _entries(file: pathlib.Path, reader: Any) -> Iterator[tuple[str, TensorEntry]]:
+    """Yields each tensor's name and place; raises unless one follows the other."""
+    size, alignment = len(reader.data), int(reader.alignment)
+    expected = int(reader.data_offset)
+    for name, described in sorted(reader.described.items(), key=lambda item: item[1][2]):
+        shape, number, begin = described
         kind, block, block_bytes = _block_of(file, name, number)
-        if shape[-1] % block or 0 in shape:
+        if not shape or shape[-1] % block or 0 in shape:
             raise corrupt(file, f"tensor {name!r} is {kind} of shape {list(shape)}")
-        begin, end = start + offset, start + offset + math.prod(shape) // block * block_bytes
         if begin != expected:
             raise corrupt(file, f"tensor {name!r} begins at {begin:,}, not at {expected:,}")
+        end = begin + math.prod(shape) // block * block_bytes
         if end > size:
             raise errors.CheckpointError(
                 f"{file}: truncated: {size:,} bytes, but tensor {name!r} ends at {end:,}; {_AGAIN}"
             )
-        tensors[name] = TensorEntry(kind, shape, begin, end)
-        expected = _aligned(end, metadata, file)
-    return tensors
+        yield name, TensorEntry(kind, shape, begin, end)
+        expected = -(-end // alignment) * alignment
 
 
 def _block_of(file: pathlib.Path, name: str, number: int) -> tuple[str, int, int]:

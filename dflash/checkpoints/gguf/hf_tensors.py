@@ -1,19 +1,21 @@
-"""Tensors of a GGUF file under their names in Hugging Face's layout."""
+"""GGUF layout: model.gguf, or a link to such a file; its weights are dequantized piece by piece."""
 
 import dataclasses
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
+from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import files
+from dflash.checkpoints import files, safetensors_io, tensor_map
 from dflash.checkpoints.gguf import (
     architecture,
     block_drafter,
     families,
     file_header,
     kinds,
+    stored_values,
     tensor_names,
 )
 from dflash.checkpoints.gguf.file_header import GgufHeader, TensorEntry
@@ -22,13 +24,43 @@ from dflash.checkpoints.gguf.layouts import TensorLayout
 from dflash.checkpoints.gguf.stored_values import GgufTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
+    PACKED_CODE,
     PLAIN_DTYPES,
     Index,
     StoredTensor,
 )
+from dflash.parallel import parameters
 from dflash.storage.files import view
 
 WEIGHTS = "model.gguf"  # Name of the file, or of a link to it, in a checkpoint directory.
+
+
+def load(module: nnx.Module, directory: pathlib.Path) -> None:
+    """Fills the abstract parameters of `module`; see `safetensors_io.load`.
+
+    Raises:
+      CheckpointError: The file is damaged, or its tensors do not fit the module.
+    """
+    tensors = read_tensors(directory)
+    if getattr(module, "stored_format", None) == stored_values.Q8_0_FORMAT:
+        shapes = ((path, leaf.shape) for path, leaf in parameters.readable(module).items())
+        suffix = module.stored_format.scale_suffix
+        scales = (name for name in tensor_map.by_tensor(module, shapes) if name.endswith(suffix))
+        kept = {name.removesuffix(suffix) + "weight" for name in scales}
+        tensors = in_eight_bits(tensors, kept)
+    safetensors_io.load_tensors(module, tensors, (directory / WEIGHTS).resolve())
+
+
+def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
+    """Returns the dtypes of the weights; quantized ones count as float32.
+
+    Raises:
+      CheckpointError: The file is damaged or its model is unsupported.
+    """
+    tensors = read_tensors(directory)
+    packed = {*BUFFER_DTYPES, PACKED_CODE}
+    codes = {tensor.code for tensor in tensors.values()} - packed
+    return {np.dtype(PLAIN_DTYPES[code]) for code in codes}
 
 
 def in_eight_bits(

@@ -56,8 +56,8 @@ class GgufTensor(StoredTensor):
     def eight_bits(self) -> tuple[StoredTensor, StoredTensor] | None:
         """Returns the values and scales in `Q8_0_FORMAT`; None if the file does not hold these."""
         block = Q8_0_FORMAT.block[1]
-        layout = self.layout.scales(block)
-        if self.kind != _Q8_0 or layout is None:
+        layout = self.layout.scales(block) if self.kind == _Q8_0 else None
+        if layout is None:
             return None
         fields = vars(self)
         name = self.name.removesuffix("weight") + Q8_0_FORMAT.scale_suffix
