@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.checkpoints.namings.hf import HfNames
+from dflash.checkpoints.foreign_trees import HfNames
 from dflash.checkpoints.namings.maxtext import MaxTextNames
 from dflash.checkpoints.namings.origin import Naming
 from dflash.checkpoints.namings.tunix import TunixNames

@@ -113,17 +113,11 @@ def _by_array(module: nnx.Module, naming: MaxTextNames) -> dict[str, list[tuple[
 
 def _check(stored, held, directory) -> None:
     """Raises CheckpointError if arrays are missing, unexpected, or of another shape."""
-    misfit = "these weights do not belong to this config.json"
-    missing, unexpected = held.keys() - stored.keys(), stored.keys() - held.keys()
-    for what, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            raise errors.CheckpointError(
-                f"{directory}: {len(names)} tensors {what}: {files.quote_some(names)}; {misfit}"
-            )
+    files.check_names(stored, held, directory, files.MISFIT)
     for name, ((_, origin), *_) in held.items():
         shape, expected = tuple(stored[name].shape), origin.shapes[0]
         if shape != expected:
             raise errors.CheckpointError(
                 f"{directory}: tensor {name!r} has shape {list(shape)}, expected "
-                f"{list(expected)}; {misfit}"
+                f"{list(expected)}; {files.MISFIT}"
             )

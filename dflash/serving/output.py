@@ -8,8 +8,7 @@ from typing import Literal
 
 from dflash.inference.request import Request, RequestOutput, Tokens
 from dflash.serving.completion_request import CompletionRequest
-from dflash.text import markers
-from dflash.text.chat_formats.reader import OutputPart, merged
+from dflash.text.chat_formats.reader import OutputPart, merged, unfinished
 from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls", "error", "abort"]
@@ -316,7 +315,7 @@ class StopFinder:
             size, length, self.found = min(ends)
             size += 0 if self._include else length
         else:
-            size = len(text) - (0 if final else markers.unfinished(text, self._stops))
+            size = len(text) - (0 if final else unfinished(text, self._stops))
         self._held, self._visible = text[size:], visible[size:]
         self._exempt = max(0, self._exempt - size)
         return "".join(itertools.compress(text[:size], visible))

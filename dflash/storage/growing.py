@@ -5,7 +5,6 @@ background thread rewrites the object periodically, and once more when the file 
 loses what was appended since the last write.
 """
 
-import abc
 import io
 import os
 import pathlib
@@ -20,69 +19,52 @@ _PAUSE_RATIO = 10  # each pause is at least this many times as long as the write
 _FAILURE_TIMEOUT_S = 300.0  # time for which writes of an object may fail before the run ends
 
 
-class GrowingFile(abc.ABC):
+def open_file(path: pathlib.Path) -> "GrowingFile":
+    """Opens a file for appending, and creates it if it is missing.
+
+    Raises:
+      OSError: The file cannot be read or written.
+    """
+    return _GrowingObject(path) if paths.in_bucket(path) else GrowingFile(path)
+
+
+class GrowingFile:
     """A file that is appended to."""
 
-    @abc.abstractmethod
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+
     def lines(self) -> Iterator[bytes]:
         """Yields the lines of the file, with their line ends."""
+        with self._path.open("rb") as lines:
+            yield from lines
 
-    @abc.abstractmethod
     def cut(self, num_bytes: int) -> None:
         """Truncates the content of earlier runs to its first `num_bytes`."""
+        os.ftruncate(self._descriptor, num_bytes)
+        files.sync(self._path.parent)  # so that the name of a new file survives a crash
 
-    @abc.abstractmethod
     def append(self, data: bytes) -> None:
         """Appends data.
 
         Raises:
           OSError: The file cannot be written; in a bucket, writes have failed for minutes.
         """
+        written = os.write(self._descriptor, data)
+        if written < len(data):  # the disk is full; the next run drops the incomplete line
+            raise OSError(f"only {written} of {len(data)} bytes were written")
 
-    @abc.abstractmethod
     def sync(self) -> None:
         """Makes appended data survive a power failure; does nothing in a bucket."""
+        os.fsync(self._descriptor)
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Closes the file.
 
         Raises:
           OSError: The object cannot be written.
         """
-
-
-def open_file(path: pathlib.Path) -> GrowingFile:
-    """Opens a file for appending, and creates it if it is missing.
-
-    Raises:
-      OSError: The file cannot be read or written.
-    """
-    return _GrowingObject(path) if paths.in_bucket(path) else _LocalFile(path)
-
-
-class _LocalFile(GrowingFile):
-    def __init__(self, path: pathlib.Path):
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-
-    def lines(self) -> Iterator[bytes]:
-        with self._path.open("rb") as lines:
-            yield from lines
-
-    def cut(self, num_bytes: int) -> None:
-        os.ftruncate(self._descriptor, num_bytes)
-        files.sync(self._path.parent)  # so that the name of a new file survives a crash
-
-    def append(self, data: bytes) -> None:
-        written = os.write(self._descriptor, data)
-        if written < len(data):  # the disk is full; the next run drops the incomplete line
-            raise OSError(f"only {written} of {len(data)} bytes were written")
-
-    def sync(self) -> None:
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

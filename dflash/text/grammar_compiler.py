@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from dflash import errors
-from dflash.text import limited_process
+from dflash.text import grammar_check
 from dflash.version import install_command
 
 Kind = Literal["json_object", "json_schema", "regex", "lark"]
@@ -104,7 +104,7 @@ def _find_problem(
     """
     values = [serialize(kind, source), num_tokens, limits(kind), COMPILE_SECONDS, _COMPILE_BYTES]
     try:
-        process = limited_process.start(_PROGRAM)
+        process = grammar_check.start(_PROGRAM)
     except OSError as error:
         raise _unchecked(kind, error.strerror or str(error)) from error
     with process:
@@ -114,7 +114,7 @@ def _find_problem(
             process.kill()  # has no effect on a process that has ended
     if process.returncode == 0:
         return output.decode(errors="replace")
-    limit = limited_process.exceeded(process.returncode, COMPILE_SECONDS, _COMPILE_BYTES)
+    limit = grammar_check.exceeded(process.returncode, COMPILE_SECONDS, _COMPILE_BYTES)
     if limit is None:
         raise _unchecked(kind, f"the process that compiles it ended with {process.returncode}")
     return f"takes {limit} to compile; make it simpler"

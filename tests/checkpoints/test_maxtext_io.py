@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     items = tmp_path / "0/items"
     with pytest.raises(errors.CheckpointError, match=r"layers.mlp.w.*kernel' has shape .*expect"):
         maxtext_io.load(abstract(Qwen3, intermediate_size=64), items)
-    with pytest.raises(errors.CheckpointError, match=r"2 tensors unexpected: .*key_norm.scale"):
+    with pytest.raises(errors.CheckpointError, match=r"2 unexpected tensors: .*key_norm.scale"):
         maxtext_io.load(abstract(Llama3), items)
     with pytest.raises(errors.CheckpointError, match=r"tensors missing: .*layers.moe_block.gate"):
         maxtext_io.load(abstract(Qwen3Moe), items)

@@ -71,7 +71,7 @@ def flat_object(**properties) -> str:
 def replace_check(monkeypatch, directory, name: str, *body: str) -> None:
     """Lets another program check grammars: a module whose `main` has this body."""
     monkeypatch.syspath_prepend(directory)
-    lines = ["import os, time", "from dflash.text import grammar_check, limited_process"]
+    lines = ["import os, time", "from dflash.text import grammar_check"]
     lines += ["def main():", *(f"    {line}" for line in body)]
     (directory / f"{name}.py").write_text("\n".join(lines))
     monkeypatch.setattr(grammar_compiler, "_PROGRAM", name)

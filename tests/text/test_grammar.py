@@ -230,7 +230,7 @@ def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch, tm
     """A small grammar takes long in wall-clock time on a busy machine."""
     replace_check(monkeypatch, tmp_path, "sleeps", "time.sleep(1.5)", "grammar_check.main()")
     assert grammar.regex("1{2,7}", VOCABULARY).source == "1{2,7}"
-    spin = "limited_process.limit_time(1)", "while True: pass"
+    spin = "grammar_check.limit_time(1)", "while True: pass"
     replace_check(monkeypatch, tmp_path, "spins", *spin)
     with pytest.raises(errors.InputError, match="regex: takes more than 1 s to compile"):
         grammar.regex("1{2,9}", VOCABULARY)
@@ -238,8 +238,8 @@ def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch, tm
 
 def test_memory_to_compile_is_limited(monkeypatch, tmp_path):
     monkeypatch.setattr(grammar_compiler, "_COMPILE_BYTES", 2**29)
-    hungry = "limited_process.limit_memory(2**29)", "bytearray(2**30)"
-    caught = "except MemoryError: os._exit(limited_process.OUT_OF_MEMORY)"
+    hungry = "grammar_check.limit('RLIMIT_AS', 2**29)", "bytearray(2**30)"
+    caught = "except MemoryError: os._exit(grammar_check.OUT_OF_MEMORY)"
     replace_check(
         monkeypatch, tmp_path, "hungry", "try:", *(f"  {line}" for line in hungry), caught
     )

@@ -15,10 +15,8 @@ of a marker is held back, so every part is final.
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Literal, TypeVar
-
-from dflash.text import markers as marker_search
 
 # Mark of the end of an output, found like any marker; a Unicode noncharacter, reserved for
 # internal use.
@@ -144,7 +142,7 @@ class Reader:
         markers = (*markers, END)
         found = re.search("|".join(map(re.escape, markers)), self._text)
         if found is None:
-            size = len(self._text) - marker_search.unfinished(self._text, markers)
+            size = len(self._text) - unfinished(self._text, markers)
             text, self._text = self._text[:size], self._text[size:]
             return text, ""
         text, marker = self._text[: found.start()], found[0]
@@ -184,3 +182,14 @@ def merged(parts: Iterator[OutputPart] | tuple[OutputPart, ...]) -> tuple[Output
             part = OutputPart(part.kind, joined.pop().text + part.text)
         joined.append(part)
     return tuple(joined)
+
+
+def unfinished(text: str, markers: Sequence[str]) -> int:
+    """Returns the length of the longest end of a text that begins a marker, without being one."""
+    longest = max(map(len, markers), default=1) - 1
+    starts = range(max(0, len(text) - longest), len(text))
+    return next((len(text) - at for at in starts if _begins(text[at:], markers)), 0)
+
+
+def _begins(end: str, markers: Sequence[str]) -> bool:
+    return any(len(end) < len(marker) and marker.startswith(end) for marker in markers)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from dflash.text.chat_formats import harmony, hermes, kimi_k2, llama3_json, qwen3_coder
+from dflash.text.chat_formats import harmony, json_calls, qwen3_coder
 from dflash.text.chat_formats.reader import Parser, Reader, Steps
 from dflash.text.chat_formats.rules import (
     CLOSE,
@@ -22,9 +22,9 @@ from dflash.text.chat_formats.rules import (
 FORMATS: Mapping[str, ToolFormat] = {
     "harmony": harmony.FORMAT,
     "qwen3_coder": qwen3_coder.FORMAT,
-    "hermes": hermes.FORMAT,
-    "kimi_k2": kimi_k2.FORMAT,
-    "llama3_json": llama3_json.FORMAT,
+    "hermes": json_calls.HERMES,
+    "kimi_k2": json_calls.KIMI_K2,
+    "llama3_json": json_calls.LLAMA3,
 }
 _NO_CALLS = ToolFormat(signs=(), read=read_text)
 
