@@ -18,7 +18,7 @@ from flax import nnx
 from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import DrafterConfig, TargetArchitecture
 from dflash.drafters.parts.sampler import Sampler
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.parallel.sharding import Sharding
 
 

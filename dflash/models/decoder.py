@@ -20,9 +20,9 @@ from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.attention import Attention
 from dflash.layers.linear import Embedding, Linear, RMSNorm
+from dflash.layers.losses import TrainBatch
 from dflash.layers.mlp import Mlp
 from dflash.layers.recurrent_state import RecurrentSpec, RecurrentState
-from dflash.layers.train_batch import TrainBatch
 from dflash.layers.transformer import (
     TargetAttention,
     TransformerLayer,

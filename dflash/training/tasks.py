@@ -16,7 +16,7 @@ from dflash.checkpoints import checkpoint
 from dflash.config.schema import DrafterConfig
 from dflash.config.train_schema import TrainRun
 from dflash.drafters.base import Drafter
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.loading import models
 from dflash.loading.models import Source
 from dflash.models.decoder import Decoder

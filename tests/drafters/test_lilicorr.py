@@ -17,7 +17,7 @@ from dflash.drafters.lilicorr import LiLiCorr
 from dflash.drafters.lilicorr_config import LiLiCorrShape
 from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.parallel import parameters
 
 BUILD = {"dtype": jnp.float32, "sharding": make_sharding()}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import make_architecture, make_cache, make_sharding, make_target, move
 
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.models.dense import Llama3, Qwen3
 from dflash.parallel import parameters
 

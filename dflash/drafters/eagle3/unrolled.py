@@ -18,8 +18,7 @@ from dflash import errors
 from dflash.config.loss_schema import LossConfig
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.layers import losses
-from dflash.layers.losses import Unembed
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch, Unembed
 
 STEP_DECAY = 0.8  # Ratio of the weights of consecutive steps.
 

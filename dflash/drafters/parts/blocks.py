@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from dflash.config.loss_schema import LossConfig
 from dflash.layers import losses
-from dflash.layers.losses import TokenScores, Unembed
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TokenScores, TrainBatch, Unembed
 
 
 @jax.tree_util.register_dataclass

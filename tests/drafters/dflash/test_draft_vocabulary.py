@@ -19,7 +19,7 @@ from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 from dflash.drafters.dspark_config import DSparkArchitecture, DSparkShape
 from dflash.drafters.parts.blocks import sample_anchors, score_blocks
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.parallel import parameters
 from dflash.training import state as states
 

@@ -16,7 +16,7 @@ from dflash.config.loss_schema import LossConfig
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import LayerView
 from dflash.drafters.parts.blocks import Anchors, sample_anchors
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.parallel import parameters
 
 LENGTH, BLOCK = 18, 4

@@ -14,7 +14,7 @@ from dflash.config.loss_schema import LossConfig
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.parts.blocks import Anchors
 from dflash.kernels.anchored_attention import visible_context
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 
 CASE = "dflash_train_v32"
 DECAY, DPACE, PLAIN = (

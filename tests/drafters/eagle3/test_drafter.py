@@ -17,7 +17,7 @@ from dflash.config.loss_schema import LossConfig
 from dflash.drafters import eagle3_config
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config, Eagle3Shape
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.loading import models
 from dflash.parallel import parameters
 

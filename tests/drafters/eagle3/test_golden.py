@@ -23,7 +23,7 @@ from dflash.inference.cycle import tree
 from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.models.dense import Llama3, Qwen3
 from dflash.offline.decoding import decode
 from dflash.parallel import parameters

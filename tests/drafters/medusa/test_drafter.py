@@ -17,7 +17,7 @@ from dflash.drafters.medusa import Medusa
 from dflash.drafters.medusa_config import MedusaArchitecture, MedusaConfig, MedusaShape
 from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.loading import models
 from dflash.parallel import parameters
 

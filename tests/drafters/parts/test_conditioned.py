@@ -21,7 +21,7 @@ from dflash.drafters.dflash2_config import DFlash2Architecture
 from dflash.drafters.dspark import DSpark
 from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.layers.train_batch import TrainBatch
+from dflash.layers.losses import TrainBatch
 from dflash.parallel import parameters
 
 KINDS = ("vanilla", "gated", "rnn")
