@@ -100,23 +100,23 @@ def simplified(answer: str) -> str:
         return text.replace(",", "")
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     # Keep the spaces in "3 4", which is not 34, and in "\pi k", which is not "\pik".
-    return _SPACE.sub(lambda kept: f"{kept[1]} " if kept[1] else "", text)
+    return _SPACE.sub(lambda match: f"{match[1]} " if match[1] else "", text)
 
 
 def _same(answer: str, reference: str) -> bool:
     if answer == reference:
         return True
-    (bracket, items), (other_bracket, others) = _items(answer), _items(reference)
-    if bracket == other_bracket and 1 < len(items) == len(others) <= MAX_ITEMS:
+    (bracket, items), (other_bracket, other_items) = _items(answer), _items(reference)
+    if bracket == other_bracket and 1 < len(items) == len(other_items) <= MAX_ITEMS:
         if bracket in ("", "\\{"):
-            return _same_in_any_order(items, others)
-        return all(map(_same, items, others))
+            return _same_in_any_order(items, other_items)
+        return all(map(_same, items, other_items))
     values = latex_values.evaluate(answer)
     return values is not None and latex_values.equal(values, latex_values.evaluate(reference))
 
 
-def _same_in_any_order(items: Sequence[str], others: Sequence[str]) -> bool:
-    unmatched = list(others)
+def _same_in_any_order(items: Sequence[str], other_items: Sequence[str]) -> bool:
+    unmatched = list(other_items)
     for item in items:
         place = next((place for place, other in enumerate(unmatched) if _same(item, other)), None)
         if place is None:

@@ -60,8 +60,8 @@ class Batches:
     def draw(self) -> list[Place]:
         """Returns the places of this process's rows of the next batch, without reading them."""
         drawn = [self._next() for _ in range(self._batch_size)]
-        mine = (drawn[row] for row in self._mine)
-        return [(corpus, self._passes[corpus][number]) for corpus, number in mine]
+        places = (drawn[row] for row in self._mine)
+        return [(corpus, self._passes[corpus][number]) for corpus, number in places]
 
     def state(self) -> dict[str, Any]:
         """Returns the position of the next batch as JSON data: {"rows": [12, 4], "data": "…"}."""

@@ -106,22 +106,22 @@ def _answer(
 ) -> str:
     """Returns the last message as decoding would have had to generate it after `question`."""
     message = messages[-1]
-    whole = render(messages, add_generation_prompt=False)
-    loses_reasoning = whole == _render_other_reasoning(messages, render)
-    if whole.startswith(question) and not loses_reasoning:
-        answer = _cut(whole[len(question) :], ending, tokenizer)
+    rendered = render(messages, add_generation_prompt=False)
+    loses_reasoning = rendered == _render_other_reasoning(messages, render)
+    if rendered.startswith(question) and not loses_reasoning:
+        answer = _cut(rendered[len(question) :], ending, tokenizer)
         if message["content"] is None and answer.lstrip().startswith("None"):
             raise errors.InputError('the chat template renders a null content as None: use ""')
         return answer
     before, _ = _around_answer(messages[:-1], render)
     opened = _OPENED.search(question)
     if opened or (loses_reasoning and question == before):
-        own = _own_text(message, opened, tokenizer)
-        if own is not None:
-            return own + ending.text
-    elif not loses_reasoning and question.startswith(before) and whole.startswith(before):
+        written = _own_text(message, opened, tokenizer)
+        if written is not None:
+            return written + ending.text
+    elif not loses_reasoning and question.startswith(before) and rendered.startswith(before):
         # The prompt ends with text that the template leaves out of answers.
-        return _cut(whole[len(before) :], ending, tokenizer)
+        return _cut(rendered[len(before) :], ending, tokenizer)
     if loses_reasoning:
         raise errors.InputError("the chat template leaves out the reasoning of this answer")
     shown = special_tokens.without_marks(question[-30:])
@@ -135,9 +135,9 @@ def _cut(rendered: str, ending: _Ending, tokenizer: Tokenizer) -> str:
     if ending.token is None:
         return rendered.removesuffix(ending.rest)
     ends = tokenizer.special_ends(rendered)
-    own = [end for token, end in ends if token == ending.token]
-    if own:
-        cut = own[0]
+    end_places = [end for token, end in ends if token == ending.token]
+    if end_places:
+        cut = end_places[0]
     elif ends and not tokenizer.special_ends(ending.rest):
         cut = ends[-1][1]  # a call of a tool may have an end token of its own
     else:
@@ -212,8 +212,8 @@ def _check_fields(example: Example, start: int, stop: int, tokenizer: Tokenizer)
         is_context = place < stop and message["role"] == "assistant"
         unchecked = {"role", "content"} | _UNCHECKED.get(message["role"], set())
         for name in () if is_context else message.keys() - unchecked:
-            others = [*messages[:place], _without(message, name), *messages[place + 1 :]]
-            check(f"messages[{place}].{name}", others, example.variables)
+            without_field = [*messages[:place], _without(message, name), *messages[place + 1 :]]
+            check(f"messages[{place}].{name}", without_field, example.variables)
 
 
 def _without(fields: _Message, name: str) -> _Message:

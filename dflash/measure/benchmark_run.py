@@ -180,10 +180,10 @@ def sum_up(
     done, meter = read(directory.path), LoadMeter()
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)
-    whole = figures_of(bench, done, machine, meter.read())
-    values = whole.values(bench, complete=True)
+    figures = figures_of(bench, done, machine, meter.read())
+    values = figures.values(bench, complete=True)
     directory.write_json(results.RESULTS, values)
-    _finish(bench, whole, done, values, directory, display, wide=wide)
+    _finish(bench, figures, done, values, directory, display, wide=wide)
     return values
 
 

@@ -204,26 +204,30 @@ def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: st
     """Averages the cells of each strategy over tasks."""
 
     def samples(task, strategy):
-        every = (sample for round_ in rounds for sample in round_.samples)
-        return [round_ for round_ in every if (round_.task, round_.strategy) == (task, strategy)]
+        all_samples = (sample for round_ in rounds for sample in round_.samples)
+        return [
+            round_ for round_ in all_samples if (round_.task, round_.strategy) == (task, strategy)
+        ]
 
     means = []
     for name in dict.fromkeys(cell.strategy for cell in cells):
-        own = [cell for cell in cells if cell.strategy == name]
-        timed = [cell.task for cell in own if cell.speedup is not None]
+        of_strategy = [cell for cell in cells if cell.strategy == name]
+        timed = [cell.task for cell in of_strategy if cell.speedup is not None]
         pairs = [[samples(task, who) for task in timed] for who in (name, baseline)]
         average, interval = bootstrap(*pairs) if timed else (None, None)
         means.append(
             Average(
                 strategy=name,
-                tasks=len(own),
-                tau=_mean(cell.tau for cell in own),
+                tasks=len(of_strategy),
+                tau=_mean(cell.tau for cell in of_strategy),
                 speedup=average,
                 speedup_interval=interval,
-                identical_share=_mean(cell.identical_share for cell in own),
-                correct_share=_mean(cell.correct_share for cell in own),
-                share_of_ideal=_mean(cell.share_of_ideal for cell in own),
-                warnings=tuple(dict.fromkeys(warning for cell in own for warning in cell.warnings)),
+                identical_share=_mean(cell.identical_share for cell in of_strategy),
+                correct_share=_mean(cell.correct_share for cell in of_strategy),
+                share_of_ideal=_mean(cell.share_of_ideal for cell in of_strategy),
+                warnings=tuple(
+                    dict.fromkeys(warning for cell in of_strategy for warning in cell.warnings)
+                ),
             )
         )
     return means

@@ -30,12 +30,14 @@ class LoadMeter:
     def read(self) -> Load:
         """Returns the load since the start."""
         begin, end = self._begin, _seconds()
-        others = None
+        others_share = None
         if begin is not None and end is not None:
-            busy, own, whole = (after - before for before, after in zip(begin, end, strict=True))
-            others = min(max(busy - own, 0.0) / whole, 1.0) if whole > 0 else None
+            busy, own_time, total = (
+                after - before for before, after in zip(begin, end, strict=True)
+            )
+            others_share = min(max(busy - own_time, 0.0) / total, 1.0) if total > 0 else None
         average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        return Load(os.cpu_count(), others, average)
+        return Load(os.cpu_count(), others_share, average)
 
 
 def _seconds() -> tuple[float, float, float] | None:

@@ -133,13 +133,13 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
     width = 0.8 / max(len(strategies), 1)
     ideal_label = "ideal: τ·T₁ / (draft + verify)"
     for number, strategy in enumerate(strategies):
-        own = [cell for cell in cells if cell.strategy == strategy and cell.speedup]
+        drawn = [cell for cell in cells if cell.strategy == strategy and cell.speedup]
         offset = (number - (len(strategies) - 1) / 2) * width
-        places = [tasks.index(cell.task) + offset for cell in own]
+        places = [tasks.index(cell.task) + offset for cell in drawn]
         color = color_of(theme, strategy_slots(strategies)[strategy])
-        bars = axes.bar(places, [cell.speedup for cell in own], 0.92 * width, yerr=_reach(own),
+        bars = axes.bar(places, [cell.speedup for cell in drawn], 0.92 * width, yerr=_reach(drawn),
                         label=strategy, color=color, ecolor=theme.ink, capsize=3)  # fmt: skip
-        for bar, cell, place in zip(bars, own, places, strict=True):
+        for bar, cell, place in zip(bars, drawn, places, strict=True):
             flagged = cell.has_warning(SPEEDUP)
             height = f"{cell.speedup:.2f}×{MARK if flagged else ''}"
             # An annotation, because of ticks at the same place only one is drawn.
@@ -188,12 +188,12 @@ def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> byt
     styles = ("-", "--", ":", "-.")
     for cell in drafting:
         task = tasks.index(cell.task)
-        own = color_of(theme, slots.get(cell.strategy))
+        base_color = color_of(theme, slots.get(cell.strategy))
         axes.plot(
             range(len(cell.joint_acceptance) + 1),
             (1.0, *cell.joint_acceptance),
             styles[task % len(styles)],
-            color=shade(theme, own, 0.6 * task / len(tasks)),
+            color=shade(theme, base_color, 0.6 * task / len(tasks)),
             marker="os^Dv*"[task % 6],
             markersize=3,
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",
@@ -218,17 +218,17 @@ def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
     trusted = [0.0 if cell.has_warning(COST) else 1.0 for cell in shown]
     begin = np.zeros(len(shown))
     slots = strategy_slots(cell.strategy for cell in cells)
-    own = [color_of(theme, slots.get(cell.strategy)) for cell in shown]
+    base_colors = [color_of(theme, slots.get(cell.strategy)) for cell in shown]
     for part, amount in PARTS.items():
         widths = np.array([getattr(cell.cost_ms, part) for cell in shown]) * trusted
-        colors = [shade(theme, color, amount) for color in own]
+        colors = [shade(theme, color, amount) for color in base_colors]
         axes.barh(names, widths, 0.7, left=begin, color=colors)
         begin += widths
     flagged = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
                 if cell.has_warning(COST)]  # fmt: skip
     if flagged:
-        whole, which = zip(*flagged, strict=True)
-        axes.barh(which, whole, 0.7, color=theme.paper, edgecolor=theme.quiet, hatch=_HATCH,
+        lengths, which = zip(*flagged, strict=True)
+        axes.barh(which, lengths, 0.7, color=theme.paper, edgecolor=theme.quiet, hatch=_HATCH,
                   label="cycle, parts not trustworthy")  # fmt: skip
     labels = []
     for place, cell in enumerate(shown):

@@ -136,8 +136,8 @@ def beside(
         return sum(values) / len(tasks)
 
     text += [row(task, tokens[task], PORT[task].tau, PORT[task].speedup) for task in tasks]
-    ours, theirs = mean(tokens[task] for task in tasks), mean(PORT[task].tau for task in tasks)
-    text.append(row("mean", ours, theirs, mean(PORT[task].speedup for task in tasks)))
+    taus = mean(tokens[task] for task in tasks), mean(PORT[task].tau for task in tasks)
+    text.append(row("mean", *taus, mean(PORT[task].speedup for task in tasks)))
     plain, cycle = (mean(getattr(PORT[task], name) for task in tasks)
                     for name in ("plain_ms", "cycle_ms"))  # fmt: skip
     ratios = [PORT[task].tau / PORT[task].speedup for task in tasks]

@@ -178,8 +178,8 @@ def render_page(
         "notes": list(notes),
         "colors": _colors([cell["strategy"] for cell in results.get("cells", ())]),
         "plots": {
-            theme: {name: base64.b64encode(png).decode("ascii") for name, png in some.items()}
-            for theme, some in plots.items()
+            theme: {name: base64.b64encode(png).decode("ascii") for name, png in figures.items()}
+            for theme, figures in plots.items()
         },
         "replays": {
             task: {

@@ -44,8 +44,8 @@ def open_directory(
 
 
 def _has_results(directory: pathlib.Path) -> bool:
-    whole = any((directory / name).exists() for name in (RESULTS, STUDY))
-    return whole or bool(shards.shards_in(directory, RESULTS))
+    is_undivided = any((directory / name).exists() for name in (RESULTS, STUDY))
+    return is_undivided or bool(shards.shards_in(directory, RESULTS))
 
 
 def as_values(
@@ -82,10 +82,10 @@ def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     for cell in values["cells"]:
         low, high = cell["speedup_interval"] or (None, None)
         cost = {f"{name}_ms": value for name, value in (cell["cost_ms"] or {}).items()}
-        own = {"speedup_low": low, "speedup_high": high}
+        columns = {"speedup_low": low, "speedup_high": high}
         reasons = [warning["words"] for warning in cell.get(warnings.KEY, ())]
-        own[warnings.KEY] = "; ".join(reasons) or None
-        line = {**cell, **cost, **own, "acceptance": values["acceptance"]["source"]}
+        columns[warnings.KEY] = "; ".join(reasons) or None
+        line = {**cell, **cost, **columns, "acceptance": values["acceptance"]["source"]}
         table.append({column: line.get(column) for column in ("task", "strategy", *FIGURES)})
     return table
 

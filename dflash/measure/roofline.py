@@ -123,8 +123,8 @@ def target_work(
     # A row reads its recurrent state twice, for key and query, and adds to it; memory is read and
     # written once.
     states = 6 * batch * rows * sum(state.memory.size for state in token.states)
-    kept = 2 * batch * decode_plan.measure(token.states).total_bytes
-    return work + ForwardWork(scores + states, cached + kept)
+    state_bytes = 2 * batch * decode_plan.measure(token.states).total_bytes
+    return work + ForwardWork(scores + states, cached + state_bytes)
 
 
 def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> ForwardWork:
@@ -175,7 +175,7 @@ def _read_rates() -> tuple[tuple[float, float], ...]:
     return tuple(zip(map(float, _READ_BYTES), falling.tolist(), strict=True))
 
 
-def _least_seconds(left: jax.Array, right: jax.Array) -> float:
+def _least_seconds(a: jax.Array, b: jax.Array) -> float:
     product = jax.jit(jnp.dot)
-    seconds_of(product, left, right)
-    return min(seconds_of(product, left, right)[0] for _ in range(_TRIES))
+    seconds_of(product, a, b)
+    return min(seconds_of(product, a, b)[0] for _ in range(_TRIES))

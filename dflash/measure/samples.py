@@ -94,15 +94,15 @@ def prompt_times(completions: Sequence[RequestOutput]) -> tuple[PromptTime, ...]
     """Computes the times of prompts that shared the slots of one engine; see `PromptTime`."""
     last = np.array([completion.finished_at for completion in completions])
     first = last - [completion.decode_ms / 1e3 for completion in completions]
-    asked = first - [completion.prefill_ms / 1e3 for completion in completions]
+    dispatched = first - [completion.prefill_ms / 1e3 for completion in completions]
     # No prompt begins or ends between two neighboring edges.
-    edges = np.unique(np.concatenate([asked, first, last]))
+    edges = np.unique(np.concatenate([dispatched, first, last]))
     begin, end = edges[:-1], edges[1:]
 
     def during(low, high):
         return (low[:, None] <= begin) & (end <= high[:, None])
 
-    prefilling = during(asked, first).any(axis=0)
+    prefilling = during(dispatched, first).any(axis=0)
     clock_ms = np.where(prefilling, 0.0, 1e3 * (end - begin))
     in_flight = during(first, last)
     elapsed = (in_flight * clock_ms).sum(axis=1)
@@ -132,8 +132,8 @@ def position_acceptance(
     conditional = []
     for position in range(1, longest_path):
         tried = int(np.count_nonzero((lengths >= position) & (rows > position)))
-        kept = int(np.count_nonzero((lengths > position) & (rows > position)))
-        conditional.append(kept / tried if tried else None)
+        accepted = int(np.count_nonzero((lengths > position) & (rows > position)))
+        conditional.append(accepted / tried if tried else None)
     joint = np.cumprod([share or 0.0 for share in conditional])
     return tuple(joint.tolist()), tuple(conditional)
 
@@ -191,8 +191,8 @@ def bootstrap(
       conversations than `MIN_GROUPS`.
     """
     tables = [
-        np.concatenate([_table(ours), _table(theirs)])
-        for ours, theirs in zip(samples, plain, strict=True)
+        np.concatenate([_table(of_strategy), _table(of_baseline)])
+        for of_strategy, of_baseline in zip(samples, plain, strict=True)
     ]
     speedup = float(np.mean([_speedup(table.sum(axis=(1, 2))) for table in tables]))
     if min(table.shape[1] for table in tables) < MIN_GROUPS:

@@ -31,9 +31,11 @@ def by_task(tasks: Mapping[str, Sequence[Item]], done: Iterable[TaskRound]) -> d
         for sample in round_.samples:
             samples.setdefault((sample.task, sample.strategy), []).append(sample)
     by_strategy: dict[str, Values] = {}
-    for (task, strategy), own in samples.items():
-        if any(item.category for item in tasks[task]) and any(sample.cycles for sample in own):
-            values = {**acceptance(tasks[task], own), **timing(own)}
+    for (task, strategy), task_samples in samples.items():
+        if any(item.category for item in tasks[task]) and any(
+            sample.cycles for sample in task_samples
+        ):
+            values = {**acceptance(tasks[task], task_samples), **timing(task_samples)}
             by_strategy.setdefault(task, {})[strategy] = values
     return by_strategy
 
@@ -62,12 +64,12 @@ def acceptance(items: Sequence[Item], samples: Sequence[Sample]) -> Values:
 def _distribution(lengths: Iterable[int]) -> Values:
     """Computes, by acceptance length k, the step count, P(length ≥ k) and P(≥ k | ≥ k - 1)."""
     counts = dict(sorted(collections.Counter(lengths).items()))
-    total, left, before = sum(counts.values()), sum(counts.values()), 1.0
+    total, remaining, before = sum(counts.values()), sum(counts.values()), 1.0
     conditional, joint = {}, {}
     for length, count in counts.items():
-        joint[length] = left / total
+        joint[length] = remaining / total
         conditional[length] = joint[length] / before
-        before, left = joint[length], left - count
+        before, remaining = joint[length], remaining - count
     return {
         "Acceptance_Length_Histogram": counts,
         "Conditional_Acceptance_Rate": conditional,

@@ -118,8 +118,8 @@ def warning_lines(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         for warning in cell.warnings:
             concerned.setdefault(warning, []).append(cell)
-    which = {warning: f"{_CONCERNED[warning.about]} of {_names(own, cells)}"
-             for warning, own in concerned.items()}  # fmt: skip
+    which = {warning: f"{_CONCERNED[warning.about]} of {_names(concerned_cells, cells)}"
+             for warning, concerned_cells in concerned.items()}  # fmt: skip
     return [f"not trustworthy ({MARK}), {which[warning]}: {warning.words}" for warning in concerned]
 
 
@@ -130,9 +130,9 @@ def _names(chosen: Sequence[Cell], everything: Sequence[Cell]) -> str:
     by_task: dict[str, list[str]] = {}
     for cell in chosen:
         by_task.setdefault(cell.task, []).append(cell.strategy)
-    whole = {task: sum(cell.task == task for cell in everything) for task in by_task}
+    totals = {task: sum(cell.task == task for cell in everything) for task in by_task}
     return ", ".join(
-        task if len(names) == whole[task] else f"{task} ({', '.join(names)})"
+        task if len(names) == totals[task] else f"{task} ({', '.join(names)})"
         for task, names in by_task.items()
     )
 

@@ -68,12 +68,12 @@ class Weights:
         Raises:
           CheckpointError: A checkpoint is damaged, or does not fit its model.
         """
-        wanted = {"target": jobs.target_key(job.config), "drafter": _drafter_key(job.config)}
+        keys = {"target": jobs.target_key(job.config), "drafter": _drafter_key(job.config)}
         # Free models that are no longer needed first: memory may not hold both.
         self._loaded = {
-            role: (key, model) for role, (key, model) in self._loaded.items() if key == wanted[role]
+            role: (key, model) for role, (key, model) in self._loaded.items() if key == keys[role]
         }
-        models = {role: self._model(role, key, job) for role, key in wanted.items()}
+        models = {role: self._model(role, key, job) for role, key in keys.items()}
         return dataclasses.replace(job, **models)
 
     def _model(self, role: str, key: str, job: Job) -> Any:

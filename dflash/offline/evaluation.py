@@ -46,7 +46,9 @@ class DraftingTest:
         """
         self._target, self._drafter, self._config = target, drafter, config
         stop_ids = tuple(sorted(set(stop_ids)))
-        pairs = [(name, tuple(ids)) for name, some in prompts.items() for ids in some]
+        pairs = [
+            (name, tuple(ids)) for name, source_prompts in prompts.items() for ids in source_prompts
+        ]
         self._sources = [name for name, _ in pairs]
         self._requests = [
             Request(
@@ -78,7 +80,7 @@ class DraftingTest:
                 self._drafter,
                 self._config,
                 max_length=self._max_length,
-                num_stop_ids=max(len(one.stop_ids) for one in self._requests),
+                num_stop_ids=max(len(request.stop_ids) for request in self._requests),
             )
         self._engine.set_drafter(self._drafter)
         events = decode(self._engine, self._requests)
@@ -89,9 +91,13 @@ class DraftingTest:
         lengths: dict[str, list[int]] = {name: [] for name in self._sources}
         for completion in done:
             lengths[self._sources[completion.id]] += completion.acceptance_lengths
-        everything = [length for some in lengths.values() for length in some]
+        everything = [length for source_lengths in lengths.values() for length in source_lengths]
         if not everything:
             return {}
-        by_source = {name: statistics.fmean(some) for name, some in lengths.items() if some}
+        by_source = {
+            name: statistics.fmean(source_lengths)
+            for name, source_lengths in lengths.items()
+            if source_lengths
+        }
         metrics = {"tau": statistics.fmean(everything)}
         return metrics | {f"tau/{name}": value for name, value in by_source.items()}

@@ -32,9 +32,9 @@ def sum_up(
         return
     path = paths.to_path(directory)
     check_config(path, job.config)
-    found = shards.shards_in(path, records_lib.OUTPUTS)
-    shards.check_count(path, records_lib.OUTPUTS, shard or found[0])
-    count = found[0].count
+    all_shards = shards.shards_in(path, records_lib.OUTPUTS)
+    shards.check_count(path, records_lib.OUTPUTS, shard or all_shards[0])
+    count = all_shards[0].count
     if shard is not None:
         missing = shards.missing(path, records_lib.RESULTS, count)
         if missing:
@@ -44,11 +44,11 @@ def sum_up(
 
     def joined(name: str) -> Records:
         records = records_lib.join(path, digest, name, count)
-        left = {prompt.index for prompt in records.pending(job.prompts)}
+        pending = {prompt.index for prompt in records.pending(job.prompts)}
         unfinished = [
-            one
-            for one in shards.Shard(0, count).all()
-            if any(p.index in left for p in one.of(job.prompts))
+            part
+            for part in shards.Shard(0, count).all()
+            if any(p.index in pending for p in part.of(job.prompts))
         ]
         shards.check_finished(path, unfinished)
         return records

@@ -138,15 +138,15 @@ class ProcessGroup:
         If several processes fail, all of them report the first failure.
         """
         self._closing.acquire()
-        own = Failure(self.process, status, lines)
+        failure = Failure(self.process, status, lines)
         # Setting the key raises if another process has reported its failure before.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            message = json.dumps(dataclasses.asdict(own)).encode()
+            message = json.dumps(dataclasses.asdict(failure)).encode()
             self._client.key_value_set(_FAILURE, _signed(_FAILURE, message).decode())
         try:
             first = self._client.blocking_key_value_get(_FAILURE, _LEAVE_TIMEOUT_MS)
         except jax.errors.JaxRuntimeError:  # the process that hosts the store is gone
-            self._end(own)
+            self._end(failure)
         self._end(_parse_failure(first))
 
     def close(self) -> None:

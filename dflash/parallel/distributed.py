@@ -86,8 +86,8 @@ def broadcast(value: Any, types: Sequence[type] = ()) -> Any:
     if len(received) < size:
         missing = size - len(received)
         second = np.zeros(1 << (missing - 1).bit_length(), np.uint8)
-        own = np.frombuffer(encoded[len(received) : size], np.uint8)[:missing]
-        second[: len(own)] = own
+        rest = np.frombuffer(encoded[len(received) : size], np.uint8)[:missing]
+        second[: len(rest)] = rest
         received += multihost_utils.broadcast_one_to_all(second).tobytes()[:missing]
     try:
         return messages.decode(received, types)

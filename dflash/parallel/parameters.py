@@ -125,16 +125,16 @@ def gathered(module: nnx.Module, sharding: Sharding) -> nnx.Module:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(sharding, names, whole, array):
+def _gather(sharding, names, gathered_names, array):
     """Constrains an array to the axes `whole`, and its gradient to the axes `names`."""
-    return sharding.constrain(array, *whole)
+    return sharding.constrain(array, *gathered_names)
 
 
-def _gather_forward(sharding, names, whole, array):
-    return sharding.constrain(array, *whole), None
+def _gather_forward(sharding, names, gathered_names, array):
+    return sharding.constrain(array, *gathered_names), None
 
 
-def _gather_backward(sharding, names, whole, _, gradient):
+def _gather_backward(sharding, names, gathered_names, _, gradient):
     return (sharding.constrain(gradient, *names),)
 
 
@@ -207,8 +207,8 @@ def convert(leaf: nnx.Variable, path: str, array: jax.Array) -> dict[str, jax.Ar
     conversion = leaf.get_metadata().get("conversion")
     if conversion is None:
         return {path: array}
-    own, other = jax.block_until_ready(conversion.program(array))
-    return {path: own, path + conversion.suffix: other}
+    value, other = jax.block_until_ready(conversion.program(array))
+    return {path: value, path + conversion.suffix: other}
 
 
 def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:

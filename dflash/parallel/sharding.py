@@ -171,18 +171,18 @@ def make_sharding(
     types = (AxisType.Auto,) * len(MESH_AXES)
     if abstract:
         return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), frozen)
-    wanted, present = math.prod(shape), jax.device_count()
+    needed, present = math.prod(shape), jax.device_count()
     several = jax.process_count() > 1
-    if wanted > present or (several and wanted != present):
+    if needed > present or (several and needed != present):
         rest = ", all of which several processes must use" if several else ""
         raise errors.ConfigError(
-            f"mesh: {' × '.join(MESH_AXES)} = {' × '.join(map(str, shape))} = {wanted} devices, "
+            f"mesh: {' × '.join(MESH_AXES)} = {' × '.join(map(str, shape))} = {needed} devices, "
             f"but {present} are present{rest}"
         )
-    if wanted == present:
+    if needed == present:
         devices = arrange(jax.devices(), shape)
     else:
-        devices = np.array(jax.devices()[:wanted]).reshape(shape)
+        devices = np.array(jax.devices()[:needed]).reshape(shape)
     return Sharding(Mesh(devices, MESH_AXES, axis_types=types), frozen)
 
 
@@ -203,14 +203,14 @@ def beside(sharding: Sharding, count: int) -> Sharding:
             "mesh.drafter: devices of the drafter's own need a run of one process; leave it out"
         )
     present = jax.devices()
-    left = [device for device in present if device not in sharding.devices]
-    if count > len(left):
+    free = [device for device in present if device not in sharding.devices]
+    if count > len(free):
         raise errors.ConfigError(
-            f"mesh.drafter: {count}, but the target's mesh leaves {len(left)} of {len(present)} "
+            f"mesh.drafter: {count}, but the target's mesh leaves {len(free)} of {len(present)} "
             f"device{'s' if len(present) > 1 else ''}; use fewer, or leave drafter.overlap out"
         )
     return Sharding(
-        Mesh(np.array(left[:count]).reshape(shape), MESH_AXES, axis_types=types), sharding.rules
+        Mesh(np.array(free[:count]).reshape(shape), MESH_AXES, axis_types=types), sharding.rules
     )
 
 

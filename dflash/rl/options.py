@@ -40,10 +40,10 @@ def find(rollout_config: Any, given: Mapping[str, Any] | None) -> dict[str, Any]
     """
     options: dict[str, Any] = {}
     for name in ("rollout_vllm_additional_config", "rollout_vllm_kwargs"):
-        held = (getattr(rollout_config, name, None) or {}).get(KEY, {})
-        if not isinstance(held, Mapping):
-            raise errors.ConfigError(f"{name}: {KEY}: expected a mapping of options, got {held!r}")
-        options |= dict(_dotted(held, ""))
+        entry = (getattr(rollout_config, name, None) or {}).get(KEY, {})
+        if not isinstance(entry, Mapping):
+            raise errors.ConfigError(f"{name}: {KEY}: expected a mapping of options, got {entry!r}")
+        options |= dict(_dotted(entry, ""))
     options |= dict(_dotted(given or {}, ""))
     if CONFIG not in options and CHECKPOINT not in options:
         raise errors.ConfigError(
@@ -55,8 +55,14 @@ def find(rollout_config: Any, given: Mapping[str, Any] | None) -> dict[str, Any]
 
 def overrides(options: Mapping[str, Any]) -> list[str]:
     """Returns options as overrides `key=value` of a decode config."""
-    kept = {name: value for name, value in options.items() if name not in (CONFIG, LORA_ALPHA)}
-    return [f"{key}={_text(value)}" for key, value in kept.items() if not key.startswith(UPKEEP)]
+    config_options = {
+        name: value for name, value in options.items() if name not in (CONFIG, LORA_ALPHA)
+    }
+    return [
+        f"{key}={_text(value)}"
+        for key, value in config_options.items()
+        if not key.startswith(UPKEEP)
+    ]
 
 
 def upkeep(options: Mapping[str, Any], temperature: float = 1.0) -> UpkeepRun:
@@ -68,9 +74,11 @@ def upkeep(options: Mapping[str, Any], temperature: float = 1.0) -> UpkeepRun:
     Raises:
       ConfigError: An option is unknown or invalid.
     """
-    stated = {name: value for name, value in options.items() if name.startswith(UPKEEP)}
-    kept = UPKEEP_DEFAULTS | {"loss.temperature": float(temperature or 1.0)} | stated
-    return loader.load(None, [f"{key}={_text(value)}" for key, value in kept.items()], UpkeepRun)
+    chosen = {name: value for name, value in options.items() if name.startswith(UPKEEP)}
+    settings = UPKEEP_DEFAULTS | {"loss.temperature": float(temperature or 1.0)} | chosen
+    return loader.load(
+        None, [f"{key}={_text(value)}" for key, value in settings.items()], UpkeepRun
+    )
 
 
 def defaults(options: Mapping[str, Any], rollout_config: Any) -> list[str]:
@@ -81,14 +89,14 @@ def defaults(options: Mapping[str, Any], rollout_config: Any) -> list[str]:
     if CONFIG in options:
         return []
     length = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
-    found = {
+    settings = {
         "decode.max_length": length,
         "decode.max_new_tokens": rollout_config.max_tokens_to_generate,
         "decode.prefix_cache": True,
     }
     if getattr(rollout_config, "data_type", None) is not None:
-        found["dtype"] = _dtype_name(rollout_config.data_type)
-    return [f"{key}={_text(value)}" for key, value in found.items() if key not in options]
+        settings["dtype"] = _dtype_name(rollout_config.data_type)
+    return [f"{key}={_text(value)}" for key, value in settings.items() if key not in options]
 
 
 def _text(value: Any) -> str:

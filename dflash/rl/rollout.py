@@ -65,10 +65,10 @@ class RolloutStats:
 
     def plus(self, completions: Sequence[Completion], seconds: float) -> "RolloutStats":
         """Returns the statistics with those of further completions."""
-        lengths = [length for one in completions for length in one.acceptance_lengths]
+        lengths = [length for completion in completions for length in completion.acceptance_lengths]
         return dataclasses.replace(
             self,
-            tokens=self.tokens + sum(len(one.token_ids) for one in completions),
+            tokens=self.tokens + sum(len(completion.token_ids) for completion in completions),
             cycles=self.cycles + len(lengths),
             committed=self.committed + sum(lengths),
             seconds=self.seconds + seconds,
@@ -109,14 +109,14 @@ class DFlashRollout(base_rollout.BaseRollout):
         """
         del mesh, ignored
         rollout_config = rollout_config or base_rollout.RolloutConfig()
-        found = options_lib.find(rollout_config, dflash)
-        upkeep = options_lib.upkeep(found, rollout_config.temperature)
-        self._lora_alpha = found.get(options_lib.LORA_ALPHA)
+        options = options_lib.find(rollout_config, dflash)
+        upkeep = options_lib.upkeep(options, rollout_config.temperature)
+        self._lora_alpha = options.get(options_lib.LORA_ALPHA)
         self.llm = LLM(
-            found.get(options_lib.CONFIG),
-            *options_lib.defaults(found, rollout_config),
-            *options_lib.overrides(found),
-            target=found.get(options_lib.CHECKPOINT),
+            options.get(options_lib.CONFIG),
+            *options_lib.defaults(options, rollout_config),
+            *options_lib.overrides(options),
+            target=options.get(options_lib.CHECKPOINT),
         )
         self._actor, self._tokenizer = rollout_actor, tokenizer
         self._check_tokenizer()
@@ -153,20 +153,24 @@ class DFlashRollout(base_rollout.BaseRollout):
         self.stats = self.stats.plus(completions, time.perf_counter() - begin)
         self._num_sampled += len(prompts)
         if self.upkeep is not None:
-            self._rollouts += [Rollout(one.prompt_token_ids, one.token_ids) for one in completions]
+            self._rollouts += [
+                Rollout(completion.prompt_token_ids, completion.token_ids)
+                for completion in completions
+            ]
         logprobs = None
         if rollout_config.return_logprobs:
             raw = rollout_config.rollout_vllm_logprobs_mode == "raw_logprobs"
             logprobs = [
                 np.array(
-                    [t.logprob if raw else t.sampled_logprob for t in one.logprobs], np.float32
+                    [t.logprob if raw else t.sampled_logprob for t in completion.logprobs],
+                    np.float32,
                 )
-                for one in completions
+                for completion in completions
             ]
         return base_rollout.RolloutOutput(
-            text=[self._decode(one) for one in completions],
+            text=[self._decode(completion) for completion in completions],
             logits=None,
-            tokens=[np.array(one.token_ids, np.int32) for one in completions],
+            tokens=[np.array(completion.token_ids, np.int32) for completion in completions],
             left_padded_prompt_tokens=self._left_padded(ids, rollout_config.max_prompt_length),
             logprobs=logprobs,
         )
@@ -314,7 +318,7 @@ class DFlashRollout(base_rollout.BaseRollout):
 
 def _only_lora(filter_types: tuple[Any, ...] | type) -> bool:
     types = filter_types if isinstance(filter_types, tuple) else (filter_types,)
-    return all(each is nnx.LoRAParam for each in types)
+    return all(kind is nnx.LoRAParam for kind in types)
 
 
 def _seed(seed: Any) -> int:

@@ -228,10 +228,13 @@ class Upkeep:
         new = (known if len(known) >= min(count, len(new)) else new)[-count:]
         reused = sum(rollout in self._scored for rollout in new) / len(new)
         outputs = self._recent | self._outputs_of(new)
-        kept = list(outputs)[-count:]
-        self._recent, self._scored = {rollout: outputs[rollout] for rollout in kept}, {}
+        usable = list(outputs)[-count:]
+        self._recent, self._scored = (
+            {rollout: outputs[rollout] for rollout in usable},
+            {},
+        )
         rng = np.random.default_rng((config.seed, self.num_trainings))
-        chosen = [kept[i] for i in rng.permutation(np.arange(count) % len(kept))]
+        chosen = [usable[i] for i in rng.permutation(np.arange(count) % len(usable))]
         frozen = self._task.abstract_frozen()
         for rows in self._batches(chosen):
             batch = self._batch(rows) | self._stacked(rows)
@@ -242,7 +245,7 @@ class Upkeep:
             metadata = {"num_trainings": self.num_trainings}
             self._checkpoints.save(int(self.state.step), self.state, metadata, best=None)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        return values | {"rollouts": len(kept), "reused": reused}
+        return values | {"rollouts": len(usable), "reused": reused}
 
     def close(self) -> None:
         """Waits for the last checkpoint."""
@@ -308,9 +311,9 @@ class Upkeep:
         if config.directory is None:
             return None
         checkpoints = Checkpoints(pathlib.Path(config.directory), keep_last=config.keep_last)
-        found = checkpoints.restore(self.state, logging.warning)
-        if found is not None:
-            self.state, self.num_trainings = found.state, found.metadata["num_trainings"]
+        restored = checkpoints.restore(self.state, logging.warning)
+        if restored is not None:
+            self.state, self.num_trainings = restored.state, restored.metadata["num_trainings"]
             self._install()
         return checkpoints
 

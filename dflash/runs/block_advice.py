@@ -54,7 +54,7 @@ def slower_than_plain(
         return []
     tau = acceptance.tau(acceptance.block_size)
     cost = tau / speed_up
-    told = (
+    finding = (
         f"warning: drafting is slower than plain decoding ({speed_up:.2f} ×): a cycle of "
         f"{acceptance.block_size} rows takes as long as {cost:.1f} plain tokens and commits "
         f"{tau:.2f}"
@@ -64,8 +64,8 @@ def slower_than_plain(
     estimate = acceptance.speed_up(best, cost)
     key = _setting(drafter, best)
     if key is None or estimate <= 1 or best == acceptance.block_size:
-        return [f"{told}; no shorter block would pay, so use drafter.name=none"]
-    return [f"{told}; {key} would run at about {estimate:.2f} ×, by interpolation"]
+        return [f"{finding}; no shorter block would pay, so use drafter.name=none"]
+    return [f"{finding}; {key} would run at about {estimate:.2f} ×, by interpolation"]
 
 
 def longer_than_needed(drafter: object, acceptance: BlockAcceptance) -> list[str]:
@@ -82,8 +82,8 @@ def longer_than_needed(drafter: object, acceptance: BlockAcceptance) -> list[str
 
 def _setting(drafter: object, block_size: int) -> str | None:
     """Returns the key that sets the block size; None for trees and sizes chosen in every cycle."""
-    stated = getattr(drafter, "block_size", None)
-    if getattr(drafter, "tree", None) is not None or stated == AUTO:
+    block_size = getattr(drafter, "block_size", None)
+    if getattr(drafter, "tree", None) is not None or block_size == AUTO:
         return None
     if hasattr(drafter, "num_draft_tokens"):
         return f"drafter.num_draft_tokens={block_size - 1}"

@@ -119,8 +119,8 @@ def _cpu() -> str:
         text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return f"{platform.machine()} {platform.processor()} {platform.version()}"
-    stated = dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)
-    named = {key.strip(): value for key, value in stated.items()}
+    fields = dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)
+    named = {key.strip(): value for key, value in fields.items()}
     keys = ("vendor_id", "cpu family", "model", "flags", "CPU part", "Features")
     return "\n".join([platform.machine(), *(named.get(key, "") for key in keys)])
 
@@ -131,7 +131,7 @@ def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
     jax writes programs in place. A killed run or a full disk leaves a truncated program, which jax
     would neither use nor replace.
     """
-    kept = []
+    programs = []
     for path in root.glob(_PROGRAMS):
         with contextlib.suppress(OSError):  # Another process may have deleted it.
             status = path.stat()
@@ -139,9 +139,9 @@ def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
                 path.unlink()
             else:
                 used = max(status.st_atime, status.st_mtime)
-                kept.append((used, status.st_size, path))
-    total = sum(size for _, size, _ in kept)
-    for _, size, path in sorted(kept):
+                programs.append((used, status.st_size, path))
+    total = sum(size for _, size, _ in programs)
+    for _, size, path in sorted(programs):
         if total <= max_bytes:
             break
         with contextlib.suppress(OSError):

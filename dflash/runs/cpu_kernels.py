@@ -44,7 +44,7 @@ def directory() -> pathlib.Path:
 def find_compiler() -> str | None:
     """Returns the path of the C++ compiler: $CXX, or the first one of the path."""
     names = (os.environ.get("CXX"), *_COMPILERS)
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def compile_library(compiler: str, source: pathlib.Path, include: str) -> pathlib.Path:
@@ -70,11 +70,11 @@ def compile_library(compiler: str, source: pathlib.Path, include: str) -> pathli
         if sys.stderr.isatty():
             print("compiling CPU kernels, once …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=root) as scratch:
-            made = pathlib.Path(scratch) / "library.so"
+            output = pathlib.Path(scratch) / "library.so"
             files_in_c = map(str, sorted(source.glob("*.cc")))
-            command = [compiler, *_FLAGS, f"-I{include}", *files_in_c, "-o", str(made)]
+            command = [compiler, *_FLAGS, f"-I{include}", *files_in_c, "-o", str(output)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
-            made.replace(library)
+            output.replace(library)
     return library
 
 

@@ -76,15 +76,15 @@ class RunDirectory:
         self.writes = self.path is not None and jax.process_index() == 0
         if self.writes:
             lock = _LOCK if shard is None else f"{_LOCK}.{shard.index}-of-{shard.count}"
-            with files.explained(self.path), contextlib.ExitStack() as held:
+            with files.explained(self.path), contextlib.ExitStack() as locks:
                 files.make_private(self.path)
-                held.enter_context(_locked(self.path, lock))
-                held.enter_context(files.ended_in_order(self.path))
+                locks.enter_context(_locked(self.path, lock))
+                locks.enter_context(files.ended_in_order(self.path))
                 _check(self.path, config, is_used(self.path), may_change)
                 self.write(CONFIG, loader.to_yaml(config))
                 if date is not None:
                     self.write(dates.FILE, f"{date}\n")
-                self._held = held.pop_all()
+                self._held = locks.pop_all()
         if self.path is not None:
             agreement.barrier("work directory taken")
 

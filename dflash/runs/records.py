@@ -36,11 +36,11 @@ def check_division(path: pathlib.Path, shard: shards.Shard) -> None:
       WorkdirError: The directory belongs to a run without shards, or with another number of them.
     """
     shards.check_count(path, OUTPUTS, shard)
-    whole = path / OUTPUTS
-    if whole.exists() and whole.stat().st_size:
+    undivided = path / OUTPUTS
+    if undivided.exists() and undivided.stat().st_size:
         raise errors.WorkdirError(
-            f"{whole}: belongs to a run without --shard: continue without --shard, or use another "
-            "--workdir"
+            f"{undivided}: belongs to a run without --shard: continue without --shard, or use "
+            "another --workdir"
         )
 
 
@@ -147,11 +147,11 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
         if not path.exists():
             continue
         with files.explained(path), path.open("rb") as lines:
-            own, _ = _read_records(path, lines)
-        clocks = [record.decode_clock_s for record in own]
+            shard_records, _ = _read_records(path, lines)
+        clocks = [record.decode_clock_s for record in shard_records]
         joined += [
             dataclasses.replace(record, decode_clock_s=before_s + record.decode_clock_s)
-            for record in own
+            for record in shard_records
         ]
         before_s += max(clocks, default=0.0)
     return _JoinedRecords(directory, config_hash, joined)

@@ -32,8 +32,8 @@ def quoted(prompt: str) -> list[str]:
     """Returns a prompt as lines that begin with ">"; a long prompt is truncated."""
     text = visible(prompt.strip()[:PROMPT_CHARACTERS])
     lines = text.splitlines()[:PROMPT_LINES]
-    left = len(prompt.strip()) - len("\n".join(lines))
-    more = [f"… and {left} more characters"] if lines and left > 0 else []
+    num_hidden = len(prompt.strip()) - len("\n".join(lines))
+    more = [f"… and {num_hidden} more characters"] if lines and num_hidden > 0 else []
     return [f"> {line}".rstrip() for line in (*lines, *more)]
 
 

@@ -82,11 +82,11 @@ def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
     Raises:
       WorkdirError: The directory holds files of shards with another count.
     """
-    others = {other.count for other in shards_in(directory, name)} - {shard.count}
-    if others:
+    other_counts = {other.count for other in shards_in(directory, name)} - {shard.count}
+    if other_counts:
         raise errors.WorkdirError(
-            f"{directory}: is divided into {min(others)} shards, not {shard.count}: continue with "
-            f"--shard=i/{min(others)}, or use another --workdir"
+            f"{directory}: is divided into {min(other_counts)} shards, not {shard.count}: "
+            f"continue with --shard=i/{min(other_counts)}, or use another --workdir"
         )
 
 

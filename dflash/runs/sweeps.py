@@ -351,9 +351,9 @@ def panels_of(
     sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[list[float | None]]]:
     """Returns the grids of a heat map by title: [steps down][steps across]."""
-    down, across, others = _roles(sweep)
+    down, across, remaining = _roles(sweep)
     downs, acrosses = _steps(sweep, down), _steps(sweep, across)
-    keys = [key for axis in others for key in axis]
+    keys = [key for axis in remaining for key in axis]
     panels: dict[str, list[list[float | None]]] = {}
     for point in sweep.points.values():
         title = ", ".join(f"{key}={label(point.values[key])}" for key in keys)
@@ -370,9 +370,9 @@ def _roles(sweep: Sweep) -> tuple[Sequence[str], Sequence[str], Sequence[Sequenc
     lengths = {axis: len(_steps(sweep, axis)) for axis in sweep.axes}
     longest = sorted(sweep.axes, key=lambda axis: -lengths[axis])[:2]
     chosen = [axis for axis in sweep.axes if axis in longest]
-    others = [axis for axis in sweep.axes if axis not in longest]
+    remaining = [axis for axis in sweep.axes if axis not in longest]
     down = chosen[0] if len(chosen) > 1 else ()
-    return down, chosen[-1], others
+    return down, chosen[-1], remaining
 
 
 def _steps(sweep: Sweep, axis: Sequence[str]) -> list[list[Any]]:

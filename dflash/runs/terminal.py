@@ -38,18 +38,18 @@ def _blocks(widths: Sequence[int], keys: int, width: int | None) -> list[list[in
     names = list(range(keys))
     blocks = [names]
     for place in range(keys, len(widths)):
-        whole = [*blocks[-1], place]
-        length = sum(widths[i] for i in whole) + len(_GAP) * (len(whole) - 1)
+        extended = [*blocks[-1], place]
+        length = sum(widths[i] for i in extended) + len(_GAP) * (len(extended) - 1)
         if width is None or length <= width or blocks[-1] == names:
-            blocks[-1] = whole
+            blocks[-1] = extended
         else:
             blocks.append([*names, place])
     return blocks
 
 
-def _pad(text: str, width: int, left: bool) -> str:
+def _pad(text: str, width: int, to_left: bool) -> str:
     space = " " * (width - cell_len(text))
-    return text + space if left else space + text
+    return text + space if to_left else space + text
 
 
 class TerminalEdit(NamedTuple):
@@ -96,13 +96,13 @@ class WordWrap:
             moved = [] if _breaks(character) else self._moved_word()
             yield TerminalEdit(0, "".join(plain), style)
             yield TerminalEdit(sum(cell_len(c) for c, _ in moved), "\n", style)
-            for own, own_style in moved:
-                yield TerminalEdit(0, own, own_style)
-            self._column = sum(cell_len(own) for own, _ in moved)
+            for piece, piece_style in moved:
+                yield TerminalEdit(0, piece, piece_style)
+            self._column = sum(cell_len(piece) for piece, _ in moved)
             self._word = moved
             plain = [] if character.isspace() else [character]
-            for own in plain:
-                self._advance(own, style)
+            for piece in plain:
+                self._advance(piece, style)
         if plain:
             yield TerminalEdit(0, "".join(plain), style)
 

@@ -106,7 +106,9 @@ def _chosen_tools(fields: ChatBody, model: ServedModel) -> tuple[Tool, ...]:
     if model.chat_format.tools is None:
         reason = "it is not known how this model writes calls; see serve.tool_format"
         raise unsupported("tools", reason)
-    return tuple(Tool(one.name, one.parameters, one.strict) for one in functions.values())
+    return tuple(
+        Tool(function.name, function.parameters, function.strict) for function in functions.values()
+    )
 
 
 def _structure(

@@ -251,8 +251,8 @@ class Endpoints:
             "dflash": {"drafter": model.drafter, "compares": model.compares},
         }
         adapters = model.adapters.items()
-        own = ({"id": name, "root": root, "parent": model.name} for name, root in adapters)
-        return [target, *(target | adapter for adapter in own)]
+        cards = ({"id": name, "root": root, "parent": model.name} for name, root in adapters)
+        return [target, *(target | adapter for adapter in cards)]
 
     async def flush_cache(self, http_request: Request) -> Response:
         """Empties the prefix cache."""

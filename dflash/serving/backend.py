@@ -60,8 +60,8 @@ class Backend:
             lengths = [1 << i for i in range(longest.bit_length())] + [longest]
             with self._display.compiling() as show:
 
-                def progress(ready: int, wanted: int, show=show) -> None:
-                    show(ready, wanted)
+                def progress(ready: int, total: int, show=show) -> None:
+                    show(ready, total)
                     go_on()
 
                 engine.compile(lengths, progress, grammars=self._takes_grammars)

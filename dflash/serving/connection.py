@@ -98,14 +98,14 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> None:
         """Closes the connection that has been waiting longest, if there are too many."""
-        others = [
+        connections = [
             other
             for other in self.connections
             if other is not self and not other.transport.is_closing()
         ]
-        if len(others) < self._limits.connections:
+        if len(connections) < self._limits.connections:
             return
-        waiting = [other for other in others if other._is_waiting]
+        waiting = [other for other in connections if other._is_waiting]
         longest = min(waiting, key=lambda other: other._waiting_since, default=self)
         longest.transport.abort()
 
@@ -156,9 +156,9 @@ class Server(uvicorn.Server):
 def _within_file_limit(limits: ServeConfig) -> ServeConfig:
     """Raises the process's limit of open files as far as allowed, and fits `connections` to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.connections + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    needed = limits.connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return limits
-    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return dataclasses.replace(limits, connections=max(1, soft - _OTHER_FILES))

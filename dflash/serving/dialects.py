@@ -95,15 +95,15 @@ def render_chat(fields: ChatPromptBody, model: ServedModel) -> str:
     Raises:
       RequestError: The template rejects the messages, or does not read a field.
     """
-    given = fields.chat_template_kwargs
-    variables = {name: value for name, value in given.items() if value is not None}
+    settings = fields.chat_template_kwargs
+    variables = {name: value for name, value in settings.items() if value is not None}
     for name in ("messages", "add_generation_prompt", "tools"):
         if name in variables:
             param = f"chat_template_kwargs.{name}"
             raise RequestError(f"{param}: give {name} beside chat_template_kwargs", param=param)
     try:
         return model.tokenizer.render_chat(
-            [model.chat_format.message(one.for_template()) for one in fields.messages],
+            [model.chat_format.message(message.for_template()) for message in fields.messages],
             add_generation_prompt=fields.add_generation_prompt,
             **template_variables(fields, model) | variables,
         )

@@ -64,7 +64,9 @@ def encode_prompts(
       RequestError: The value has another type, or a prompt cannot be encoded or is too long.
     """
     several = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
-    values = {f"{param}[{i}]": one for i, one in enumerate(value)} if several else {param: value}
+    values = (
+        {f"{param}[{i}]": prompt for i, prompt in enumerate(value)} if several else {param: value}
+    )
     if len(values) > MAX_CHOICES:
         raise RequestError(f"{param}: expected at most {MAX_CHOICES} prompts", param=param)
     prompts = []

@@ -51,11 +51,13 @@ def served_names(address: str, names: Sequence[str]) -> ServedNames:
     Args:
       names: Further names; "*" accepts every name.
     """
-    own = {*_LOOPBACK, address, *filter(None, names)}
+    all_names = {*_LOOPBACK, address, *filter(None, names)}
     if not ipaddress.ip_address(address).is_loopback:
-        own.add(socket.gethostname())
+        all_names.add(socket.gethostname())
     addresses = ipaddress.ip_address(address).is_unspecified
-    return ServedNames(frozenset(name.strip("[]").rstrip(".").lower() for name in own), addresses)
+    return ServedNames(
+        frozenset(name.strip("[]").rstrip(".").lower() for name in all_names), addresses
+    )
 
 
 def _is_address(name: str) -> bool:
@@ -139,7 +141,9 @@ class Guard:
         scheme, _, key = authorization.partition(" ")
         sent = key.strip().encode("latin-1")
         # Compare all keys, so that the time does not tell which one is similar.
-        places = [i for i, own in enumerate(self._keys) if hmac.compare_digest(sent, own)]
+        places = [
+            i for i, server_key in enumerate(self._keys) if hmac.compare_digest(sent, server_key)
+        ]
         return places[0] if places and scheme.lower() == "bearer" else None
 
 

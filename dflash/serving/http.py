@@ -115,15 +115,15 @@ class BodyReader:
         size = len(body) + len(piece)
         if size > self._max_bytes:
             raise self._too_large()
-        held = self._held - _counted(len(body)) + _counted(size)
-        if held > LARGE_BODIES * self._max_bytes:
+        total = self._held - _counted(len(body)) + _counted(size)
+        if total > LARGE_BODIES * self._max_bytes:
             raise RequestError(
                 "too many large requests arrive at the same time; try again later",
                 status=429,
                 code="queue_full",
                 retry_after_s=1,
             )
-        self._held = held
+        self._held = total
         body += piece
 
     def _too_large(self) -> RequestError:

@@ -281,7 +281,7 @@ class Metrics:
         self._metric("vllm:spec_decode_num_accepted_tokens").inc(sum(accepted))
         self._metric("vllm:spec_decode_num_draft_tokens").inc(drafted)
         for place in range(max(accepted)):
-            count = sum(each > place for each in accepted)
+            count = sum(number > place for number in accepted)
             totals.accepted_at[place] += count
             per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
             self._metric(per_position, position=str(place)).inc(count)

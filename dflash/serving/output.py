@@ -64,10 +64,10 @@ class OutputDelta:
 
     def split(self) -> Iterator["OutputDelta"]:
         """Yields deltas with at most one part each, whose sum this delta is."""
-        first, *others = self.parts[:1], *((part,) for part in self.parts[1:])
-        yield dataclasses.replace(self, parts=first, is_last=not others)
-        for place, part in enumerate(others, 1):
-            yield OutputDelta(parts=part, is_last=place == len(others))
+        first, *rest = self.parts[:1], *((part,) for part in self.parts[1:])
+        yield dataclasses.replace(self, parts=first, is_last=not rest)
+        for place, part in enumerate(rest, 1):
+            yield OutputDelta(parts=part, is_last=place == len(rest))
 
 
 @dataclasses.dataclass

@@ -62,11 +62,11 @@ async def wait_for_all(group: RequestGroup, outputs: Sequence[Output]) -> list[O
     Raises:
       RequestError: The engine has failed, or the requests took too long.
     """
-    whole = [OutputDelta() for _ in outputs]
+    sums = [OutputDelta() for _ in outputs]
     async for deltas in follow(group, outputs):
         for place, delta in deltas.items():
-            whole[place] = whole[place].then(delta)
-    return whole
+            sums[place] = sums[place].then(delta)
+    return sums
 
 
 class Answer:
@@ -100,8 +100,8 @@ def usage(request: CompletionRequest, outputs: Sequence[Output]) -> Json:
     # The outputs of a prompt share it; the first one shows how much was cached before.
     cached = sum(output.statistics.cached_tokens for output in outputs[:: request.choices])
     statistics = [output.statistics for output in outputs]
-    accepted = sum(one.accepted for one in statistics)
-    rejected = max(0, sum(one.drafted for one in statistics) - accepted)
+    accepted = sum(counts.accepted for counts in statistics)
+    rejected = max(0, sum(counts.drafted for counts in statistics) - accepted)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,

@@ -78,7 +78,9 @@ class RequestGroup:
         """Creates the group of requests that were admitted together."""
         now = time.perf_counter()
         self.requests = tuple(requests)
-        self.served = tuple(ServedRequest(self, i, one, now) for i, one in enumerate(requests))
+        self.served = tuple(
+            ServedRequest(self, i, request, now) for i, request in enumerate(requests)
+        )
         self._timeout_s, self._cancel, self._recorders = timeout_s, cancel, recorders
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._open = {request.id for request in requests}

@@ -274,6 +274,6 @@ def line(service: Service, before: Totals, now: Totals, seconds: float) -> str:
         f"Accepted throughput: {accepted / seconds:.2f} tokens/s, "
         f"Drafted throughput: {drafted / seconds:.2f} tokens/s, "
         f"Accepted: {accepted} tokens, Drafted: {drafted} tokens, "
-        f"Per-position acceptance rate: {', '.join(f'{one:.3f}' for one in rates)}, "
+        f"Per-position acceptance rate: {', '.join(f'{rate:.3f}' for rate in rates)}, "
         f"Avg Draft acceptance rate: {mean_rate}"
     )

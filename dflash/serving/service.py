@@ -164,12 +164,12 @@ class Service(Listener):
 
     def _check_room(self, added: int, client: str) -> None:
         capacity, limit = self.slots + self.config.queue, self.config.client_requests
-        own = sum(queue.count(client) for queue in self._queues.values()) if limit else 0
+        of_client = sum(queue.count(client) for queue in self._queues.values()) if limit else 0
         if self.in_flight + added > capacity:
             problem = f"{self.in_flight} requests are running or queued, and the server takes"
             problem += f" {capacity}"
-        elif limit and own + added > limit:
-            problem = f"{own} requests of this client are running or queued, and "
+        elif limit and of_client + added > limit:
+            problem = f"{of_client} requests of this client are running or queued, and "
             problem += f"serve.client_requests allows {limit}"
         else:
             return
@@ -282,8 +282,10 @@ class Service(Listener):
         end: float,
     ) -> None:
         self.stats = {
-            mode: dataclasses.replace(one, waiting=one.waiting + self._queues[mode].waiting)
-            for mode, one in stats.items()
+            mode: dataclasses.replace(
+                scheduler_stats, waiting=scheduler_stats.waiting + self._queues[mode].waiting
+            )
+            for mode, scheduler_stats in stats.items()
         }
         self.metrics.stepped(events, self.stats, seconds)
         for event in events:

@@ -126,7 +126,10 @@ def only(*values: Any) -> Any:
     """Returns the type of a field that accepts these values and no others."""
 
     def check(value: Any) -> Any:
-        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
+        if any(
+            value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+            for allowed in values
+        ):
             return value
         expected = " or ".join(map(jsonl.quote, values))
         raise invalid(f"only {expected} is supported, not {jsonl.quote(value)}", "unsupported")

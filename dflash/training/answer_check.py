@@ -62,12 +62,12 @@ def check(corpus: Corpus, end_ids: Collection[int]) -> AnswerCheck:
         for answer in _answers(corpus.document(index)):
             lengths.append(len(answer))
             words = answer[~np.isin(answer, ends)]
-            found = (
+            signs = (
                 not len(words),
                 len(answer) and len(ends) and answer[-1] not in ends,
                 loops(words),
             )
-            for defect, present in zip(defects, found, strict=True):
+            for defect, present in zip(defects, signs, strict=True):
                 defects[defect] += bool(present)
     return AnswerCheck(np.array(lengths, np.int64), defects)
 

@@ -57,8 +57,8 @@ class _LastAndBest:
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
         del context
-        kept = {checkpoint.step for checkpoint in checkpoints[-self.keep_last :]} | {self.best}
-        return [checkpoint.step in kept for checkpoint in checkpoints]
+        steps = {checkpoint.step for checkpoint in checkpoints[-self.keep_last :]} | {self.best}
+        return [checkpoint.step in steps for checkpoint in checkpoints]
 
 
 class Checkpoints:
@@ -273,12 +273,12 @@ class Checkpoints:
             yield
         except Exception as error:  # Nested errors of Orbax, TensorStore and the system.
             which = "" if self._in_flight is None else f" of step {self._in_flight}"
-            left = "there is no earlier one"
+            remedy = "there is no earlier one"
             if self._good is not None:
-                left = f"the last good one, of step {self._good}, is kept"
+                remedy = f"the last good one, of step {self._good}, is kept"
             self._in_flight = None
             raise errors.WorkdirError(
-                f"{self._directory}: checkpoint{which} cannot be {what}: {_reason(error)}; {left}"
+                f"{self._directory}: checkpoint{which} cannot be {what}: {_reason(error)}; {remedy}"
             ) from error
 
 

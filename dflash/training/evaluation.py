@@ -25,8 +25,8 @@ _APART = 0.3  # Largest relative difference between measured and expected τ wit
 def entry(step: int, score: float, metrics: Mapping[str, float]) -> Entry:
     """Returns an evaluation as an entry of the history, in JSON values."""
     names = "loss", "tau", "acceptance_length"
-    kept = {name: float(metrics[name]) for name in names if name in metrics}
-    return {"step": step, "score": score, "metrics": kept}
+    chosen = {name: float(metrics[name]) for name in names if name in metrics}
+    return {"step": step, "score": score, "metrics": chosen}
 
 
 def forecast(metrics: Mapping[str, float], weights_ratio: float | None) -> dict[str, float]:

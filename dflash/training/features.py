@@ -61,7 +61,7 @@ class _Part:
     def find(self, number: int) -> tuple[int, int]:
         """Returns the process that has written a row, and the row's index in its files."""
         batch, place = divmod(number - self.begin, self.batch_size)
-        process = next(one for one, rows in self.rows.items() if place in rows)
+        process = next(index for index, rows in self.rows.items() if place in rows)
         rows = self.rows[process]
         return process, batch * len(rows) + rows.index(place)
 

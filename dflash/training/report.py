@@ -82,8 +82,8 @@ class TrainReport:
         rate = self._rate
         if rate is None and step > since:  # Nothing has been logged yet.
             rate = (time.perf_counter() - then - self._paused_s) / (step - since)
-        left = {} if rate is None else {"left": self._time_left(step, rate)}
-        self._bar.update(self._task, completed=step, **left)
+        fields = {} if rate is None else {"left": self._time_left(step, rate)}
+        self._bar.update(self._task, completed=step, **fields)
 
     def evaluating(self, step: int) -> None:
         """Shows that an evaluation begins."""
@@ -159,10 +159,10 @@ class TrainReport:
 
         A plus sign follows it while the time of an evaluation is unknown.
         """
-        every, evaluations = self._evaluate_every, 0
-        if every and self._evaluated < self._steps:
-            evaluations = self._steps // every - self._evaluated // every
-            evaluations += self._steps % every > 0  # The last step is always evaluated.
+        interval, evaluations = self._evaluate_every, 0
+        if interval and self._evaluated < self._steps:
+            evaluations = self._steps // interval - self._evaluated // interval
+            evaluations += self._steps % interval > 0  # The last step is always evaluated.
         seconds = rate * (self._steps - step) + evaluations * (self._evaluation_s or 0.0)
         unknown = "+" if evaluations and self._evaluation_s is None else ""
         return f"{datetime.timedelta(seconds=round(seconds))}{unknown}"

@@ -230,8 +230,8 @@ def _check_block_size(
 ) -> None:
     if getattr(config.drafter, "block_size", None) is None:
         return
-    whole = dataclasses.replace(config.drafter, block_size=None)
-    trained = build_drafter("float32", whole).longest_path
+    unset = dataclasses.replace(config.drafter, block_size=None)
+    trained = build_drafter("float32", unset).longest_path
     if learner.longest_path != trained:
         key = "drafter.architecture.block_size"
         source = key if config.drafter.checkpoint == models.RANDOM else "drafter.checkpoint"

@@ -66,9 +66,9 @@ class StopSignal:
         """
         if jax.process_count() == 1:
             return None
-        own = np.full(1, self._own, np.int32)
+        value = np.full(1, self._own, np.int32)
         shape = (jax.device_count(),)
-        return self._largest(jax.make_array_from_callback(shape, self._each, lambda _: own))
+        return self._largest(jax.make_array_from_callback(shape, self._each, lambda _: value))
 
     def record(self, signals: jax.Array | None) -> None:
         """Waits for the result of `all_reduce`, and records the signal if there is one."""
@@ -252,9 +252,9 @@ class Trainer:
     def _stalled(self) -> bool:
         return evaluation.has_stalled(self._history, self._config.patience)
 
-    def _due(self, every: int) -> bool:
+    def _due(self, interval: int) -> bool:
         last = self._step == self._config.steps
-        return bool(every) and (last or self._step % every == 0)
+        return bool(interval) and (last or self._step % interval == 0)
 
     def _advance(self) -> None:
         """Dispatches a step, then checks the previous one while the device is busy."""

@@ -51,7 +51,7 @@ def of_drafter(
     """
     if hasattr(shape, "views"):
         yield from _views(shape, window)
-        yield from of_windows(shape, [one for one in WINDOWS if 2 * one <= longest_prompt])
+        yield from of_windows(shape, [window for window in WINDOWS if 2 * window <= longest_prompt])
     if getattr(shape, "target_layer_ids", None):
         yield from _taps(shape, target.num_hidden_layers)
     if hasattr(shape, "decoder"):
@@ -78,8 +78,8 @@ def of_prompts(prompts: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
         return
     if prompts.text and prompts.chat is False:
         yield Alternative("prompts.chat", "true", prompts={"chat": True})
-    asked = [{"role": "user", "content": "Hi"}]
-    on, off = (tokenizer.render_chat(asked, enable_thinking=value) for value in (True, False))
+    messages = [{"role": "user", "content": "Hi"}]
+    on, off = (tokenizer.render_chat(messages, enable_thinking=value) for value in (True, False))
     if on != off:
         other = not prompts.thinking
         yield Alternative("prompts.thinking", str(other).lower(), prompts={"thinking": other})
@@ -124,11 +124,11 @@ def _taps(shape: Any, depth: int) -> Iterator[Alternative]:
 def _rotary(shape: Any, target: TargetArchitecture) -> Iterator[Alternative]:
     decoder = shape.decoder
     for field in ("rope_theta", "rope_scaling"):
-        theirs = getattr(target, field)
-        if theirs != getattr(decoder, field):
-            other = dataclasses.replace(decoder, **{field: theirs})
-            what = "the target's" if theirs is not None else "none, like the target's"
-            value = f"{theirs:g} ({what})" if field == "rope_theta" else what
+        of_target = getattr(target, field)
+        if of_target != getattr(decoder, field):
+            other = dataclasses.replace(decoder, **{field: of_target})
+            what = "the target's" if of_target is not None else "none, like the target's"
+            value = f"{of_target:g} ({what})" if field == "rope_theta" else what
             yield Alternative(field, value, dataclasses.replace(shape, decoder=other))
     yield Alternative("is_neox_style", "false (rotates neighbors)", shape, pairs_neighbors=True)
 

@@ -200,7 +200,11 @@ def compiled_engine(
     Args:
       progress: Called with the numbers of programs that are ready and of all.
     """
-    more = (with_prompts(job, one).prompts for one in others if one.shape is None)
+    more = (
+        with_prompts(job, alternative).prompts
+        for alternative in others
+        if alternative.shape is None
+    )
     prompts = [*job.prompts, *itertools.chain(*more)]
     engine = job.engine(prompts)
     lengths = [len(prompt.ids) for prompt in prompts]
@@ -254,8 +258,8 @@ def _at_once(job: Job) -> Job:
 
 
 def _with_prompts(job: Job) -> Job:
-    found = jobs.read_prompts(job, job.config.prompts, stdin=None)
-    return jobs.with_prompts(job, found[:MAX_PROMPTS])
+    prompts = jobs.read_prompts(job, job.config.prompts, stdin=None)
+    return jobs.with_prompts(job, prompts[:MAX_PROMPTS])
 
 
 def pair_neighbors(drafter: Drafter, rotated: int) -> None:

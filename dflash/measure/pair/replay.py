@@ -134,8 +134,8 @@ def cycles(
     most = max(1, -(-longest // _MULTIPLE)) * _MULTIPLE
     texts = _of_layers(texts, drafter.feature_layers, target)
     run = functools.partial(_compiled, graph, heads_graph, most, everywhere, make_sampler)
-    found = run(weights, heads, texts)
-    return jax.tree.map(np.asarray, found)
+    results = run(weights, heads, texts)
+    return jax.tree.map(np.asarray, results)
 
 
 @functools.partial(jax.jit, static_argnums=range(5))
@@ -200,8 +200,8 @@ def num_accepted(proposal: Proposal, tokens: jax.Array) -> jax.Array:
     if proposal.parents is None:
         return jnp.cumprod(drafts == tokens[:, 1 : 1 + drafts.shape[1]], axis=1).sum(axis=1)
     tree = trees.from_parents(proposal.parents, tokens.shape[1] - 2)
-    own = jnp.take_along_axis(tokens, tree.depth[:, 1:], axis=1)
-    return trees.accepted_path(tree, drafts == own)[1]
+    expected = jnp.take_along_axis(tokens, tree.depth[:, 1:], axis=1)
+    return trees.accepted_path(tree, drafts == expected)[1]
 
 
 def observe_prompts(drafter: Drafter, heads: Heads, texts: Texts, room: int) -> Any:

@@ -86,16 +86,19 @@ def _shape_facts(job: Job, shape: Any) -> Iterator[str]:
     if hasattr(shape, "views"):
         yield _row("attention", _views(shape.views))
     if hasattr(shape, "decoder"):
-        ours, theirs = shape.decoder, target
-        same = (ours.rope_theta, ours.rope_scaling) == (theirs.rope_theta, theirs.rope_scaling)
-        beside = "as the target's" if same else f"the target's base is {theirs.rope_theta:g}"
-        yield _row("rotary", f"base {ours.rope_theta:g}; {beside}")
+        decoder = shape.decoder
+        same = all(
+            getattr(decoder, name) == getattr(target, name)
+            for name in ("rope_theta", "rope_scaling")
+        )
+        beside = "as the target's" if same else f"the target's base is {target.rope_theta:g}"
+        yield _row("rotary", f"base {decoder.rope_theta:g}; {beside}")
         yield _row("vocabulary", _vocabulary(shape))
     if hasattr(shape, "mask_token_id"):
         token, spellings = shape.mask_token_id, job.tokenizer.special_spellings
-        others = mask_candidates(job.tokenizer, target.vocab_size)
+        candidates = mask_candidates(job.tokenizer, target.vocab_size)
         named = spellings.get(token, "no special token")
-        more = [f"{other} is {text}" for other, text in others.items() if other != token]
+        more = [f"{other} is {text}" for other, text in candidates.items() if other != token]
         yield _row("mask token", "; ".join([f"{token} ({named})", *more]))
 
 
