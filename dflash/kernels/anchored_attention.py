@@ -164,8 +164,8 @@ def _attend_forward(kernels, floats, masks):
     return outputs, (floats, masks, outputs, log_sum)
 
 
-def _attend_backward(kernels, kept, grad):
-    return kernels.backward(*kept, grad), None
+def _attend_backward(kernels, residuals, grad):
+    return kernels.backward(*residuals, grad), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -244,14 +244,14 @@ def _attend_group(
     share = heads // kv_heads
     inside = visible_inside(block, window=window, causal=causal)
     # An invalid block also sees itself, so that every row has a key; its outputs are zeroed below.
-    own = online_softmax.attend(
+    of_block = online_softmax.attend(
         online_softmax.group_queries(queries.reshape(-1, block, heads, width), kv_heads),
         keys.reshape(-1, block, kv_heads, width).transpose(2, 0, 1, 3),
         values.reshape(-1, block, kv_heads, width).transpose(2, 0, 1, 3),
         jnp.repeat(inside, share, axis=0),
         scale=scale,
     )
-    own = jax.tree.map(lambda x: x.reshape(kv_heads, batch, -1, x.shape[-1]), own)
+    of_block = jax.tree.map(lambda x: x.reshape(kv_heads, batch, -1, x.shape[-1]), of_block)
     rows = online_softmax.group_queries(queries.reshape(batch, -1, heads, width), kv_heads)
 
     seen = visible_context(anchors, segment_ids, block, window)
@@ -262,7 +262,7 @@ def _attend_group(
         jnp.repeat(seen.reshape(batch, blocks * block, -1), share, axis=1),
         scale=scale,
     )
-    together = online_softmax.merge(own, context)
+    together = online_softmax.merge(of_block, context)
     if sinks is not None:
         together = online_softmax.with_sinks(together, sinks)
     attended = online_softmax.normalize(together, queries.dtype)

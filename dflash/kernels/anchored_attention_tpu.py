@@ -172,15 +172,15 @@ class AnchoredTiling:
 
     def vmem(self, *, backward):
         """Returns the arrays of a grid step in VMEM; see `flash_tpu.check_vmem`."""
-        rows, own, tile, width = self.rows, self.block_rows, self.tile, self.width
+        rows, block, tile, width = self.rows, self.block_rows, self.tile, self.width
         arrays = {
             "queries": ((4 + 4 * backward, rows, width), self.dtype),
-            "blocks": ((4 + 4 * backward, own, width), self.dtype),
+            "blocks": ((4 + 4 * backward, block, width), self.dtype),
             "context": ((4, tile, width), self.dtype),
             "bounds": ((2, BOUNDS, rows), jnp.int32),
             "documents": ((2, tile, 1), jnp.int32),
             "accumulator": ((1, rows, width), jnp.float32),
-            "scores": ((3 + 2 * backward, max(tile, own), rows), jnp.float32),
+            "scores": ((3 + 2 * backward, max(tile, block), rows), jnp.float32),
         }
         if backward:
             arrays["gradient of the context"] = ((4, self.context_tiles, tile, width), jnp.float32)
@@ -234,14 +234,14 @@ def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, window, causal, in
       interpret: Argument of `pl.pallas_call`.
     """
     flash_tpu.check_vmem(OP, tiling.vmem(backward=False))
-    queries, own, context, rows, documents, per_row, _ = tiling.specs()
+    queries, block, context, rows, documents, per_row, _ = tiling.specs()
     first, end, row_bounds, segments = bounds
     log_sum = jax.ShapeDtypeStruct(tiling.per_row_shape, jnp.float32)
     return tiling.call(
         functools.partial(_forward, tiling=tiling, scale=scale, window=window, causal=causal),
         f"{OP}_forward",
         (first, end, *arrays, row_bounds, segments),
-        [queries, own, own, context, context, rows, documents],
+        [queries, block, block, context, context, rows, documents],
         [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype), log_sum],
         [queries, per_row],
         [
@@ -281,7 +281,7 @@ def backward(
       interpret: Argument of `pl.pallas_call`.
     """
     flash_tpu.check_vmem(OP, tiling.vmem(backward=True))
-    queries, own, context, rows, documents, per_row, whole = tiling.specs()
+    queries, block, context, rows, documents, per_row, all_context = tiling.specs()
     first, end, row_bounds, segments = bounds
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]
     shapes += [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays[3:]]
@@ -289,9 +289,9 @@ def backward(
         functools.partial(_backward, tiling=tiling, scale=scale, window=window, causal=causal),
         f"{OP}_backward",
         (first, end, *arrays, row_bounds, segments, outputs, grad.astype(tiling.dtype), log_sum),
-        [queries, own, own, context, context, rows, documents, queries, queries, per_row],
+        [queries, block, block, context, context, rows, documents, queries, queries, per_row],
         shapes,
-        [queries, own, own, whole, whole],
+        [queries, block, block, all_context, all_context],
         [
             pltpu.VMEM((tiling.rows, tiling.width), jnp.float32),
             pltpu.VMEM((1, tiling.rows), jnp.float32),
@@ -336,8 +336,8 @@ def _query_heads(tiling: AnchoredTiling, ref):
 def _store_query_heads(tiling: AnchoredTiling, ref, heads):
     """Writes score rows [R, H] to the query heads [block rows, N/K·H] of a reference."""
     for i, begin in enumerate(_head_columns(tiling)):
-        own = heads[i * tiling.block_rows : (i + 1) * tiling.block_rows]
-        ref[:, begin : begin + tiling.width] = own.astype(ref.dtype)
+        head_rows = heads[i * tiling.block_rows : (i + 1) * tiling.block_rows]
+        ref[:, begin : begin + tiling.width] = head_rows.astype(ref.dtype)
 
 
 def _head_columns(tiling: AnchoredTiling) -> range:

@@ -20,5 +20,5 @@ def _in_two_passes(rows: jax.Array) -> jax.Array:
     """Computes `argmax` by two reductions, which XLA vectorizes on a CPU, unlike an argmax."""
     highest = rows.max(axis=-1, keepdims=True)
     index = jax.lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
-    found = (rows == highest) | jnp.isnan(rows)
-    return jnp.where(found, index, rows.shape[-1]).min(axis=-1)
+    is_highest = (rows == highest) | jnp.isnan(rows)
+    return jnp.where(is_highest, index, rows.shape[-1]).min(axis=-1)

@@ -97,8 +97,8 @@ def in_chunks(
     outputs = []
     for begin in range(0, length, chunk):
         end = min(begin + chunk, length)
-        own = (array[:, begin:end] for array in here)
-        outputs.append(attend(*own, *(array[:, :end] for array in so_far)))
+        chunk_rows = (array[:, begin:end] for array in here)
+        outputs.append(attend(*chunk_rows, *(array[:, :end] for array in so_far)))
     return jnp.concatenate(outputs, axis=1)
 
 
@@ -143,8 +143,8 @@ def _attend_chunk(queries, query_segments, keys, values, key_segments, *, sinks,
     partial = attend_so_far(rows, keys, values, query_segments, key_segments, **view)
     if sinks is not None:
         partial = online_softmax.with_sinks(partial, sinks)
-    whole = online_softmax.normalize(partial, queries.dtype)
-    return online_softmax.ungroup(whole, queries.shape[1])
+    normalized = online_softmax.normalize(partial, queries.dtype)
+    return online_softmax.ungroup(normalized, queries.shape[1])
 
 
 def _check(queries, keys, values, segment_ids, sinks):

@@ -291,16 +291,16 @@ def _verify_kernel(*refs, tiling: DeltaTiling, eps: float, taps: int):
             column = slice(index, index + 1)
             part, place = divmod(index, tiling.group)
             within = seen * jnp.exp(dot(seen, earlier * decay[:, column]))
-            held = dot(readers, memory_ref[index])
-            rest = head(values[part], place) - from_state[:, column] * held[:padded]
+            read = dot(readers, memory_ref[index])
+            rest = head(values[part], place) - from_state[:, column] * read[:padded]
             systems.append(beta[:, column] * products[:padded] * within * earlier)
             rests.append(beta[:, column] * rest)
-            readings.append((from_state[:, column] * held[padded:], products[padded:] * within))
+            readings.append((from_state[:, column] * read[padded:], products[padded:] * within))
     updates = _solve(systems, rests, tiling.rows)
-    for index, (update, (held, weights)) in enumerate(zip(updates, readings, strict=True)):
+    for index, (update, (read, weights)) in enumerate(zip(updates, readings, strict=True)):
         columns = slice(index * width, (index + 1) * width)
         part, place = divmod(index, tiling.group)
-        output = held + dot(weights, update)
+        output = read + dot(weights, update)
         output *= jax.lax.rsqrt(jnp.mean(output * output, axis=-1, keepdims=True) + eps)
         gate = jax.nn.silu(head(gates[part], place).astype(jnp.float32))
         updates_ref[:, columns] = update
@@ -337,10 +337,10 @@ def _commit_kernel(
         columns = slice(key_head * width, (key_head + 1) * width)
         key = jnp.where(accepted, keys_ref[:, columns], 0)
         for index in range(key_head * tiling.ratio, (key_head + 1) * tiling.ratio):
-            own = slice(index, index + 1)
+            column = slice(index, index + 1)
             update = jnp.where(accepted, updates_ref[:, index * width : (index + 1) * width], 0)
-            added = dot_columns(key, update * factors[:, own])
-            new_memory_ref[index] = total[:, own] * memory_ref[index] + added
+            added = dot_columns(key, update * factors[:, column])
+            new_memory_ref[index] = total[:, column] * memory_ref[index] + added
     window_ref[:LEAD] = jnp.zeros((LEAD, window_ref.shape[1]), jnp.float32)
     window_ref[LEAD - (taps - 1) : LEAD] = before_ref[...].astype(jnp.float32)
     window_ref[LEAD:] = jnp.where(accepted, rows_ref[...].astype(jnp.float32), 0)

@@ -79,20 +79,20 @@ def solve_block(
     within, from_state = _decays(by_key(log_decay), ancestry)
     # Queries and keys read the state in one product, since reading it takes most of the time.
     readers = jnp.concatenate([keys, queries], axis=1)
-    held = _einsum(
+    stored = _einsum(
         "btkd,bkrde->bkrte", readers, state.reshape(batch, num_keys, -1, *state.shape[2:])
     )
-    held_keys, held_queries = jnp.split(held, 2, axis=3)
+    stored_keys, stored_queries = jnp.split(stored, 2, axis=3)
     products = _einsum("btkd,bskd->bkts", readers, keys)[:, :, None]
     rates = by_key(beta)[..., None]
-    updates = rates * (by_key(values) - from_state * held_keys)
+    updates = rates * (by_key(values) - from_state * stored_keys)
     if rows > 1:
         system = rates * products[..., :rows, :] * within
         # The solver reads the entries below the diagonal only.
         updates = jax.lax.linalg.triangular_solve(
             system, updates, left_side=True, lower=True, unit_diagonal=True
         )
-    outputs = from_state * held_queries
+    outputs = from_state * stored_queries
     outputs += _einsum("bkrts,bkrse->bkrte", products[..., rows:, :] * within, updates)
 
     def by_row(x):

@@ -115,8 +115,8 @@ def _reference(queries, new, pages, page_table, start, tree_mask=None, *, expand
     index = row_index(page_table, start[:, None] + jnp.arange(length), pages.shape[2])
     pages = write_rows(pages, index, new)
 
-    def attend(kept, visible):
-        keys, values = expand(kept)
+    def attend(latents, visible):
+        keys, values = expand(latents)
         rows = online_softmax.group_queries(queries, keys.shape[0])
         return online_softmax.attend(rows, keys, values, visible, scale=scale)
 

@@ -112,11 +112,11 @@ class LatentTiling:
 
     def specs(self, arrays):
         """Returns the block specs of queries, new rows, any scales and any tree mask."""
-        whole = [
+        unsplit = [
             pl.BlockSpec((None, *x.shape[1:]), lambda g, b, *_, n=x.ndim: (b, *[0] * (n - 1)))
             for x in arrays[1:]
         ]
-        return [self.step_spec(self.width), *whole]
+        return [self.step_spec(self.width), *unsplit]
 
     def scratch(self):
         """Returns the scratch shapes, in the order in which `_kernel` takes them."""

@@ -74,8 +74,8 @@ def _register() -> ctypes.CDLL | None:
             for target, symbol in _SYMBOLS.items()
         }
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        print(f"CPU kernels off: {_first_error(said)}", file=sys.stderr, flush=True)
+        text = getattr(error, "stderr", None) or str(error)
+        print(f"CPU kernels off: {_first_error(text)}", file=sys.stderr, flush=True)
         return None
     for target, handler in handlers.items():
         jax.ffi.register_ffi_target(target, handler, platform="cpu")

@@ -105,9 +105,9 @@ def with_sinks(partial: Partial, sinks: jax.Array) -> Partial:
     kv_heads, _, rows, _ = partial.peak.shape
     group = sinks.reshape(kv_heads, 1, 1, -1).astype(jnp.float32)
     shape = (kv_heads, 1, rows // group.shape[-1], group.shape[-1])
-    own = jnp.broadcast_to(group, shape).reshape(kv_heads, 1, rows, 1)
-    own = jnp.broadcast_to(own, partial.peak.shape)
-    return merge(partial, Partial(own, jnp.ones_like(own), jnp.zeros_like(partial.weighted)))
+    peaks = jnp.broadcast_to(group, shape).reshape(kv_heads, 1, rows, 1)
+    peaks = jnp.broadcast_to(peaks, partial.peak.shape)
+    return merge(partial, Partial(peaks, jnp.ones_like(peaks), jnp.zeros_like(partial.weighted)))
 
 
 def normalize(partial: Partial, dtype: jnp.dtype) -> jax.Array:

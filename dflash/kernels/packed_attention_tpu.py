@@ -79,8 +79,8 @@ class PackedTiling(PagedTiling):
     def store(self, outputs_ref, head, rows):
         """Stores the outputs [R, H] of a head of the grid step's by query head, [N/K, T, H]."""
         for member in range(self.group):
-            own = rows[member * self.length : (member + 1) * self.length]
-            outputs_ref[head * self.group + member] = own
+            member_rows = rows[member * self.length : (member + 1) * self.length]
+            outputs_ref[head * self.group + member] = member_rows
 
     def specs(self):
         """Returns the block specs of queries, keys, values, any tree mask and any sinks."""
@@ -129,9 +129,9 @@ class PackedTiling(PagedTiling):
 def _kernel(first_ref, last_ref, table_ref, start_ref, *refs, tiling: PackedTiling, scale):
     packed, refs = refs[:3], refs[3:]
     # A tree mask and sinks, if any, and the pools, which are aliased to outputs.
-    others = tiling.has_tree + tiling.has_sinks + 2
-    between, (outputs_ref, *refs) = refs[:others], refs[others:]
-    scratch, own, (*wide, outputs) = refs[:-7], refs[-7:-4], refs[-4:]
+    num_between = tiling.has_tree + tiling.has_sinks + 2
+    between, (outputs_ref, *refs) = refs[:num_between], refs[num_between:]
+    scratch, own_rows, (*wide, outputs) = refs[:-7], refs[-7:-4], refs[-4:]
     sequence = pl.program_id(1)
 
     @pl.when(sequence == 0)
@@ -145,7 +145,7 @@ def _kernel(first_ref, last_ref, table_ref, start_ref, *refs, tiling: PackedTili
     place = pl.ds(first, tiling.length)
     # Clear the keys and values of the next sequences: a NaN among them would reach this one.
     present = jax.lax.broadcasted_iota(jnp.int32, (tiling.length, 1), 0) <= last - first
-    (wide_queries, *wide_new), (own_queries, *own_new) = wide, own
+    (wide_queries, *wide_new), (own_queries, *own_new) = wide, own_rows
     for head in range(tiling.step_heads):
         members = range(head * tiling.group, (head + 1) * tiling.group)
         rows = jnp.concatenate([wide_queries[member, place] for member in members])
@@ -153,7 +153,7 @@ def _kernel(first_ref, last_ref, table_ref, start_ref, *refs, tiling: PackedTili
         for rows, ref in zip(wide_new, own_new, strict=True):
             ref[head] = jnp.where(present, rows[head, place], 0.0).astype(ref.dtype)
     paged_attention_tpu.attend_step(
-        table_ref, start_ref, *own, *between, outputs.at[:, place], *scratch,
+        table_ref, start_ref, *own_rows, *between, outputs.at[:, place], *scratch,
         tiling=tiling, scale=scale,
     )  # fmt: skip
 

@@ -48,14 +48,14 @@ class Packing:
         begins = ends - by_replica
         row = jnp.minimum(rows - jnp.take_along_axis(begins, owner, axis=1), length - 1)
         # Not the rows of the next sequence: a NaN among them would reach this one.
-        own = jnp.minimum(jnp.arange(length), jnp.maximum(counts - 1, 0)[:, None])
-        return cls(owner * length + row, begins.reshape(-1, 1) + own)
+        place = jnp.minimum(jnp.arange(length), jnp.maximum(counts - 1, 0)[:, None])
+        return cls(owner * length + row, begins.reshape(-1, 1) + place)
 
     def pack(self, rows: jax.Array) -> jax.Array:
         """Returns the packed rows [D, N, …] of padded rows [B, R, …]."""
         # Gather whole rows: a TPU would copy rows of heads to another layout first, and back after.
-        whole = rows.reshape(self.source.shape[0], -1, math.prod(rows.shape[2:]))
-        return _take(whole, self.source).reshape(*self.source.shape, *rows.shape[2:])
+        by_shard = rows.reshape(self.source.shape[0], -1, math.prod(rows.shape[2:]))
+        return _take(by_shard, self.source).reshape(*self.source.shape, *rows.shape[2:])
 
     def unpack(self, rows: jax.Array) -> jax.Array:
         """Returns the padded rows [B, R, …] of packed rows [D, N, …]."""
@@ -79,4 +79,4 @@ class Packing:
 
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
     """Returns rows[d, min(index[d, i], M - 1)] for rows [D, M, …] and index int32 [D, N]."""
-    return jax.vmap(lambda one, at: one.at[at].get(mode="clip"))(rows, index)
+    return jax.vmap(lambda device_rows, at: device_rows.at[at].get(mode="clip"))(rows, index)

@@ -117,8 +117,8 @@ class PagedTiling:
         self.group = self.heads // self.kv_heads
         self.step_heads = flash_tpu.heads_per_step(self.kv_heads)
         self.head_groups = self.kv_heads // self.step_heads
-        whole = self.has_tree or self.length <= sizes.queries
-        self.query_tile = self.length if whole else sizes.queries
+        is_untiled = self.has_tree or self.length <= sizes.queries
+        self.query_tile = self.length if is_untiled else sizes.queries
         self.query_tiles = -(-self.length // self.query_tile)
         self.padded = self.query_tiles * self.query_tile
         self.rows = self.group * self.query_tile
@@ -161,8 +161,8 @@ class PagedTiling:
             return
         for member in range(self.group):
             first = (head * self.group + member) * self.width
-            own = rows[member * self.query_tile : (member + 1) * self.query_tile]
-            outputs_ref[:, first : first + self.width] = own.astype(outputs_ref.dtype)
+            member_rows = rows[member * self.query_tile : (member + 1) * self.query_tile]
+            outputs_ref[:, first : first + self.width] = member_rows.astype(outputs_ref.dtype)
 
     def join_queries(self, rows):
         """Returns outputs [B, T, N, H]."""

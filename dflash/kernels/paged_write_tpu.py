@@ -164,8 +164,8 @@ class PageWriter:
             return
         place = self._before_start(stream.tile, window)
         old = stream.buffers[kind][slot, head, place]
-        kept = jax.lax.broadcasted_iota(jnp.int32, (window, 1), 0) < before
-        self.staged[kind, head, :window] = jnp.where(kept, old, moved[:window])
+        is_old = jax.lax.broadcasted_iota(jnp.int32, (window, 1), 0) < before
+        self.staged[kind, head, :window] = jnp.where(is_old, old, moved[:window])
         if staged > window:
             self.staged[kind, head, window:] = moved[window:]
 
@@ -177,8 +177,8 @@ class PageWriter:
             self.staged_scales[kind, head] = moved
             return
         old = stream.scales.buffers[kind][slot, head, :, self._before_start(stream.tile, page)]
-        kept = jax.lax.broadcasted_iota(jnp.int32, (1, page), 1) < before
-        self.staged_scales[kind, head, :, :page] = jnp.where(kept, old, moved[:, :page])
+        is_old = jax.lax.broadcasted_iota(jnp.int32, (1, page), 1) < before
+        self.staged_scales[kind, head, :, :page] = jnp.where(is_old, old, moved[:, :page])
         if self.windows.scale_lanes > page:
             self.staged_scales[kind, head, :, page:] = moved[:, page:]
 

@@ -144,8 +144,8 @@ def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
     """
     cos, sin = cos_sin
     to_rotate, unrotated = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
-    left, right = jnp.split(to_rotate.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    first, second = jnp.split(to_rotate.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     rotated = rotated.astype(x.dtype)
     return jnp.concatenate([rotated, unrotated], axis=-1) if unrotated.shape[-1] else rotated
 
@@ -155,10 +155,10 @@ def _reference(rows, cos, sin, *scales, parts, width, eps):
     unit = heads.shape[2] // sum(part.share for part in parts)
     outputs, begin, scales = [], 0, iter(scales)
     for part in parts:
-        own = heads[:, :, begin : begin + unit * part.share]
-        begin += own.shape[2]
+        part_heads = heads[:, :, begin : begin + unit * part.share]
+        begin += part_heads.shape[2]
         scale = next(scales, None) if part.normed else None
-        own = own if scale is None else rms_norm(own, scale, eps)
-        own = rotate(own, (cos, sin)) if part.rotated else own
-        outputs.append(own)
+        part_heads = part_heads if scale is None else rms_norm(part_heads, scale, eps)
+        part_heads = rotate(part_heads, (cos, sin)) if part.rotated else part_heads
+        outputs.append(part_heads)
     return tuple(outputs)

@@ -32,7 +32,11 @@ def split_heads(
     shapes = [(*rows.shape[:2], unit * part.share, width) for part in parts]
     results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     forms = [flag for part in parts for flag in (bool(scales) and part.normed, part.rotated)]
-    angles = (jnp.broadcast_to(each, (*rows.shape[:2], 1, each.shape[-1])) for each in (cos, sin))
+    angles = (
+        jnp.broadcast_to(factor, (*rows.shape[:2], 1, factor.shape[-1])) for factor in (cos, sin)
+    )
     call = jax.ffi.ffi_call(library_cpu.SPLIT_HEADS, results, vmap_method="sequential")
-    own = jnp.stack(scales).astype(jnp.float32) if scales else jnp.zeros((0, width))
-    return tuple(call(rows, *angles, own, eps=np.float32(eps), forms=np.array(forms, np.int64)))
+    norm_scales = jnp.stack(scales).astype(jnp.float32) if scales else jnp.zeros((0, width))
+    return tuple(
+        call(rows, *angles, norm_scales, eps=np.float32(eps), forms=np.array(forms, np.int64))
+    )

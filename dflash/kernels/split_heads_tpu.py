@@ -30,12 +30,16 @@ def split_heads_tpu(rows, cos, sin, *scales, parts, eps: float, interpret):
     # Pass the rows once per part, each time with another block spec.
     columns_of_step, heads_of_step, before = [], [], 0
     for count in heads:
-        own = count // steps
-        first, before = before // own, before + count
+        step_heads = count // steps
+        first, before = before // step_heads, before + count
         columns_of_step.append(
-            pl.BlockSpec((None, tile, own * width), lambda g, b, i, first=first: (b, i, first + g))
+            pl.BlockSpec(
+                (None, tile, step_heads * width), lambda g, b, i, first=first: (b, i, first + g)
+            )
         )
-        heads_of_step.append(pl.BlockSpec((None, own, tile, width), lambda g, b, i: (b, g, i, 0)))
+        heads_of_step.append(
+            pl.BlockSpec((None, step_heads, tile, width), lambda g, b, i: (b, g, i, 0))
+        )
     angles = pl.BlockSpec((None, tile, width), lambda g, b, i: (b, i, 0))
     scale = pl.BlockSpec((1, width), lambda g, b, i: (0, 0))
     outputs = pl.pallas_call(
@@ -94,7 +98,7 @@ def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
     """
     batch, length, columns = arrays[0].shape
     width, tile = 2 * cos.shape[-1], min(length, TILE_ROWS)
-    whole = pl.BlockSpec((None, tile, columns), lambda b, i: (b, i, 0))
+    all_columns = pl.BlockSpec((None, tile, columns), lambda b, i: (b, i, 0))
     angles = pl.BlockSpec((None, tile, width), lambda b, i: (b, i, 0))
     scale = pl.BlockSpec((1, width), lambda b, i: (0, 0))
     sums = pl.BlockSpec((None, None, 1, width), lambda b, i: (b, i, 0, 0))
@@ -103,8 +107,8 @@ def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
     return pl.pallas_call(
         kernel,
         grid=(batch, length // tile),
-        in_specs=[*(whole for _ in arrays), angles, angles, *(scale for _ in scales)],
-        out_specs=[whole, *(sums for _ in dtypes[1:])],
+        in_specs=[*(all_columns for _ in arrays), angles, angles, *(scale for _ in scales)],
+        out_specs=[all_columns, *(sums for _ in dtypes[1:])],
         out_shape=[
             jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
         ],
@@ -161,7 +165,7 @@ def _heads(count, parts) -> tuple[list[int], int]:
     """Returns the heads of each part, out of `count`, and the number of grid steps over heads."""
     unit = count // sum(part.share for part in parts)
     heads = [unit * part.share for part in parts]
-    return heads, min(own // flash_tpu.heads_per_step(own) for own in heads)
+    return heads, min(part_heads // flash_tpu.heads_per_step(part_heads) for part_heads in heads)
 
 
 def _kernel(*refs, parts, normed, eps):

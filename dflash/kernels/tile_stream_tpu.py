@@ -108,9 +108,9 @@ class TileStream:
         """
         tiles = flash_tpu.cdiv(self.length(sequence), self.tile)
         first_tile = jnp.minimum(first_tile, tiles - 1)
-        whole = tiles - 1 - first_tile
+        full_tiles = tiles - 1 - first_tile
 
-        @pl.when(whole > 0)
+        @pl.when(full_tiles > 0)
         def _():
             self._copy_whole(sequence, first_tile, 0)
 
@@ -124,7 +124,7 @@ class TileStream:
             self._copy_last(following, _start)
 
         def step(i, slot):
-            @pl.when(i + 1 < whole)
+            @pl.when(i + 1 < full_tiles)
             def _():
                 self._copy_whole(sequence, first_tile + i + 1, 1 - slot)
 
@@ -132,7 +132,7 @@ class TileStream:
             visit(slot, first_tile + i)
             return 1 - slot
 
-        jax.lax.fori_loop(0, jnp.maximum(whole, 0), step, 0)
+        jax.lax.fori_loop(0, jnp.maximum(full_tiles, 0), step, 0)
 
     def _copy_whole(self, sequence, tile, slot):
         for begin in range(0, self.tile, self.page_rows):

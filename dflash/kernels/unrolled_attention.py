@@ -65,8 +65,8 @@ def _attend_chunk(
         ),
         _attend_own(rows, keys, values, scale),
     )
-    whole = online_softmax.normalize(partial, queries.dtype)
-    return online_softmax.ungroup(whole, queries.shape[1])
+    normalized = online_softmax.normalize(partial, queries.dtype)
+    return online_softmax.ungroup(normalized, queries.shape[1])
 
 
 def _attend_own(rows: jax.Array, keys: jax.Array, values: jax.Array, scale: float) -> Partial:

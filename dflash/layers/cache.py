@@ -100,8 +100,8 @@ class PagedCache:
         if self.slots is None:
             return [self.page_table] * len(self.layers)
         turn = jnp.arange(self.page_table.shape[1], dtype=jnp.int32) % self.ring_pages
-        own = 1 + self.slots[:, None] * self.ring_pages + turn
-        ring = jnp.where(self.page_table > 0, own, 0)
+        ring_page = 1 + self.slots[:, None] * self.ring_pages + turn
+        ring = jnp.where(self.page_table > 0, ring_page, 0)
         return [ring if is_ring else self.page_table for is_ring in self.in_ring]
 
     @property
@@ -144,7 +144,7 @@ class PagedCache:
         """Returns `other`, the cache of some slots, as part of this one; see `at_slots`."""
         batch, _ = batch_axes(slots.shape[0], sharding)
         pairs = zip(self.states, other.states, strict=True)
-        states = [mine.put(new, slots, batch, sharding) for mine, new in pairs]
+        states = [state.put(new, slots, batch, sharding) for state, new in pairs]
         return dataclasses.replace(other._replace_states(states, self.page_table), slots=self.slots)
 
     def compact(self, start: jax.Array, path: jax.Array, sharding: Sharding) -> "PagedCache":

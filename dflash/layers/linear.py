@@ -226,9 +226,9 @@ class Linear(Kernel):
 
         Calls return the same, and nothing else may read the kernel.
         """
-        whole = self.format is None or not (self.format.block or self.format.int8_products)
+        is_plain = self.format is None or not (self.format.block or self.format.int8_products)
         kernel = self.kernel.get_value()
-        if not whole or not matmul_cpu.fits_panels(kernel, self.sharding):
+        if not is_plain or not matmul_cpu.fits_panels(kernel, self.sharding):
             return
         metadata = self.kernel.get_metadata() | {"axes": (None, *self.axes), "in_panels": True}
         if isinstance(kernel, jax.ShapeDtypeStruct):

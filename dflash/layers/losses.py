@@ -218,8 +218,8 @@ def _score_chunk(hidden, labels, target_hidden, unembed, kl_weight) -> TokenScor
     objective = nll
     if kl_weight:
         target = jax.nn.log_softmax(jax.lax.stop_gradient(unembed(target_hidden)))
-        ours = logits - peak - jnp.log(total)[..., None]
-        divergence = jnp.sum(jnp.exp(target) * (target - ours), axis=-1)
+        log_probs = logits - peak - jnp.log(total)[..., None]
+        divergence = jnp.sum(jnp.exp(target) * (target - log_probs), axis=-1)
         objective = (1 - kl_weight) * nll + kl_weight * divergence
     return TokenScores(objective, nll, correct)
 

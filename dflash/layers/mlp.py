@@ -57,7 +57,9 @@ class Mlp(nnx.Module):
         batch, _ = batch_axes(product.shape[0], self.sharding)
         names = (batch, *(None,) * (product.ndim - 2), "mlp")
         gate = self.sharding.map(
-            lambda own: (gated(*jnp.split(own, 2, axis=-1), self.activation),), [names], [names]
+            lambda columns: (gated(*jnp.split(columns, 2, axis=-1), self.activation),),
+            [names],
+            [names],
         )
         return self.down_proj(*gate(product))
 

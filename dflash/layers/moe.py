@@ -77,8 +77,8 @@ def _keep_best_groups(ranked: jax.Array, routing: Routing) -> jax.Array:
     """Replaces the scores of groups that are not chosen by minus infinity."""
     grouped = ranked.reshape(*ranked.shape[:-1], routing.num_groups, -1)
     best_two, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
-    _, kept = jax.lax.top_k(best_two.sum(axis=-1), routing.groups_per_token)
-    is_kept = jax.nn.one_hot(kept, routing.num_groups, dtype=bool).any(axis=-2)
+    _, groups = jax.lax.top_k(best_two.sum(axis=-1), routing.groups_per_token)
+    is_kept = jax.nn.one_hot(groups, routing.num_groups, dtype=bool).any(axis=-2)
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
@@ -170,8 +170,8 @@ class ExpertLinear(Kernel):
         Returns:
           Products [R, out], to be summed over devices if these share the inputs.
         """
-        kernel, *others = arrays
-        scales = others.pop(0) if self.format is not None else None
+        kernel, *further = arrays
+        scales = further.pop(0) if self.format is not None else None
         product = grouped_matmul(
             rows,
             kernel,
@@ -183,7 +183,7 @@ class ExpertLinear(Kernel):
         )
         if self.bias is None:
             return product
-        (bias,) = others
+        (bias,) = further
         if "mlp" in self.axes[:-1]:  # Only one of the devices that share the inputs adds it.
             bias = jnp.where(self.sharding.index("mlp") == 0, bias, 0)
         return product + jnp.pad(bias, ((0, 1), (0, 0)))[expert]
@@ -293,8 +293,8 @@ class Experts(nnx.Module):
         if exchanged:
             out = jax.lax.psum_scatter(out, exchanged, tiled=True)
         axes = self.sharding.axes("expert") + self.sharding.axes("mlp")
-        others = tuple(axis for axis in axes if axis not in exchanged)
-        return ((jax.lax.psum(out, others) if others else out).astype(x.dtype),)
+        summed_axes = tuple(axis for axis in axes if axis not in exchanged)
+        return ((jax.lax.psum(out, summed_axes) if summed_axes else out).astype(x.dtype),)
 
     def _sum_local(self, x, experts, weights, *arrays):
         """Returns the weighted sum of the outputs of this device's experts, float32 [B, T, D]."""
@@ -308,8 +308,8 @@ class Experts(nnx.Module):
         remaining = iter(arrays)
 
         def multiply(linear, rows):
-            own = list(itertools.islice(remaining, len(linear.arrays())))
-            return linear.multiply(rows, local[order], sizes, own, read)
+            shards = list(itertools.islice(remaining, len(linear.arrays())))
+            return linear.multiply(rows, local[order], sizes, shards, read)
 
         sorted_rows = x.reshape(-1, x.shape[-1])[order // per_row]
         *inner, down_proj = self._linears

@@ -219,16 +219,16 @@ class Decoder(nnx.Module):
         angles = self.rotary_angles(positions)
         x = self.embed(tokens)
         tapped = {}
-        kept = []
+        results = []
         for i, (layer, arrays) in enumerate(zip(self.layers, seen, strict=True)):
-            own = self.layer_angles(i, angles)
-            x, layer_kept = run_layer(layer, x, own, attention_of, *arrays, **how)
-            kept.append(layer_kept)
+            layer_angles = self.layer_angles(i, angles)
+            x, result = run_layer(layer, x, layer_angles, attention_of, *arrays, **how)
+            results.append(result)
             if i in feature_layers:
                 tapped[i] = x
         none = jnp.zeros((*tokens.shape, 0), x.dtype)
         features = jnp.concatenate([tapped[i] for i in feature_layers] or [none], axis=-1)
-        return self.norm(x), features, kept
+        return self.norm(x), features, results
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Returns the embeddings [B, T, D] of tokens int32 [B, T]."""
@@ -334,14 +334,14 @@ class Decoder(nnx.Module):
         }
 
 
-def _attend_cached(layer, kept, page_table, start, tree_mask, count, packing):
+def _attend_cached(layer, cached, page_table, start, tree_mask, count, packing):
     attention = layer.self_attn
     if isinstance(attention, Attention):
-        return attention.attend_pages(kept, page_table, start, tree_mask, packing)
-    if isinstance(kept, RecurrentState):
-        attend = attention.attend_state(kept, tree_mask, count)
+        return attention.attend_pages(cached, page_table, start, tree_mask, packing)
+    if isinstance(cached, RecurrentState):
+        attend = attention.attend_state(cached, tree_mask, count)
     else:
-        attend = attention.attend_pages(kept, page_table, start, tree_mask)
+        attend = attention.attend_pages(cached, page_table, start, tree_mask)
     return attend if packing is None else packing.around(attend)
 
 

@@ -101,8 +101,8 @@ class ExpertLayer(ScaledLayer):
         """Returns the normalized sum of the outputs of MLP and experts."""
         dense = self.mlp(self.pre_feedforward_layernorm(x))
         routed = self.experts(self.pre_feedforward_layernorm_2(x), *self.router(x))
-        both = self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(routed)
-        return self.post_feedforward_layernorm(both)
+        total = self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(routed)
+        return self.post_feedforward_layernorm(total)
 
 
 class Gemma4Text(Gemma):
@@ -154,9 +154,9 @@ class Gemma4Text(Gemma):
         names = moe.stacked_names(path, self.arch.num_experts)
         if names is not None:
             return Stack(tuple(f"model.{name}" for name in names))
-        for ours, theirs in _NAMES.items():
-            if path.endswith(ours):
-                return f"model.{path.removesuffix(ours)}{theirs}"
+        for name, hf_name in _NAMES.items():
+            if path.endswith(name):
+                return f"model.{path.removesuffix(name)}{hf_name}"
         return super().checkpoint_name(path)
 
     @classmethod
@@ -206,8 +206,8 @@ def _sizes_of_full_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = hf_config.read_group(config, _BY_LAYER)
     if _BY_LAYER not in config:
         return {}
-    own = hf_config.read_group(layers, next(iter(layers), ""))
+    sizes = hf_config.read_group(layers, next(iter(layers), ""))
     return {
-        "global_head_dim": own.get("head_dim", config.get("head_dim")),
-        "num_global_key_value_heads": own.get("num_key_value_heads"),
+        "global_head_dim": sizes.get("head_dim", config.get("head_dim")),
+        "num_global_key_value_heads": sizes.get("num_key_value_heads"),
     }

@@ -50,8 +50,8 @@ class GptOss(Decoder):
 
     @staticmethod
     def checkpoint_name(path: str) -> Source:
-        for ours, theirs in _NAMES.items():
-            path = path.replace(ours, theirs)
+        for name, hf_name in _NAMES.items():
+            path = path.replace(name, hf_name)
         if path.endswith(".sinks"):
             return f"model.{path}"
         stem, _, leaf = path.rpartition(".")

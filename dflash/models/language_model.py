@@ -50,9 +50,9 @@ class LanguageModel:
     @classmethod
     def config_to_hf(cls, arch: TargetArchitecture) -> dict[str, Any]:
         """Returns the config.json of a checkpoint with this architecture, without towers."""
-        whole = super().config_to_hf(arch)
+        outer = super().config_to_hf(arch)
         names = ("architectures", "model_type", "eos_token_id", _TIES)
-        return {name: whole[name] for name in names} | {_TEXT: cls.text_class.config_to_hf(arch)}
+        return {name: outer[name] for name in names} | {_TEXT: cls.text_class.config_to_hf(arch)}
 
     def _within(self, name: str) -> str:
         """Returns the name of a tensor of the language model within the whole model."""

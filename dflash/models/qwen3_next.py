@@ -67,22 +67,22 @@ class Qwen3Next(Decoder):
         names = moe.stacked_names(path, self.arch.num_experts)
         if names is not None:
             return Stack(tuple(f"model.{name}" for name in names))
-        layer, _, own = path.partition(".self_attn.")
-        if not own:
+        layer, _, parameter = path.partition(".self_attn.")
+        if not parameter:
             return super().checkpoint_name(path.replace(".shared_experts.", ".shared_expert."))
         if not self.arch.is_full(int(layer.rpartition(".")[2])):
-            return self._delta_source(f"model.{layer}.linear_attn", own)
+            return self._delta_source(f"model.{layer}.linear_attn", parameter)
         parts = {"q_proj.kernel": (0, 1), "gate_proj.kernel": (1, 2)}
-        if own not in parts:
+        if parameter not in parts:
             return super().checkpoint_name(path)
         # The file has a gate after the query of each head.
         width, heads = self.arch.head_dim, self.arch.num_attention_heads
-        begin, end = (width * part for part in parts[own])
+        begin, end = (width * part for part in parts[parameter])
         return TensorRows(f"model.{layer}.self_attn.q_proj.weight", begin, end, 2 * width, heads)
 
-    def _delta_source(self, prefix: str, own: str) -> Source:
-        if own in ("A_log", "dt_bias"):
-            return f"{prefix}.{own}"
+    def _delta_source(self, prefix: str, parameter: str) -> Source:
+        if parameter in ("A_log", "dt_bias"):
+            return f"{prefix}.{parameter}"
         shape = DeltaShape(**subset(self.arch, DeltaShape))
         keys, total = shape.key_size, 2 * shape.key_size + shape.value_size
         convolved = {
@@ -90,9 +90,9 @@ class Qwen3Next(Decoder):
             "k_conv": (keys, 2 * keys),
             "v_conv": (2 * keys, total),
         }
-        if own in convolved:
-            return TensorRows(f"{prefix}.conv1d.weight", *convolved[own], of=total)
-        name = own.rpartition(".")[0]
+        if parameter in convolved:
+            return TensorRows(f"{prefix}.conv1d.weight", *convolved[parameter], of=total)
+        name = parameter.rpartition(".")[0]
         return self._projection_source(prefix, name, shape) or f"{prefix}.{name}.weight"
 
     def _projection_source(self, prefix: str, name: str, shape: DeltaShape) -> Source | None:
