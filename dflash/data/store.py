@@ -1,7 +1,7 @@
 """Directory of data sets, and its lock.
 
 DATA_DIR/encoded/…    data sets as token ids; see `encoding`
-DATA_DIR/prompts/…    held-out prompts of large data sets; see `held_out`
+DATA_DIR/prompts/…    held-out prompts of large data sets; see `training.train_job`
 DATA_DIR/raw/…        files of published data sets; see `published.raw`
 """
 

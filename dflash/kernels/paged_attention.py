@@ -334,9 +334,11 @@ def packed_attention(
     implementation: str = "auto",
     sizes: tuning.BlockSizes | None = None,
 ) -> tuple[jax.Array, Rows, Rows]:
-    """Computes `paged_attention` over packed rows.
+    """Computes `paged_attention` over packed rows: different numbers of new rows per sequence.
 
-    The padding of a sequence is stored after its rows, with arbitrary keys and values.
+    Only the kernel attends to packed rows as they are. Elsewhere rows are padded, so that all
+    sequences have the same number, and packed again. The padding of a sequence is stored after its
+    rows, with arbitrary keys and values.
 
     Args:
       queries: [D, N, heads, H].

@@ -14,9 +14,8 @@ from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.loading import job as jobs
 from dflash.loading import weights
 from dflash.measure import workload as workloads
-from dflash.measure.engine import MeasuredEngine
+from dflash.measure.engine import MeasuredEngine, Parts, Probe
 from dflash.measure.forced import ForcedDrafter
-from dflash.measure.parts import Parts, Probe
 from dflash.measure.samples import Sample, TaskRound
 from dflash.measure.workload import Item, Workload
 from dflash.models.decoder import Decoder

@@ -27,8 +27,8 @@ from dflash.measure import (
     workload,
 )
 from dflash.measure.bench import Bench
+from dflash.measure.engine import Parts
 from dflash.measure.load import Load, LoadMeter
-from dflash.measure.parts import Parts
 from dflash.measure.samples import Sample, TaskRound
 from dflash.parallel import distributed
 from dflash.runs import frame, shards
@@ -250,7 +250,7 @@ def figures_of(
 
 
 def save(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
-    """Writes a shard's measurements.
+    """Writes the measurements of shard i of n: prompts i, i + n, … of every task.
 
     Raises:
       WorkdirError: The file cannot be written.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dflash.inference.request import RequestOutput
-from dflash.measure.parts import Parts
+from dflash.measure.engine import Parts
 
 DRAWS = 2000
 INTERVAL_PERCENT = 95.0

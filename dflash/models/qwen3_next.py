@@ -1,4 +1,7 @@
-"""Qwen3-Next: gated DeltaNet in most layers, gated full attention in the others, and experts."""
+"""Qwen3-Next: gated DeltaNet in most layers, gated full attention in the others, and experts.
+
+Qwen3.5 and 3.6, dense or with experts, are the same model with other tensors.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,6 +21,7 @@ from dflash.layers.moe import Routing
 from dflash.layers.transformer import TargetAttention, grouped_attention
 from dflash.models.config import Qwen3NextArchitecture
 from dflash.models.decoder import Decoder
+from dflash.models.language_model import LanguageModel
 
 # Fields of config.json that a file may leave out, with the values of transformers.
 _DEFAULTS = {"head_dim": 256, "intermediate_size": 5632}
@@ -127,3 +131,38 @@ class Qwen3Next(Decoder):
     def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:
         config = super().config_to_hf(arch)
         return config | {"layer_types": config["layer_types"] or None}
+
+
+class Qwen35Text(Qwen3Next):
+    """Target family `Qwen3_5ForCausalLM` and `Qwen3_5MoeForCausalLM`, the language model alone."""
+
+    hf_architectures = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+    hf_model_type = "qwen3_5_text"
+
+    def _projection_source(self, prefix: str, name: str, shape: DeltaShape) -> Source | None:
+        keys, total = shape.key_size, 2 * shape.key_size + shape.value_size
+        joined = {"q_proj": (0, keys), "k_proj": (keys, 2 * keys), "v_proj": (2 * keys, total)}
+        if name in joined:
+            return TensorRows(f"{prefix}.in_proj_qkv.weight", *joined[name], of=total)
+        alone = {"z_proj": "in_proj_z", "b": "in_proj_b", "a": "in_proj_a"}
+        return f"{prefix}.{alone[name]}.weight" if name in alone else None
+
+    @classmethod
+    def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:
+        config = super().config_to_hf(arch)
+        if not arch.num_experts:
+            return config
+        model_type = cls.hf_model_type.replace("qwen3_5", "qwen3_5_moe")
+        return config | {"architectures": [cls.hf_architectures[1]], "model_type": model_type}
+
+
+class Qwen35(LanguageModel, Qwen35Text):
+    """Language model of `Qwen3_5ForConditionalGeneration` and its counterpart with experts."""
+
+    hf_architectures = (
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    )
+    hf_model_type = "qwen3_5"
+    text_class = Qwen35Text
+    tower_names = ("model.visual.*",)

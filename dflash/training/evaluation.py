@@ -1,4 +1,8 @@
-"""Evaluation of a run: held-out loss and, for drafters, mean acceptance length (τ)."""
+"""Evaluation of a run: held-out loss and, for drafters, mean acceptance length (τ).
+
+Forecasts, warnings and early stopping follow from the history of evaluations. Each entry holds a
+step, a score (greater is better) and metrics.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

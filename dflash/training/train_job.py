@@ -1,10 +1,12 @@
 """Prepared training run: abstract models, data and checks, before weights are loaded."""
 
+import contextlib
 import dataclasses
 import datetime
 import fractions
 import functools
 import itertools
+import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
@@ -16,7 +18,7 @@ import optax
 from dflash import errors
 from dflash.config.schema import PromptsConfig
 from dflash.config.train_schema import TrainRun
-from dflash.data import datasets, held_out, mixture, store
+from dflash.data import datasets, mixture, store
 from dflash.data.batches import Batches
 from dflash.data.dataset import Dataset
 from dflash.data.example import Split
@@ -25,6 +27,7 @@ from dflash.loading import models
 from dflash.parallel import agreement
 from dflash.parallel import sharding as shardings
 from dflash.parallel.sharding import Sharding
+from dflash.storage import files
 from dflash.text import prompts, tokenizer_loading
 from dflash.text.tokenizer import Tokenizer
 from dflash.training import step as steps_lib
@@ -37,6 +40,7 @@ from dflash.training.tasks import Task
 DraftingTest = Callable[[Params], Mapping[str, float]]
 
 COUNTED_TOKENS = 2**24
+Prompt = Mapping[str, Any]  # "prompt_ids"; or "messages", "variables" and "place", as in `Example`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +161,7 @@ class TrainJob:
         directory = store.data_directory(self.config.data.data_dir)
         return agreement.run_first_process_first(
             "held-out prompts",
-            lambda: held_out.mixed_prompts(
-                self._datasets, self.tokenizer, directory, limit=config.prompts
-            ),
+            lambda: mixed_prompts(self._datasets, self.tokenizer, directory, limit=config.prompts),
         )
 
     def drafting_test(self, kind: Callable[..., DraftingTest]) -> DraftingTest | None:
@@ -220,3 +222,69 @@ def _check(job: TrainJob) -> None:
             f"data.length: {length}, but the target was made for "
             f"{arch.max_position_embeddings} positions"
         )
+
+
+def mixed_prompts(
+    sets: Mapping[str, Dataset],
+    tokenizer: Tokenizer,
+    directory: pathlib.Path,
+    split: Split = "validation",
+    limit: int = 12,
+) -> dict[str, list[tuple[int, ...]]]:
+    """Returns prompts of data sets as token ids by data set, at most `limit` in total.
+
+    Messages are encoded with the chat template of the tokenizer. Prompts that already are token
+    ids, such as those of a decode run's outputs.jsonl, stay unchanged.
+
+    Args:
+      directory: Directory of all data sets; caches the prompts of large ones.
+      limit: Maximum number of prompts over all data sets.
+    Raises:
+      InputError: A data set has no examples in this split, or the chat template cannot render its
+        messages.
+    """
+    prompts = {}
+    for place, (name, dataset) in enumerate(sets.items()):
+        share = limit // len(sets) + (place < limit % len(sets))
+        sample = _sample(dataset, split, share, directory) if share else []
+        if share and not sample:
+            raise dataset.empty(split)
+        prompts[name] = [_encode(prompt, tokenizer) for prompt in sample]
+    return prompts
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if prompt.get("prompt_ids"):
+        return tuple(prompt["prompt_ids"])
+    try:
+        return tuple(tokenizer.encode_chat(prompt["messages"], **prompt["variables"]))
+    except errors.InputError as error:
+        raise errors.InputError(f"{prompt['place']}: {error}") from error
+
+
+def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Prompt]:
+    """Returns up to `count` prompts from all over a split, always the same ones."""
+    if not dataset.takes_long:
+        return _find_sample(dataset, split, count)
+    name = f"{dataset.name}-{dataset.variant}-{dataset.version}-{split}-{count}.json"
+    path = directory / "prompts" / name
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    sample = _find_sample(dataset, split, count)
+    with contextlib.suppress(OSError):  # the directory may be read-only
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_whole(path, json.dumps(sample))
+    return sample
+
+
+def _find_sample(dataset: Dataset, split: Split, count: int) -> list[Prompt]:
+    return [
+        {"prompt_ids": example.prompt_ids}
+        if example.prompt_ids
+        else {
+            "messages": example.prompt,
+            "variables": example.variables,
+            "place": example.place or f"data set {example.task}",
+        }
+        for example in dataset.sample(split, count)
+    ]

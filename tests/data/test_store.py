@@ -10,9 +10,10 @@ from support import examples
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
-from dflash.data import datasets, encoding, files, held_out, store
+from dflash.data import datasets, encoding, files, store
 from dflash.data.corpus import SUPERVISED
 from dflash.text.tokenizer import ByteTokenizer, NoTokenizer
+from dflash.training import train_job
 
 
 def open_train(dataset, directory):
@@ -123,7 +124,7 @@ def test_tasks_are_samples_of_held_out_data():
 
 
 def mixed_prompts(config, tokenizer, directory, limit=12):
-    return held_out.mixed_prompts(datasets.find_all(config), tokenizer, directory, limit=limit)
+    return train_job.mixed_prompts(datasets.find_all(config), tokenizer, directory, limit=limit)
 
 
 def test_mixed_prompts_are_shared_out(tmp_path):
@@ -132,7 +133,7 @@ def test_mixed_prompts_are_shared_out(tmp_path):
 
     def mixed(limit):
         sets = datasets.find_all(config)
-        return held_out.mixed_prompts(sets, tokenizer, tmp_path, "test", limit=limit)
+        return train_job.mixed_prompts(sets, tokenizer, tmp_path, "test", limit=limit)
 
     found = mixed(5)
     assert {name: len(prompts) for name, prompts in found.items()} == {"math": 3, "chat": 2}
@@ -177,5 +178,5 @@ def test_prompts_that_the_template_rejects_are_named(tmp_path):
     config = DataConfig(files=(str(path),), held_out_percent=0.0)
     sets = datasets.find_all(config)
     with pytest.raises(errors.InputError) as caught:
-        held_out.mixed_prompts(sets, NoTokenizer(tmp_path), tmp_path, "train")
+        train_job.mixed_prompts(sets, NoTokenizer(tmp_path), tmp_path, "train")
     assert str(caught.value).startswith(f"{path}:2: {tmp_path}: no tokenizer")

@@ -8,7 +8,7 @@ import pytest
 from support.made_samples import completion, task_round
 
 from dflash.measure import cells, plots, results, samples, table
-from dflash.measure.parts import Parts
+from dflash.measure.engine import Parts
 from dflash.measure.samples import MIN_GROUPS, Sample, TaskRound, bootstrap, prompt_times
 
 BLOCKS = {"none": 1, "dflash": 4}

@@ -18,8 +18,7 @@ from support.token_trees import random_ancestry
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.models.config import FULL, LINEAR
-from dflash.models.qwen3_5 import Qwen35, Qwen35Text
-from dflash.models.qwen3_next import Qwen3Next
+from dflash.models.qwen3_next import Qwen3Next, Qwen35, Qwen35Text
 from dflash.parallel import parameters
 
 VOCAB = 40

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from dflash.inference.request import RequestOutput
-from dflash.measure.parts import Parts
+from dflash.measure.engine import Parts
 from dflash.measure.samples import Sample, TaskRound
 
 

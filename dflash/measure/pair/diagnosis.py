@@ -265,6 +265,9 @@ def _with_prompts(job: Job) -> Job:
 def pair_neighbors(drafter: Drafter, rotated: int) -> None:
     """Permutes weights in place, such that dimensions 2i and 2i + 1 of heads are rotated together.
 
+    The layers here rotate dimensions i and i + H/2. Scores of queries and keys do not change if the
+    dimensions of both are permuted alike, so weights of the other style become ones of this style.
+
     Args:
       rotated: Number of rotated dimensions per head, from the first one on.
     """

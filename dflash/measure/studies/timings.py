@@ -15,9 +15,8 @@ from dflash.loading import models, weights
 from dflash.loading.job import Job
 from dflash.measure import bench as benches
 from dflash.measure import roofline, warnings
-from dflash.measure.engine import MeasuredEngine, seconds_of
+from dflash.measure.engine import MeasuredEngine, Probe, seconds_of
 from dflash.measure.forced import FixedDrafter
-from dflash.measure.parts import Probe
 from dflash.measure.plots import Line
 from dflash.measure.roofline import Machine
 from dflash.measure.studies.result import (
