@@ -1,4 +1,4 @@
-"""Linear maps, embeddings and norms."""
+"""Linear maps, with quantized kernels, low-rank adapters and joins; embeddings and norms."""
 
 import dataclasses
 import functools

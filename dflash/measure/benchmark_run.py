@@ -158,7 +158,7 @@ def measure(
     if shard is None:
         _finish(bench, so_far, done, values, directory, display, wide=wide)
     else:
-        save(directory, shard, done)
+        save_shard(directory, shard, done)
     return values
 
 
@@ -177,7 +177,7 @@ def sum_up(
     """
     if not directory.writes:
         return {}
-    done, meter = read(directory.path), LoadMeter()
+    done, meter = read_shards(directory.path), LoadMeter()
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)
     figures = figures_of(bench, done, machine, meter.read())
@@ -249,7 +249,7 @@ def figures_of(
     return Figures(all_cells, averages, machine, load)
 
 
-def save(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
+def save_shard(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
     """Writes the measurements of shard i of n: prompts i, i + n, … of every task.
 
     Raises:
@@ -259,7 +259,7 @@ def save(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> No
     directory.write(shard.file(ROUNDS), json.dumps({"rounds": rounds}))
 
 
-def read(directory: pathlib.Path) -> list[TaskRound]:
+def read_shards(directory: pathlib.Path) -> list[TaskRound]:
     """Reads the measurements of all shards, sorted by round.
 
     Raises:
