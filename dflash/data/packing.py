@@ -116,23 +116,23 @@ def _best_fit(counts: np.ndarray) -> np.ndarray:
 
     done = num_rows = 0
     for size in np.flatnonzero(counts)[::-1].tolist():
-        remaining = int(counts[size])
-        while remaining:
+        unplaced = int(counts[size])
+        while unplaced:
             fitting = rooms >> size
             room = size + (fitting & -fitting).bit_length() - 1 if fitting else length
             per_row = room // size
-            needed = -(-remaining // per_row)
+            needed = -(-unplaced // per_row)
             if fitting:
                 rows = take(needed, room)
             else:
                 rows = np.arange(num_rows, num_rows + needed, dtype=np.int32)
                 num_rows += needed
-            count = min(remaining, len(rows) * per_row)
+            count = min(unplaced, len(rows) * per_row)
             placed[done : done + count] = np.repeat(rows, per_row)[:count]
             full, remaining = divmod(count, per_row)
             put(rows[:full], room - per_row * size)
             put(rows[full:], room - remaining * size)
-            done, remaining = done + count, remaining - count
+            done, unplaced = done + count, unplaced - count
     return placed
 
 

@@ -82,8 +82,8 @@ def longer_than_needed(drafter: object, acceptance: BlockAcceptance) -> list[str
 
 def _setting(drafter: object, block_size: int) -> str | None:
     """Returns the key that sets the block size; None for trees and sizes chosen in every cycle."""
-    block_size = getattr(drafter, "block_size", None)
-    if getattr(drafter, "tree", None) is not None or block_size == AUTO:
+    configured = getattr(drafter, "block_size", None)
+    if getattr(drafter, "tree", None) is not None or configured == AUTO:
         return None
     if hasattr(drafter, "num_draft_tokens"):
         return f"drafter.num_draft_tokens={block_size - 1}"
