@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.text import added_tokens, chat_template, special_tokens, token_bytes
+from dflash.text import chat_template, special_tokens, token_bytes
 from dflash.text.chat_template import ChatTemplate, Messages
 from dflash.text.special_tokens import SpecialTokens
 from dflash.text.token_bytes import TokenBytes
@@ -72,7 +72,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         self._file = file
         with _reported_damage(file):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-            added_tokens.complete(self._tokenizer, directory)
+            special_tokens.complete(self._tokenizer, directory)
         # Some files truncate or pad every text to a training length.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash.checkpoints.gguf import file_header, joined, layouts, stored_values, tensor_names
+from dflash.checkpoints.gguf import file_header, layouts, stored_values, tensor_names
 from dflash.checkpoints.gguf.file_header import GgufHeader
-from dflash.checkpoints.gguf.joined import Tensors
 from dflash.checkpoints.gguf.layouts import LayoutOf
+from dflash.checkpoints.gguf.stored_values import Tensors
 from dflash.checkpoints.gguf.tensor_names import TensorNames
 
 # Field of config.json with the number of layers behind the others that are not read.
@@ -59,7 +59,7 @@ class Family:
     model_type: str
     names: TensorNames = tensor_names.TARGET
     layout: LayoutOf = layouts.as_stored
-    join: Callable[[Tensors, Fields], Tensors] = joined.unchanged
+    join: Callable[[Tensors, Fields], Tensors] = stored_values.unchanged
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     implied: Fields = dataclasses.field(default_factory=dict)
     own: Own = _no_fields
@@ -199,7 +199,7 @@ FAMILIES = {
         "GptOssForCausalLM",
         "gpt_oss",
         names=tensor_names.GPT_OSS,
-        join=joined.alternating_experts,
+        join=stored_values.alternating_experts,
         fields={
             "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok",
@@ -213,7 +213,7 @@ FAMILIES = {
         "Qwen3NextForCausalLM",
         "qwen3_next",
         layouts.grouped_delta,
-        join=joined.qkvz,
+        join=stored_values.qkvz,
         fields=_LINEAR | _SHARED_EXPERTS,
         implied={"norm_topk_prob": True},
     ),

@@ -18,8 +18,8 @@ from dflash.checkpoints.gguf import (
     stored_values,
     tensor_names,
 )
+from dflash.checkpoints.gguf.families import Family
 from dflash.checkpoints.gguf.file_header import GgufHeader, TensorEntry
-from dflash.checkpoints.gguf.kinds import Kind
 from dflash.checkpoints.gguf.layouts import TensorLayout
 from dflash.checkpoints.gguf.stored_values import GgufTensor
 from dflash.checkpoints.safetensors_header import (
@@ -89,14 +89,14 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     """
     file = (directory / WEIGHTS).resolve()
     header = file_header.read_header(file)
-    kind = kinds.of_file(header)
-    config = kind.config_of(header)
+    family = kinds.family_of(header)
+    config = kinds.config_of(header)
     tensors = {}
     unexpected = []
     for name, entry in header.tensors.items():
         if config.get(families.DRAFTING_LAYERS) and _is_behind(name, config):
             continue
-        found = list(_named(header, name, entry, kind, config))
+        found = list(_named(header, name, entry, family, config))
         tensors |= {tensor.name: tensor for tensor in found}
         if not found and name != architecture.ROPE_FACTORS:
             unexpected.append(name)
@@ -106,7 +106,7 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
             "this variant of the architecture is not supported"
         )
     try:
-        return dict(kind.join(tensors, config))
+        return dict(family.join(tensors, config))
     except ValueError as error:
         raise errors.CheckpointError(f"{file}: tensor {error}") from error
 
@@ -118,12 +118,12 @@ def _is_behind(name: str, config: Mapping) -> bool:
 
 
 def _named(
-    header: GgufHeader, name: str, entry: TensorEntry, kind: Kind, config: Mapping
+    header: GgufHeader, name: str, entry: TensorEntry, family: Family, config: Mapping
 ) -> Iterator[StoredTensor]:
     """Yields a tensor under its name in Hugging Face's layout, where experts are separate."""
     known = entry.kind in PLAIN_DTYPES or entry.kind in BUFFER_DTYPES
     place = (entry.kind if known else "F32", entry.shape, entry.begin, entry.end)
-    hf_name = kind.names.to_hf(name)
+    hf_name = family.names.to_hf(name)
     if name == block_drafter.DRAFT_IDS and hf_name is not None:
         _draft_ids(header)
         yield _DraftIds(header.file, hf_name, *place)
@@ -142,11 +142,11 @@ def _named(
         )
         return
     if hf_name is not None:
-        layout = _layout(header, name, entry, kind, config)
+        layout = _layout(header, name, entry, family, config)
         yield dataclasses.replace(tensor, layout=layout, shape=layout.shape(entry.shape))
         return
     size = (tensor.end - tensor.begin) // entry.shape[0]
-    for number, expert in enumerate(kind.names.experts(name, entry.shape[0])):
+    for number, expert in enumerate(family.names.experts(name, entry.shape[0])):
         begin = tensor.begin + number * size
         yield dataclasses.replace(
             tensor, name=expert, shape=entry.shape[1:], begin=begin, end=begin + size
@@ -154,10 +154,10 @@ def _named(
 
 
 def _layout(
-    header: GgufHeader, name: str, entry: TensorEntry, kind: Kind, config: Mapping
+    header: GgufHeader, name: str, entry: TensorEntry, family: Family, config: Mapping
 ) -> TensorLayout:
     try:
-        return kind.layout(name, entry.shape, config)
+        return family.layout(name, entry.shape, config)
     except ValueError as error:
         raise errors.CheckpointError(f"{header.file}: tensor {name!r} {error}") from error
 

@@ -54,7 +54,7 @@ def _directory(file: pathlib.Path) -> pathlib.Path:
 def _contents(header: GgufHeader) -> dict[str, bytes]:
     """Returns the content of each file in the directory, config.json last."""
     ends = {"eos_token_id": list(tokenizer_files.end_ids(header))}
-    config = kinds.of_file(header).config_of(header) | ends
+    config = kinds.config_of(header) | ends
     return {
         **tokenizer_files.files_of(header),
         "generation_config.json": json.dumps(ends).encode(),

@@ -12,7 +12,7 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import outgoing
 from dflash.checkpoints.gguf import architecture, block_drafter, file_header, kinds
-from dflash.checkpoints.gguf.kinds import Kind
+from dflash.checkpoints.gguf.families import Family
 from dflash.checkpoints.outgoing import OutgoingTensor
 from dflash.storage import files
 
@@ -83,8 +83,8 @@ def save(
       CheckpointError: The model cannot be written in this format, or `gguf` is not installed.
       WorkdirError: The file cannot be written.
     """
-    kind = kinds.of_config(config)
-    tensors = list(_tensors(outgoing.tensors_of(module), kind, config))
+    family = kinds.written_family(config)
+    tensors = list(_tensors(outgoing.tensors_of(module), family, config))
     factors = architecture.rope_factors(config)
     with files.explained(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,22 +100,22 @@ def save(
 
 
 def _tensors(
-    tensors: Iterable[OutgoingTensor], kind: Kind, config: Mapping[str, Any]
+    tensors: Iterable[OutgoingTensor], family: Family, config: Mapping[str, Any]
 ) -> Iterator[_Tensor]:
     """Yields the tensors of the file."""
     tensors = list(tensors)
     drafted = [tensor for tensor in tensors if tensor.name == block_drafter.DRAFT_IDS]
     stacks: dict[str, list[OutgoingTensor]] = {}
     for tensor in tensors:
-        name = kind.names.to_ggml(tensor.name)
+        name = family.names.to_ggml(tensor.name)
         if name == block_drafter.DRAFT_CODES and drafted:
             ids = _Tensor(block_drafter.DRAFT_IDS, drafted).fetch()
             yield _Tensor(name, [tensor], ids, num_rows=config["vocab_size"])
             continue
         if name is not None:
-            yield _Tensor(name, [tensor], kind.layout(name, tensor.shape, config).rows)
+            yield _Tensor(name, [tensor], family.layout(name, tensor.shape, config).rows)
             continue
-        stack = kind.names.stack_of(tensor.name)
+        stack = family.names.stack_of(tensor.name)
         if stack is not None:
             stacks.setdefault(stack, []).append(tensor)
         elif tensor.name != _DERIVED:
