@@ -5,10 +5,9 @@
 
 Each prompt is the beginning of a file, of about as many tokens as the context, and a question about
 it. The target answers greedily, and a draft is made at every token of the answers, through each
-window. From these follows what the cycles of a drafter with each window commit, and those of one
-whose windows are chosen (`drafter.window=auto`, among the windows given), which decodes text after
-text, and then all of them again, beginning with each text once. Prints the mean acceptance length
-(τ) of each, and if the best window of each text is known, and one JSON line for each context.
+window. From these follows what the cycles of a drafter with each window commit. Prints the mean
+acceptance length (τ) of each, and if the best window of each text is known, and one JSON line for
+each context.
 """
 
 import argparse
@@ -16,27 +15,21 @@ import dataclasses
 import json
 import pathlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dflash.config import loader, schema
 from dflash.config.schema import PromptsConfig
-from dflash.inference.cycle import window_choice
-from dflash.inference.cycle.window_choice import WindowChoice
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
 from dflash.measure.pair import alternatives, diagnosis, replay
 from dflash.measure.pair.diagnosis import Acceptance
-from dflash.parallel.sharding import zeros
 from dflash.text.tokenizer import Tokenizer
 
 QUESTION = (
     "\n\nWhat is this text about? Explain it in your own words, with its most important terms."
 )
-_choose, _learn = jax.jit(WindowChoice.choose), jax.jit(WindowChoice.learn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +67,6 @@ def main() -> None:
         names = [*map(str, windows), "all"]
         found = {name: [through(text, i) for text in texts] for i, name in enumerate(names)}
         best = [max(some, key=lambda one: one.tau) for some in zip(*found.values(), strict=True)]
-        fresh = zeros(window_choice.abstract(1, windows, job.target.sharding))
-        found |= in_every_turn(texts, fresh)
         shown = "  ".join(f"{name} {together(some).tau:.3f}" for name, some in found.items())
         print(f"context {context}: {shown}  best of each text {together(best).tau:.3f}", flush=True)
         taus = {name: [round(one.tau, 3) for one in found[name]] for name in names}
@@ -99,45 +90,6 @@ def through(text: Drafts, window: int) -> Acceptance:
         lengths.append(count)
         position += count
     return Acceptance(Counter(lengths))
-
-
-def in_every_turn(texts: Sequence[Drafts], fresh: WindowChoice) -> dict[str, list[Acceptance]]:
-    """Returns what cycles commit if each chooses its window, in two passes over the texts.
-
-    Which windows are tried on which text is chance, so each text is the first one once.
-    """
-    found = {"auto": [], "auto again": []}
-    for first in range(len(texts)):
-        choice = fresh
-        for some in found.values():
-            more, choice = choosing([*texts[first:], *texts[:first]], choice)
-            some += more
-    return found
-
-
-def choosing(
-    texts: Sequence[Drafts], choice: WindowChoice
-) -> tuple[list[Acceptance], WindowChoice]:
-    """Returns what cycles commit if each chooses its window, text after text.
-
-    Also returns the choice after them, whose pool has seen all texts.
-    """
-    found = []
-    for text in texts:
-        choice, lengths, position = choice.insert(0), [], 0
-        while True:
-            length = jnp.array([text.prompt + 1 + position])
-            choice = _choose(choice, length)
-            count = int(text.committed[int(choice.index[0]), position])
-            if not count:
-                break
-            lengths.append(count)
-            position += count
-            goes_on = text.committed[-1, position] > 0
-            outcome = count - 1, text.num_drafts if goes_on else 0
-            choice = _learn(choice, length, *(jnp.array([number]) for number in outcome))
-        found.append(Acceptance(Counter(lengths)))
-    return found, choice
 
 
 def draft_everywhere(

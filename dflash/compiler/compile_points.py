@@ -32,8 +32,7 @@ from dflash.compiler.topology import TpuMachine
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
 from dflash.inference.cycle import cycle
-from dflash.inference.cycle.choices import WHOLE, Division
-from dflash.inference.cycle.rules import DIVIDED
+from dflash.inference.cycle.choices import DIVIDED
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.request import Request, RequestSampling
@@ -58,9 +57,8 @@ class PointSpec:
       strategy: Name of the strategy.
       drafter: Config of the strategy.
       batch: Number of sequences.
-      choice: Choice of rows, one of `Rules.choices`; empty if the strategy always has the same.
+      choice: Choice of rows, one of `Choices.names`; empty if the strategy always has the same.
       drafted: Rows per sequence that a cycle of the choice drafts; 0 without a choice.
-      division: Divisions of rows among which the strategy chooses.
     """
 
     config: CompileDecode
@@ -69,7 +67,6 @@ class PointSpec:
     batch: int
     choice: str = ""
     drafted: int = 0
-    division: Division = WHOLE
 
     @property
     def name(self) -> str:
@@ -145,9 +142,9 @@ def by_choice(specs: Sequence[PointSpec], machine: TpuMachine) -> list[PointSpec
         if spec.drafter.adaptive:
             models_of = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
             rules = _engine(*models_of, spec).rules
-            for i, choice in enumerate(rules.choices):
-                chosen = {"choice": choice, "drafted": rules.rows_of(i)[0]}
-                found.append(dataclasses.replace(spec, division=rules.division, **chosen))
+            for i, name in enumerate(rules.choices.names):
+                drafted, _ = rules.choices.rows_of(i)
+                found.append(dataclasses.replace(spec, choice=name, drafted=drafted))
         else:
             found.append(spec)
     return found
@@ -207,8 +204,8 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     target, drafter = programs.decoding_models(spec.config, shallow, machine.sharding)
     _truncate(target, drafter)
     engine = _engine(target, drafter, spec)
-    choice = engine.rules.choices.index(spec.choice) if spec.choice else 0
-    block_size, mean_rows = engine.rules.rows_of(choice)
+    choice = engine.rules.choices.names.index(spec.choice) if spec.choice else 0
+    block_size, mean_rows = engine.rules.choices.rows_of(choice)
     compiled = _compile_cycle(engine, block_size, mean_rows)
     repeats = LayerRepeats(depth / len(target.layers), draft_repeats)
     module = hlo.parse(compiled.as_text())

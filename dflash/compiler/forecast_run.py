@@ -1,12 +1,9 @@
 """The forecast command: compiles every strategy, joins the costs with acceptance, and reports."""
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
-from dflash.compiler import chosen_rows, compile_points, compile_run, forecast_table, topology
-from dflash.compiler.chosen_rows import Throughput
+from dflash.compiler import compile_points, compile_run, forecast_table, topology
 from dflash.compiler.compile_points import PointSpec
 from dflash.compiler.forecast import PLAIN, Forecast, StrategyPoint
 from dflash.compiler.topology import TpuMachine
@@ -46,11 +43,9 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     tokens = {name: strategy.tokens for name, strategy in expected.items()}
     forecast = Forecast(points, tokens, chip.hbm_gb * 1e9 / chip.devices)
     contexts = sorted(set(config.forecast.contexts))
-    chosen = _chosen(specs, forecast, expected, contexts, machine)
     text = [
         *table.wrapped([_machine_line(machine, config)]),
         *forecast_table.lines(forecast, contexts),
-        *(line for name, found in chosen.items() for line in chosen_rows.lines(found, name)),
         *(_beside_published(forecast, expected, contexts[0]) if chip.name == "v5p" else ()),
         "",
         *table.wrapped(
@@ -61,33 +56,9 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     if directory:
         content = forecast_table.to_json(forecast, contexts)
         content |= {"acceptance": {name: strategy.source for name, strategy in expected.items()}}
-        content |= {
-            "throughput": {name: [asdict(one) for one in found] for name, found in chosen.items()}
-        }
         results = {"forecast.json": json.dumps(content, indent=1), **_plots(forecast, contexts)}
-        for name, context in itertools.product(chosen, contexts):
-            results[f"expected_{name}_{context}.png"] = chosen_rows.plot(
-                chosen[name], context, forecast_table.LABEL
-            )
         compile_run.write(config, directory, results)
     return forecast
-
-
-def _chosen(
-    specs: Sequence[PointSpec],
-    forecast: Forecast,
-    expected: Mapping[str, ExpectedAcceptance],
-    contexts: Sequence[int],
-    machine: TpuMachine,
-) -> dict[str, list[Throughput]]:
-    """Returns the throughputs of strategies with `block_size: auto` and known acceptance."""
-    found = {}
-    by_strategy = chosen_rows.choices_of(specs)
-    for name, choices in by_strategy.items():
-        largest = f"{name} {next(iter(choices.values())).sizes[-1]}"
-        if largest in expected:
-            found[name] = chosen_rows.throughputs(forecast, choices, expected[largest], contexts)
-    return found
 
 
 def _shape(spec: PointSpec, point: StrategyPoint) -> acceptance.DraftShape:

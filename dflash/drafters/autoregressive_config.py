@@ -14,7 +14,6 @@ from dflash.drafters.base_config import (
     MAX_LAYERS,
     MAX_WIDTH,
     CheckpointKey,
-    DivideRowsKey,
     DraftLayers,
     OverlapKeys,
 )
@@ -43,7 +42,7 @@ class DraftModelArchitecture(DraftLayers):
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoregressiveConfig(OverlapKeys, DivideRowsKey, CheckpointKey, DrafterConfig):
+class AutoregressiveConfig(OverlapKeys, CheckpointKey, DrafterConfig):
     """Keys of a smaller language model that drafts token by token."""
 
     name: str = "autoregressive"

@@ -214,7 +214,7 @@ class Drafter(nnx.Module):
 
         Args:
           state: State that `draft` returned.
-          proposal: Verified proposal.
+          proposal: Verified proposal, with -1 in place of drafts that had no row.
           sampled: Tokens that the target draws after the anchor and after each draft, int32 [B, R].
         Returns:
           The state, still covering the positions before the anchor.
@@ -353,6 +353,14 @@ class Drafter(nnx.Module):
             return jax.lax.dynamic_update_slice(batch_leaf, sequence, start)
 
         return jax.tree.map(put, state, other)
+
+    def learnt(self, state: Any) -> Any:
+        """Returns what the state knows about all sequences, for another run to start with."""
+        return ()
+
+    def with_learnt(self, state: Any, learnt: Any) -> Any:
+        """Returns the state with what `learnt` returned for a state of the same shapes."""
+        return state
 
     # --- Rows of the state in a prefix cache; see `prefix_cache_mode` ----------------------------
 

@@ -52,17 +52,12 @@ class CheckpointKey:
 
 
 @dataclasses.dataclass(frozen=True)
-class DivideRowsKey:
-    """Key of drafters whose block size may be chosen in every cycle."""
+class BlockSizeKey:
+    """Keys of drafters that were trained with a block size."""
 
-    # With block_size=auto, let cycles divide their rows among the sequences of the batch by what
-    # each accepts. false: as many rows for all.
+    # With block_size=auto, let cycles divide their rows among the sequences of the batch by the
+    # confidence of a tree or of a confidence head. false: as many rows for all.
     divide_rows: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockSizeKey(DivideRowsKey):
-    """Key of drafters that were trained with a block size."""
 
     # None: the trained block size. auto: chosen again in every cycle.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)

@@ -45,13 +45,13 @@ class Ngram(Drafter):
 
     def draft(self, state, anchor, position, sampler, heads):
         """Copies the tokens after the last matching occurrence; see `Drafter.draft`."""
-        token_ids = jax.vmap(_put)(state, anchor[:, None], position)
+        token_ids = jax.vmap(put)(state, anchor[:, None], position)
         tokens = copy_last(token_ids, position, self.longest_match, self.num_draft_tokens)
         return Proposal(tokens), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Appends the tokens of the rows; see `Drafter.observe`."""
-        return jax.vmap(_put)(state, tokens[:, :-1], position)
+        return jax.vmap(put)(state, tokens[:, :-1], position)
 
 
 def copy_last(token_ids: jax.Array, end: jax.Array, longest: int, count: int) -> jax.Array:
@@ -91,6 +91,6 @@ def find_last(token_ids: jax.Array, end: jax.Array, longest: int) -> jax.Array:
     return jnp.where(end > 0, best, -1).astype(jnp.int32)
 
 
-def _put(row: jax.Array, tokens: jax.Array, position: jax.Array) -> jax.Array:
+def put(row: jax.Array, tokens: jax.Array, position: jax.Array) -> jax.Array:
     """Writes tokens [T] into row [L] from `position` on."""
     return jax.lax.dynamic_update_slice(row, tokens, (position,))

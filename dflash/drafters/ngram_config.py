@@ -4,11 +4,10 @@ import dataclasses
 from typing import Literal
 
 from dflash.config.schema import MAX_BLOCK_SIZE, DrafterConfig, option
-from dflash.drafters.base_config import DivideRowsKey
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramConfig(DivideRowsKey, DrafterConfig):
+class NgramConfig(DrafterConfig):
     """Keys of prompt lookup."""
 
     name: str = "ngram"

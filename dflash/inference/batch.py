@@ -8,7 +8,7 @@ import jax
 
 from dflash.inference import constrained
 from dflash.inference.cycle import dispatch
-from dflash.inference.cycle.adaptive import spare_rows
+from dflash.inference.cycle.backlog import spare_rows
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest

@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters.wrappers.wrapping import wrapped
 from dflash.inference import first_token, program_table, timing, weight_update
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.rules import Revise, Rules
-from dflash.inference.cycle.state import DecodeState, Report, Statistics
+from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.logits import controls
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
@@ -74,6 +76,7 @@ class Engine:
         restorable = drafter.prefix_cache_mode != "never" and not target.has_recurrent_state
         self.prefix_cache = enabled and restorable
         self.target, self.drafter, self.config = target, drafter, config
+        drafter = self._wrapped(drafter)
         self.sharding = target.sharding
         self.layout = Layout.from_config(
             config,
@@ -104,11 +107,10 @@ class Engine:
         self._programs = program_table.Programs(self.shapes, self.table)
         self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
         # Seconds per cycle by batch bucket, length and choice of rows, [W, 2, S], or by its last
-        # axes only; see `Adaptive`.
+        # axes only; see `ChosenRows`.
         self.cycle_seconds: np.typing.ArrayLike | None = None
         self._defaults = first_token.Defaults(lambda count: self.program("unconstrained", count)())
-        # Acceptance statistics of earlier runs; see `retire`.
-        self._statistics: Statistics = (None, None)
+        self._learnt: Any = None  # What the last run learnt; see `retire`.
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -209,7 +211,7 @@ class Engine:
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         where = (np.int32(prefill_slot), np.int32(slot.index))
         stated = self._defaults.of(1).controls
-        if self.rules.lookup or not controls.is_default(request):
+        if not controls.is_default(request):
             stated = controls.of_request(request, output_ids, self.layout.max_length)
             stated = jax.tree.map(lambda x: x[None], stated)
         length = len(request.prompt) + max(1, len(output_ids))
@@ -290,11 +292,19 @@ class Engine:
     def new_state(self) -> DecodeState:
         """Returns a batch of empty slots."""
         state = self.program("new_state")(self._measured())
-        return state.with_statistics(self._statistics)
+        if self._learnt is None:
+            return state
+        # A dispatch donates its state, and other runs may start with the same.
+        of_rows, of_drafter = jax.tree.map(jnp.copy, self._learnt)
+        return dataclasses.replace(
+            state,
+            choice=state.choice.with_learnt(of_rows),
+            drafter=self.shapes.drafter.with_learnt(state.drafter, of_drafter),
+        )
 
     def retire(self, state: DecodeState) -> None:
-        """Keeps the acceptance statistics of a run, with which the next run starts."""
-        self._statistics = state.statistics
+        """Keeps what a run has learnt about acceptance, with which the next run starts."""
+        self._learnt = state.choice.learnt, self.shapes.drafter.learnt(state.drafter)
 
     def program(self, kind: str, *sizes: int) -> jax.stages.Compiled:
         """Returns the compiled program of this name; compiles it at the first call."""
@@ -328,7 +338,7 @@ class Engine:
         Raises:
           ValueError: The weights differ in shape or dtype from the present ones.
         """
-        params = nnx.state(drafter)
+        params = nnx.state(self._wrapped(drafter))
         if not weight_update.have_same_forms(params, self.drafter_params):
             raise ValueError("the drafter's weights differ in shape or dtype from those before")
         self.drafter_params = params
@@ -346,7 +356,7 @@ class Engine:
             twin.set_drafter(drafter)
         except ValueError:
             return None
-        twin.drafter, twin._statistics = drafter, (None, None)
+        twin.drafter, twin._learnt = drafter, None
         return twin
 
     def compile(
@@ -372,7 +382,7 @@ class Engine:
     @property
     def must_time_cycles(self) -> bool:
         """Returns whether a choice needs times of cycles that are not known; see `time_cycles`."""
-        return self.cycle_seconds is None and self.rules.num_choices > 1
+        return self.cycle_seconds is None and len(self.rules.choices) > 1
 
     def time_cycles(self) -> None:
         """Measures cycles of each number of rows, unless that was done or there is no choice."""
@@ -386,8 +396,11 @@ class Engine:
         """Returns the shapes, dtypes and shardings of the state, without allocating it."""
         return self.shapes.state()
 
+    def _wrapped(self, drafter: Drafter) -> Drafter:
+        return wrapped(drafter, copies=self.config.lookup, sharding=self.target.sharding)
+
     def _measured(self) -> np.ndarray:
-        """Returns times of cycles, float32 [W, 2, S], see `Adaptive`; 1 if the size is fixed."""
+        """Returns times of cycles, float32 [W, 2, S], see `ChosenRows`; 1 if the size is fixed."""
         if self.must_time_cycles:
             generate = functools.partial(self.generate, greedy=self.is_greedy)
             self.cycle_seconds = timing.measure(self.shapes, self.program, generate)

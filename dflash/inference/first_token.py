@@ -63,7 +63,8 @@ def draw(
     shapes = own.shapes(length, jnp.ones(length.shape, bool)) | jnp.any(constraints.allowed != -1)
     with jax.named_scope("if_shaped"):
         drawn, finite = jax.lax.cond(shapes, lambda: judge(shape(logits)), lambda: judge(logits))
-    drawn_logprobs = logprobs.of_tokens(logits, shape, sampling, drawn, own.logprobs)
+    rows, vocab_size = lambda: (logits, shape(logits)), logits.shape[-1]
+    drawn_logprobs = logprobs.of_tokens(rows, sampling, drawn, own.logprobs, vocab_size)
     tokens = jnp.where(finite, drawn, nonfinite.NO_TOKEN)[:, 0]
     return tokens, jax.tree.map(lambda x: x[:, 0], drawn_logprobs)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
 from dflash.inference import batch_buckets, first_token, timing
-from dflash.inference.cycle import adaptive, dispatch
+from dflash.inference.cycle import choice, dispatch
 from dflash.inference.cycle.state import DecodeState, Occupancy
 from dflash.inference.logits import controls, nonfinite
 from dflash.inference.logits.controls import Controls
@@ -38,7 +38,7 @@ def new_state(shapes: Shapes, seconds: jax.Array) -> DecodeState:
         # An empty slot has a length of 1: its rows go to the start of the scratch page.
         length=jnp.ones_like(state.length),
         controls=jax.tree.map(jnp.asarray, default),
-        adaptive=adaptive.with_seconds(state.adaptive, seconds),
+        choice=state.choice.starting(seconds),
     )
 
 
@@ -96,9 +96,7 @@ def insert(
         sampling=jax.tree.map(put, state.sampling, params),
         controls=jax.tree.map(put, state.controls, stated),
         drafter=drafter.insert(state.drafter, prefill_state, prefill_slot, slot),
-        adaptive=state.adaptive and state.adaptive.insert(slot),
-        lookup=state.lookup and state.lookup.insert(slot),
-        windows=state.windows and state.windows.insert(slot),
+        choice=state.choice.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),
         adapter=None if adapter is None else state.adapter.at[slot].set(adapter),
     )
@@ -131,10 +129,9 @@ def generate(shapes: Shapes, bucket: int | None = None, *, greedy: bool = False)
     entry = shapes.layout.bucket_sizes.index(bucket or shapes.layout.slots_per_replica)
 
     def run(target: Decoder, drafter: Drafter, state: DecodeState, max_idle: jax.Array):
-        if state.adaptive is not None:
-            lengths = adaptive.timed_lengths(shapes.layout.max_length)
-            timed = state.adaptive.timed(entry, state.mean_length(), lengths)
-            state = dataclasses.replace(state, adaptive=timed)
+        lengths = choice.timed_lengths(shapes.layout.max_length)
+        timed = state.choice.timed(entry, state.mean_length(), lengths)
+        state = dataclasses.replace(state, choice=timed)
         return dispatch.run_cycles(
             target,
             drafter,

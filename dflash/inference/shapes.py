@@ -13,7 +13,7 @@ from flax import nnx
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import first_token
-from dflash.inference.cycle import adaptive, dispatch, lookup, window_choice
+from dflash.inference.cycle import backlog, choice, dispatch
 from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import controls
@@ -104,8 +104,9 @@ class Shapes:
         return self.whole((self.layout.pages_per_sequence,))
 
     def seconds(self) -> jax.ShapeDtypeStruct:
-        """Returns times of cycles, float32 [W, 2, S]; see `Adaptive`."""
-        return self.whole((len(self.layout.bucket_sizes), 2, self.rules.num_choices), jnp.float32)
+        """Returns times of cycles, float32 [W, 2, S]; see `ChosenRows`."""
+        shape = len(self.layout.bucket_sizes), 2, len(self.rules.choices)
+        return self.whole(shape, jnp.float32)
 
     # --- the batch ------------------------------------------------------------------------------
 
@@ -138,20 +139,14 @@ class Shapes:
                 ring=layout.ring,
             ),
             drafter=self._drafter_state(batch),
-            adaptive=adaptive.abstract(
-                self.block_sizes,
+            choice=choice.abstract(
+                self.rules.choices,
                 batch,
                 len(drafter.feature_layers) * target.arch.hidden_size,
                 target.dtype,
                 self.sharding,
                 len(layout.bucket_sizes),
-                self.rules.division,
-                trees=drafter.drafts_trees,
             ),
-            lookup=lookup.abstract(batch, drafter.num_draft_tokens, self.sharding)
-            if self.rules.lookup
-            else None,
-            windows=window_choice.abstract(batch, drafter.windows, self.sharding),
             nonfinite_at=ints,
             concluded=self.scalar(),
             adapter=ints if self.target.adapters else None,
@@ -230,7 +225,7 @@ class Shapes:
         )
 
     def _drafter_state(self, batch: int) -> Any:
-        spare = adaptive.spare_rows(self.block_sizes)
+        spare = backlog.spare_rows(self.block_sizes)
         return self.drafter.init_state(batch, self.layout.capacity + spare)
 
     # --- functions over models ------------------------------------------------------------------

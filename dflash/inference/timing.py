@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dflash.inference.cycle import adaptive
+from dflash.inference.cycle import choice
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.pages import Layout
 from dflash.inference.request import RequestSampling
@@ -40,7 +40,7 @@ def occupy(
 
     Args:
       state: Any state of the batch.
-      seconds: float32 [W, 2, S]; times of cycles, see `Adaptive`.
+      seconds: float32 [W, 2, S]; times of cycles, see `ChosenRows`.
       length: int32 []; length of the sequences.
       layout: Layout of the batch.
       sampling: Sampling parameters of the sequences.
@@ -48,7 +48,7 @@ def occupy(
     """
     table = jnp.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
     params = state.sampling.filled(sampling)
-    empty = jax.tree.map(jnp.zeros_like, state.adaptive)
+    empty = jax.tree.map(jnp.zeros_like, state.choice)
     # Depends on an argument, so that XLA does not fold the caches into constants of the program.
     phase = state.length[0].astype(jnp.float32)
     layers, drafter = jax.tree.map(lambda x: _fill(x, phase), (state.cache.layers, state.drafter))
@@ -61,7 +61,7 @@ def occupy(
         sampling=params,
         cache=dataclasses.replace(state.cache, layers=layers, page_table=table.astype(jnp.int32)),
         drafter=drafter,
-        adaptive=adaptive.with_seconds(empty, seconds),
+        choice=empty.starting(seconds),
     )
 
 
@@ -90,12 +90,12 @@ def measure(
       program: Returns a compiled program by name; `Engine.program`.
       generate: Runs a dispatch; `Engine.generate`.
     Returns:
-      Seconds per cycle, float32 [W, 2, S]; see `Adaptive`.
+      Seconds per cycle, float32 [W, 2, S]; see `ChosenRows`.
     """
     rules, layout, shape = shapes.rules, shapes.layout, shapes.seconds().shape
-    groups = len(rules.block_sizes), rules.num_choices - len(rules.block_sizes)
-    lengths = adaptive.timed_lengths(layout.max_length)
-    plain = np.broadcast_to(adaptive.only(adaptive.PLAIN, rules.num_choices), shape)
+    groups = len(rules.block_sizes), len(rules.choices.mean_rows)
+    lengths = choice.timed_lengths(layout.max_length)
+    plain = np.broadcast_to(choice.only(choice.PLAIN, len(rules.choices)), shape)
 
     def occupied(state: DecodeState, seconds: np.ndarray, length: int) -> DecodeState:
         return program("occupied")(state, np.broadcast_to(seconds, shape), np.int32(length))
@@ -138,9 +138,9 @@ def cycle_seconds(
     count, spent, samples = sum(groups), 0.0, []
     while len(samples) < min(rounds, FEWEST) or (len(samples) < rounds and spent < ENOUGH):
         samples.append(np.empty((len(lengths), count), np.float32))
-        for at, choice in np.ndindex(samples[-1].shape):
-            state = occupied(state, adaptive.only(choice, count), lengths[at])
-            state, seconds, samples[-1][at, choice] = _sample(generate, state)
+        for at, index in np.ndindex(samples[-1].shape):
+            state = occupied(state, choice.only(index, count), lengths[at])
+            state, seconds, samples[-1][at, index] = _sample(generate, state)
             spent += seconds
     # More rows and longer sequences never take less time, so make each group ascend: noise must not
     # make a larger block look cheaper than plain decoding.

@@ -75,7 +75,7 @@ def make_plan(
     recurrent = {"recurrent state": measure(cache.states)} if cache.states else {}
     of_drafter = {
         "drafter weights": measure(nnx.state(drafter, nnx.Param)),
-        "drafter state": measure((state.drafter, state.adaptive)),
+        "drafter state": measure((state.drafter, state.choice)),
     }
     beside: dict[str, Share] = {}
     drafter_devices = 0

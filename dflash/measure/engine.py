@@ -32,6 +32,9 @@ class MeasuredEngine(Engine):
         """
         if isinstance(drafter, ForcedDrafter):
             options["revise"] = ForcedDrafter.revise
+        if isinstance(drafter, ForcedDrafter | FixedDrafter):
+            # What is accepted or proposed is known, so nothing is copied in its place.
+            config = dataclasses.replace(config, lookup=False)
         super().__init__(target, drafter, config, **options)
         self._target_alone: MeasuredEngine | None = None
         self.add_program("propose", self._propose)

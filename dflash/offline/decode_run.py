@@ -180,7 +180,7 @@ def _decode(
     if engine is None or engine.cycle_seconds is None:
         return {}
     milliseconds = 1e3 * np.asarray(engine.cycle_seconds)[-1, -1]
-    return dict(zip(engine.rules.choices, milliseconds.tolist(), strict=True))
+    return dict(zip(engine.rules.choices.names, milliseconds.tolist(), strict=True))
 
 
 def _ready(job: Job, records: Records) -> list[Prompt]:

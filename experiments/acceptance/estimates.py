@@ -2,7 +2,7 @@
 
 The chance that draft k of a cycle survives is the product of the first k acceptance rates, each
 given that all drafts before are accepted. The rates are a drafter's confidence, or what acceptance
-so far tells; `block_choice` divides rows by either.
+so far tells.
 
 Calibration divides the log-odds of each position's rate by a temperature. The temperatures are
 fitted one position after the other, each so that the survival up to its position becomes most
@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.inference.cycle import block_choice, divided_rows
+from dflash.drafters.parts.bandit import Counts
+from dflash.inference.cycle import choice, division
 from dflash.measure.pair.replay import Cycles
 
 BINS = 10
@@ -63,20 +64,24 @@ def of_texts(cycles: Cycles, which: slice) -> Cycles:
 def online_rates(cycles: Cycles, num_drafts: int) -> np.ndarray:
     """Returns the rates that acceptance before each cycle tells, [B, C, G].
 
-    All texts are decoded at once, each in a slot of its own; see `block_choice.rates`.
+    All texts are decoded at once, each in a slot of its own; see `choice.rates`.
     """
     return np.asarray(_online_rates(cycles.committed, cycles.left, num_drafts)).swapaxes(0, 1)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _online_rates(committed: jax.Array, left: jax.Array, num_drafts: int) -> jax.Array:
-    sizes = (num_drafts + 1,)
-    first = block_choice.new(committed.shape[0], sizes, jnp.ones(1))
+    own, pool = jnp.zeros((committed.shape[0], num_drafts)), jnp.zeros(num_drafts)
+    draft = jnp.arange(num_drafts)
 
-    def step(choice, cycle):
-        return block_choice.learn(choice, *cycle, sizes), block_choice.rates(choice)
+    def step(counts, cycle):
+        committed, left = (x[:, None] for x in cycle)
+        tried = (draft < committed - 1 + (committed < left)) & (committed > 0)
+        tried = tried.astype(jnp.float32)
+        news = Counts(tried, tried * (draft < committed - 1))
+        return choice.remember(*counts, news), choice.rates(*counts)
 
-    return jax.lax.scan(step, first, (committed.T, left.T))[1]
+    return jax.lax.scan(step, (Counts(own, own), Counts(pool, pool)), (committed.T, left.T))[1]
 
 
 def reliability(rates: np.ndarray, drafts: Drafts, count: int = BINS) -> list[Bin]:
@@ -166,7 +171,7 @@ def divided_tokens(rates: np.ndarray, cycles: Cycles, mean_rows: int) -> float:
     active = jnp.ones(slots, bool)
 
     def committed(rates, tokens, left):
-        chance = block_choice.survival(rates, active, left)
-        return jnp.minimum(tokens, divided_rows.divide(chance, active, mean_rows, 1))
+        chance = division.survival(rates, active, left, trees=False)
+        return jnp.minimum(tokens, division.divide(chance, active, mean_rows, 1))
 
     return float(jax.vmap(committed)(rates, tokens, left).mean())

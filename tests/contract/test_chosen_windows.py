@@ -6,6 +6,7 @@ from support.engines import decode, engine, expected, random_prompts
 from support.models import drafter, takes
 
 from dflash.config import registry
+from dflash.drafters.parts.bandit import Counts
 
 WINDOWED = [name for name in sorted(registry.DRAFTERS) if takes(name, "longest_context")]
 WAYS = {
@@ -40,16 +41,16 @@ def test_output_is_that_of_plain_decoding(name, tree, way):
         pytest.skip("drafts without probabilities")
     run = engine(model, **options)
     if way == "sizes":  # Plain cycles, whole blocks and divided rows take turns.
-        sizes, means = len(run.block_sizes), len(run.rules.division.mean_rows)
+        sizes, means = len(run.block_sizes), len(run.rules.choices.mean_rows)
         seconds = [*(1.0 + 0.25 * np.arange(sizes)), *(1.2 + 0.25 * np.arange(means))]
         run.cycle_seconds = tuple(seconds)
     for temperature in (0.0,) if way == "rejection" else (0.0, 0.8):
         done = decode(run, PROMPTS, LIMITS, temperature=temperature, seed=3)
         wanted = expected(PROMPTS, LIMITS, temperature=temperature, seed=3)
         assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-    _, windows = run.new_state().statistics
+    pool = run.new_state().drafter
+    while not isinstance(pool, Counts):
+        pool = pool.shared or pool.inner
     # Every choice was made that the lengths allow.
-    np.testing.assert_array_equal(
-        np.asarray(windows.pool_tried) > 0, [[0, 0, 1], [1, 0, 1], [1, 1, 1]]
-    )
+    np.testing.assert_array_equal(np.asarray(pool.tried) > 0, [[0, 0, 1], [1, 0, 1], [1, 1, 1]])
     assert sum(one.preemptions for one in done) > 0 or mesh != (1, 1, 1)

@@ -1,6 +1,6 @@
 """The contract of rows divided among sequences: whatever each verifies, plain decoding's output.
 
-Chains and trees of every strategy whose block size can be chosen, in batches with mixed needs, with
+Chains and trees of every strategy that states its confidence, in batches with mixed needs, with
 too few pages for all slots, over buckets of slots and over replicas.
 """
 
@@ -15,14 +15,18 @@ from support.engines import decode, engine, expected, make_requests, random_prom
 from support.models import drafter, takes
 
 from dflash.config import registry
-from dflash.inference.cycle import adaptive
+from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
 from dflash.offline import decoding
 
 CHOSEN = [name for name in sorted(registry.DRAFTERS) if takes(name, "block_size")]
-FORMS = [(name, False) for name in CHOSEN] + [
-    (name, True) for name in CHOSEN if takes(name, "tree")
+FORMS = [
+    (name, tree)
+    for name in CHOSEN
+    for tree in (False, True)
+    if takes(name, "tree") or not tree
+    if drafter(name, block_size=4, tree=tree).has_confidence
 ]
 each_form = pytest.mark.parametrize(
     ("name", "tree"), FORMS, ids=[f"{name}-tree" if tree else name for name, tree in FORMS]
@@ -42,12 +46,12 @@ def make_engine(name: str, tree: bool, *, mesh=ALONE, verify: str = "coupled", *
 def divide_always(run: Engine) -> None:
     """Lets every cycle divide two rows per slot."""
     first = len(run.block_sizes)
-    run.cycle_seconds = tuple(adaptive.only(first, run.rules.num_choices).tolist())
+    run.cycle_seconds = tuple(only(first, len(run.rules.choices)).tolist())
 
 
 def change_often(run: Engine) -> None:
     """Lets plain cycles, whole blocks and divided rows win in turns."""
-    sizes, means = len(run.block_sizes), len(run.rules.division.mean_rows)
+    sizes, means = len(run.block_sizes), len(run.rules.choices.mean_rows)
     whole, divided = 1.0 + 0.25 * np.arange(sizes), 1.2 + 0.25 * np.arange(means)
     run.cycle_seconds = (*whole.tolist(), *divided.tolist())
 
@@ -118,18 +122,8 @@ def test_output_is_that_of_plain_decoding(name, tree):
         assert [(one.output_ids, one.finish_reason) for one in done] == expected(PROMPTS, LIMITS)
 
 
-@each_form
-def test_greedy_rejection_is_plain_greedy_decoding(name, tree):
-    run = make_engine(name, tree, verify="rejection")
-    if not run.drafter.has_probs:
-        pytest.skip("drafts without probabilities")
-    divide_always(run)
-    done = check_mixed(run, 0.0)
-    assert len({size for one in done for size in one.block_sizes}) > 2
-
-
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize(("name", "tree"), [("dflash", False), ("dflash2", True)], ids=str)
+@pytest.mark.parametrize(("name", "tree"), [("dspark", False), ("dflash2", True)], ids=str)
 def test_replicas_divide_rows_of_their_own(name, tree, mesh):
     run = make_engine(name, tree, mesh=mesh)
     divide_always(run)

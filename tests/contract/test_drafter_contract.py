@@ -20,7 +20,6 @@ from support.engines import (
     engine,
     expected,
     make_requests,
-    occupied,
     random_prompts,
     shared_engine,
     without_prefix_cache,
@@ -32,7 +31,6 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
-from dflash.kernels.packing import Packing
 from dflash.offline import decoding
 
 SHORT = (1, 15, 16, 17, 9, 3, 12)
@@ -364,40 +362,15 @@ def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:
 
 
 @functools.cache
-def propose(form: Form, with_probs: bool = False, counts: tuple[int, ...] | None = None):
-    """The proposal of a drafter for a state, jitted; or `counts` drafts of each sequence."""
+def propose(form: Form, with_probs: bool = False):
+    """The proposal of a drafter for a state, jitted."""
     model, heads = ragged_engine(form).drafter, target()
 
     def draft(state, anchor, position):
         sampler = make_sampler(anchor.shape[0], with_probs=with_probs)
-        if counts:
-            sizes = model.num_draft_tokens, sum(counts)
-            packing = Packing.of(jnp.array(counts), *sizes, 1)
-            sampler = dataclasses.replace(sampler, packing=packing)
         return model.draft(state, anchor, position, sampler, heads)
 
     return jax.jit(draft)
-
-
-@pytest.mark.parametrize("with_probs", [False, True])
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.tree], ids=str)
-def test_drafts_that_are_verified_do_not_depend_on_the_others(form, with_probs):
-    """A sampler that computes some drafts only draws the same ones, with the same probabilities."""
-    run = ragged_engine(form)
-    model, prompts = run.drafter, random_prompts([10, 16, 9, 31, 12])
-    if model.num_draft_tokens < 1:
-        return
-    live, _ = run.generate(occupied(run, make_requests(prompts, [20] * 5)))
-    where = live.drafter, live.anchor, live.length - 1
-    counts = tuple(min(count, model.num_draft_tokens) for count in (1, 0, 9, 2, 3))
-    wanted, _ = propose(form, with_probs)(*where)
-    found, _ = propose(form, with_probs, counts)(*where)
-    verified = np.arange(model.num_draft_tokens) < np.array(counts)[:, None]
-    np.testing.assert_array_equal(found.tokens[verified], wanted.tokens[verified])
-    if wanted.probs is not None:
-        np.testing.assert_allclose(found.probs[verified], wanted.probs[verified], rtol=1e-5)
-    vocabulary = ARCHITECTURE.vocab_size
-    assert ((found.tokens >= 0) & (found.tokens < vocabulary)).all(), "not even drawn ones"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -10,7 +10,7 @@ from support.other_targets import ARCHITECTURES, SHAPES, target
 
 from dflash import errors
 from dflash.config import registry
-from dflash.inference.cycle import adaptive
+from dflash.inference.cycle.choice import only
 
 NAMES = sorted(registry.DRAFTERS)
 FORMS = [(name, False) for name in NAMES if name != "none"]
@@ -81,17 +81,23 @@ HYBRIDS = ("qwen3_5", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "gemma4", "gemma4 with experts", "gpt_oss"])
-@pytest.mark.parametrize("choice", ["all sizes", "divided rows"])
 @pytest.mark.parametrize(
-    ("name", "tree"), [("dflash", False), ("dflash", True), ("ngram", False)], ids=str
+    ("name", "tree", "choice"),
+    [
+        ("dflash", False, "all sizes"),
+        ("dflash", True, "all sizes"),
+        ("ngram", False, "all sizes"),
+        ("dflash", True, "divided rows"),
+        ("dspark", False, "divided rows"),
+    ],
 )
 def test_chosen_block_sizes_change_nothing(family, choice, name, tree):
     """One size for all sequences of a cycle, or a number of rows that is divided among them."""
     form = {"block_size": 4} if takes(name, "block_size") else {}
     model = drafter(name, arch=SHAPES[family], tree=tree, **form)
     run = engine(model, on=target(family), adaptive_blocks=True, **OPTIONS)
-    sizes, choices = len(run.block_sizes), run.rules.num_choices
-    table = adaptive.only(sizes, choices)
+    sizes, choices = len(run.block_sizes), len(run.rules.choices)
+    table = only(min(sizes, choices - 1), choices)
     if choice == "all sizes":
         # Drafting pays now and then, so that sequences change between plain and drafted cycles.
         table = np.full(choices, np.inf, np.float32)

@@ -11,7 +11,7 @@ from support.engines import engine, expected, make_requests, random_prompts
 from support.models import drafter, takes
 
 from dflash.inference import batch_buckets
-from dflash.inference.cycle import adaptive
+from dflash.inference.cycle.choice import only
 from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 
@@ -79,7 +79,7 @@ def test_the_block_size_is_chosen_by_the_times_of_the_bucket():
     """Drafting pays where few slots are computed and not where all are, or so it is told."""
     run = adaptive_engine()
     sizes = run.block_sizes
-    tables = [adaptive.only(index, len(sizes)) for index in (len(sizes) - 1, 0)]
+    tables = [only(index, len(sizes)) for index in (len(sizes) - 1, 0)]
     run.cycle_seconds = np.stack(tables)[:, None]  # Of both lengths.
     one = Scheduler(run)
     requests = make_requests(PROMPTS, 6, temperature=0.0)

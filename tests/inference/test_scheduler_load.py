@@ -10,7 +10,7 @@ import pytest
 from support.engines import engine, expected, make_requests, random_prompts
 from support.models import drafter
 
-from dflash.inference.cycle import adaptive
+from dflash.inference.cycle.choice import PLAIN, only
 from dflash.inference.engine import Engine
 from dflash.inference.prefix_cache import page_keys
 from dflash.inference.request import CacheGroup, Request, RequestOutput, Tokens
@@ -313,7 +313,7 @@ def test_what_is_decided_does_not_depend_on_time():
 def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
     """Cycles that draft nothing put their rows aside, and the last ones are never observed."""
     chosen = run(page_size=8, prefix_cache=True, adaptive_blocks=True)
-    chosen.cycle_seconds = tuple(adaptive.only(adaptive.PLAIN, chosen.rules.num_choices).tolist())
+    chosen.cycle_seconds = tuple(only(PLAIN, len(chosen.rules.choices)).tolist())
     one = Scheduler(chosen)
     (prompt,) = random_prompts([20])
     (request,) = make_requests([prompt], 32)

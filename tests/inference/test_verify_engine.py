@@ -14,7 +14,7 @@ from support.rejection import VOCAB, chi_square, lenient_left_over, make_params,
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config
 from dflash.inference.admission import admit
-from dflash.inference.cycle import adaptive, verify
+from dflash.inference.cycle import verify
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, RequestSampling
@@ -44,44 +44,28 @@ FORMS = {
     "beams": beams,
 }
 FORMS["block"] = FORMS["chain"]
-DIVIDED = ("chain", "tree", "block")
 
 
 @functools.cache
-def full_engine(form: str, divided: bool = False):
-    """An engine, its slots all holding one prompt, and the token after it.
-
-    Args:
-      divided: rows are divided among the sequences, which have accepted unequally so far.
-    """
+def full_engine(form: str):
+    """An engine, its slots all holding one prompt, and the token after it."""
     small = models.target(vocab_size=VOCAB)
     model = FORMS[form](small.arch)
     rule = "block" if form == "block" else "rejection"
     run = engines.engine(
-        model, on=small, batch_size=SLOTS, sync_every=2, max_length=16, verify=rule,
-        adaptive_blocks=divided,
-    )  # fmt: skip
-    if divided:
-        first = len(run.block_sizes)
-        run.cycle_seconds = tuple(adaptive.only(first, run.rules.num_choices).tolist())
+        model, on=small, batch_size=SLOTS, sync_every=2, max_length=16, verify=rule
+    )
     request = Request(0, PROMPT, 16 - len(PROMPT), RequestSampling(temperature=TEMPERATURE))
     state = run.new_state()
     for i in range(SLOTS):
         state = admit(run, state, Slot(i, run.layout.standing_pages(i)), request)
-    if divided:
-        choice = state.adaptive.choice
-        tried = jnp.full_like(choice.tried, 100)
-        rates = np.random.default_rng(0).uniform(size=tried.shape).astype(np.float32)
-        choice = dataclasses.replace(choice, tried=tried, accepted=tried * rates)
-        known = dataclasses.replace(state.adaptive, choice=choice)
-        state = dataclasses.replace(state, adaptive=known)
     return run, state, int(state.anchor[0])
 
 
-def engine_pvalue(run, form: str, divided: bool = False) -> float:
+def engine_pvalue(run, form: str) -> float:
     """How well the two tokens after a prompt and its first token fit the target, by chi-square."""
-    _, start, anchor = full_engine(form, divided)
-    firsts, seconds, accepted, verified = [], [], 0, set()
+    _, start, anchor = full_engine(form)
+    firsts, seconds, accepted = [], [], 0
     for i in range(ROUNDS):
         noise = dataclasses.replace(start.sampling, seed=make_params(SLOTS, seed=i).seed)
         state = dataclasses.replace(start, sampling=noise)
@@ -90,11 +74,9 @@ def engine_pvalue(run, form: str, divided: bool = False) -> float:
         firsts.append(tokens[0, :, 0])
         seconds.append(np.where(counts[0] > 1, tokens[0, :, 1], tokens[1, :, 0]))
         accepted += np.count_nonzero(counts[0] > 1)
-        verified |= set(np.asarray(report.block_sizes)[0].tolist())
     first, second = np.concatenate(firsts), np.concatenate(seconds)
     assert len(first) >= 20_000
     assert 0.1 < accepted / len(first) < 0.9, "both accepting and refusing must happen"
-    assert (len(verified) > 2) == divided, "sequences verify different numbers of rows"
     small = models.target(vocab_size=VOCAB)
     return chi_square(first, second, exact_joint(small, anchor))
 
@@ -115,12 +97,6 @@ def exact_joint(small, anchor: int) -> np.ndarray:
 def test_rejection_through_the_engine_follows_the_target(form):
     run, _, _ = full_engine(form)
     assert engine_pvalue(run, form) > 1e-3
-
-
-@pytest.mark.parametrize("form", DIVIDED)
-def test_rejection_of_divided_rows_follows_the_target(form):
-    run, _, _ = full_engine(form, True)
-    assert engine_pvalue(run, form, True) > 1e-3
 
 
 @pytest.mark.parametrize("form", ["chain", "tree"])

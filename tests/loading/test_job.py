@@ -88,16 +88,17 @@ def test_an_output_that_was_cut_off_must_mark_its_answer():
     assert prepared.grade({}) == {}
 
 
-@pytest.mark.parametrize("name", ["dflash", "ngram"])
-def test_chosen_rows_are_divided_among_slots_unless_the_config_says_no(name):
-    overrides = f"drafter.name={name}", "drafter.block_size=auto", "decode.batch_size=2"
+def test_chosen_rows_are_divided_by_confidence_unless_the_config_says_no():
+    overrides = "drafter.block_size=auto", "decode.batch_size=2"
 
     def choices(*more):
-        return prepared(*overrides, *more).engine().rules.choices
+        return prepared(*overrides, *more).engine().rules.choices.names
 
-    divided = [choice for choice in choices() if choice.startswith("~")]
+    tree = "drafter.tree.budget=6"
+    divided = [choice for choice in choices(tree) if choice.startswith("~")]
     assert divided
-    assert choices("drafter.divide_rows=false") == choices()[: -len(divided)]
+    assert choices(tree, "drafter.divide_rows=false") == choices(tree)[: -len(divided)]
+    assert not any(choice.startswith("~") for choice in choices()), "chains have no confidence"
 
 
 def test_a_run_says_once_from_which_length_on_it_decodes_plainly():

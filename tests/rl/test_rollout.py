@@ -17,7 +17,6 @@ from tunix.models.qwen3 import model as qwen3
 from tunix.rl import common
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from dflash.inference.cycle import adaptive
 from dflash.inference.request import RequestOutput
 from dflash.offline.decoding import decode
 from dflash.rl import DFlashRollout
@@ -190,8 +189,8 @@ def test_auto_decodes_plainly_when_drafting_does_not_pay():
     run = engine.llm._engine
     for cost in (0.0, 100.0):
         seconds = [1.0 + cost * (size > 1) for size in run.block_sizes]
-        others = run.rules.num_choices - len(seconds)
-        run.cycle_seconds, run._statistics = (*seconds, *[float("inf")] * others), (None, None)
+        others = len(run.rules.choices) - len(seconds)
+        run.cycle_seconds, run._learnt = (*seconds, *[float("inf")] * others), None
         engine.stats = RolloutStats()
         texts.append(engine.generate(PROMPTS, config).text)
         taus.append(engine.stats.tau)
@@ -199,7 +198,7 @@ def test_auto_decodes_plainly_when_drafting_does_not_pay():
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_auto_divides_rows_so_that_each_sequence_drafts_or_not():
+def test_auto_drafts_the_largest_blocks_where_they_cost_nothing():
     """All options come through Tunix's config."""
     given = {
         "target": TARGET,
@@ -214,15 +213,14 @@ def test_auto_divides_rows_so_that_each_sequence_drafts_or_not():
     engine.generate(prompts, config)  # Compiles, and measures cycles.
     ids = [list(prompt.encode()) for prompt in prompts]
     _, run, requests = engine.llm._prepare(ids, engine._sampling(config))
-    only = adaptive.only(len(run.block_sizes), run.rules.num_choices)
-    run.cycle_seconds, run._statistics = tuple(only.tolist()), (None, None)
+    run.cycle_seconds, run._learnt = (1.0,) * len(run.rules.choices), None
     engines()["none"].update_params(nnx.state(policy(), nnx.Param))
     wanted = engines()["none"].generate(prompts, config).tokens
     for one, other in zip(engine.generate(prompts, config).tokens, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
     done = [event for event in decode(run, requests) if isinstance(event, RequestOutput)]
     sizes = [size for one in done for size in one.block_sizes]
-    assert min(sizes) == 1 < 2 < max(sizes), "each sequence has rows of its own"
+    assert max(sizes) == run.block_sizes[-1]
 
 
 def test_statistics_belong_to_the_weights():

@@ -69,7 +69,7 @@ def decode_constrained(run, task: dict) -> list:
 
 def decode_divided(name: str, mesh: tuple[int, ...], task: dict) -> list:
     """The outputs, with grammars for some, of cycles that divide their rows in each replica."""
-    from dflash.inference.cycle import adaptive
+    from dflash.inference.cycle.choice import only
     from support.engines import engine
     from support.models import drafter
 
@@ -78,7 +78,7 @@ def decode_divided(name: str, mesh: tuple[int, ...], task: dict) -> list:
     )
     run = engine(model, mesh=mesh, batch_size=4, sync_every=4, max_length=48, adaptive_blocks=True)
     first = len(run.block_sizes)
-    run.cycle_seconds = tuple(adaptive.only(first, run.rules.num_choices).tolist())
+    run.cycle_seconds = tuple(only(first, len(run.rules.choices)).tolist())
     return decode_constrained(run, task)
 
 

@@ -127,7 +127,12 @@ class ScriptedDrafter(Drafter):
         # What a drafter with a wrong memory drafts is wrong too.
         remembers = same.any(axis=1) & (state["count"] == position)
         tokens = jnp.where(remembers[:, None], tokens, (right + VOCAB // 2) % VOCAB)
-        return Proposal(tokens, parents if self.tree else None), state
+        if not self.tree:
+            return Proposal(tokens), state
+        # Any confidence will do, as long as it differs between sequences.
+        spread = (position * 37 + anchor) % 64 / 64
+        confidence = jnp.broadcast_to(spread[:, None], tokens.shape)
+        return Proposal(tokens, parents, confidence=confidence), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         rows = jnp.arange(features.shape[1])

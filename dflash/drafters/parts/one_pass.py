@@ -78,11 +78,12 @@ class OnePassDrafter(WeightedDrafter):
         Args:
           hidden: Hidden states of the draft positions, [B, D, width].
           positions: int32 [B, D]; absolute positions.
-          unembed: Function from hidden states to logits; see `Sampler.draw`.
+          unembed: Function from hidden states [B, D, width] to logits float32 [B, D, V].
           sampler: Draws the tokens.
           count: Number of drafts; D for a chain.
         """
+        logits = unembed(hidden)
         if self.tree_budget is not None:
-            return token_tree.propose(unembed(hidden), positions, sampler, count)
-        tokens, probs = sampler.draw(hidden, positions, unembed)
+            return token_tree.propose(logits, positions, sampler, count)
+        tokens, probs = sampler.propose(logits, positions)
         return Proposal(tokens, probs=probs)

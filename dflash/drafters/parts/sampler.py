@@ -1,6 +1,5 @@
 """Interface by which drafters draw tokens."""
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -36,23 +35,6 @@ class Sampler(Protocol):
         Returns:
           tokens int32 [B, T], and the distributions float32 [B, T, V] that they were drawn from;
           None in their place unless verification needs probabilities.
-        """
-
-    def draw(
-        self,
-        hidden: jax.Array,
-        positions: jax.Array,
-        unembed: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns `propose` of the logits of hidden states, or only those that are verified.
-
-        If it is known before drafting which drafts will be verified, logits are computed for these
-        alone, and the results are arbitrary at other positions.
-
-        Args:
-          hidden: Hidden states [B, T, D].
-          positions: Absolute positions of the tokens, int32 [B, T].
-          unembed: Function hidden [..., T, D] -> logits float32 [..., T, V], by rows.
         """
 
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:

@@ -72,8 +72,9 @@ class Backlog:
         Returns:
           The drafter's state, covering the positions before `position`, and an empty backlog.
         """
-        # XLA must not move the work on the features, which no iteration of a loop changes, out of
-        # the loop that calls this, to where it would be done whether rows are pending or not.
+        # The loop that calls this runs once if rows are pending, and not at all otherwise. It does
+        # not change the features, so without a barrier XLA would move the work on them out of the
+        # loop, to where it would be done in any case.
         count, features = jax.lax.optimization_barrier((self.pending(active), self.features))
         start = position - count
         # The row after the last one is the anchor's. A sequence without rows has the anchor in its
@@ -81,6 +82,11 @@ class Backlog:
         tokens = jnp.where(jnp.arange(ROWS + 1) == count[:, None], anchor[:, None], self.tokens)
         state = drafter.observe(state, start, tokens, count, features, heads)
         return state, dataclasses.replace(self, count=jnp.zeros_like(self.count))
+
+
+def spare_rows(sizes: tuple[int, ...]) -> int:
+    """Returns the extra rows that a drafter's state needs past the longest sequence."""
+    return ROWS if len(sizes) > 1 else 0
 
 
 def abstract(batch: int, width: int, dtype: jnp.dtype, sharding: Sharding) -> Backlog:

@@ -2,55 +2,90 @@
 
 import dataclasses
 
+import numpy as np
+
+from dflash.drafters.base import Drafter
+from dflash.inference.pages import Layout
+
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 MEAN_ROWS = (2, 4, 8, 16, 32)  # Mean numbers of rows per slot of cycles that divide their rows.
-# Ratio of the most rows that a sequence may get in such a cycle to their mean number. Chains that
-# are divided by confidence are drafted first, whatever gets a row, so more drafts cost more.
-SHARE, CONFIDENT_SHARE = 4, 2
+# Ratio of the most rows that a sequence may get in such a cycle to their mean number. A chain is
+# drafted as long as the most that it may get, so more of them cost more.
+TREE_SHARE, CHAIN_SHARE = 4, 2
+DIVIDED = "~"  # Begins the names of choices that divide rows among sequences.
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
-    """Cycles that divide their rows among sequences.
+class Choices:
+    """Numbers of rows that a cycle may draft and verify. A fixed block is a single choice.
 
     Attributes:
-      mean_rows: Mean numbers of rows per slot, ascending; empty if rows are never divided.
+      block_sizes: Rows of every sequence, ascending; the last number is the drafter's block size.
+      mean_rows: Mean rows per slot of cycles that divide their rows among the sequences by the
+        drafter's confidence, ascending.
       num_replicas: Number of replicas, each of which divides rows among its own slots.
-      by_confidence: Whether rows go by the drafter's confidence rather than by statistics.
-      share: Ratio of the most rows that a sequence may get to their mean number.
+      trees: Whether drafts form trees.
     """
 
+    block_sizes: tuple[int, ...]
     mean_rows: tuple[int, ...] = ()
     num_replicas: int = 1
-    by_confidence: bool = False
-    share: int = SHARE
+    trees: bool = False
 
-    def drafted(self, sizes: tuple[int, ...], mean_rows: int) -> int:
+    @classmethod
+    def of(cls, drafter: Drafter, layout: Layout, *, divides: bool) -> "Choices":
+        """Returns all choices for a drafter, from plain decoding to its block size.
+
+        Args:
+          drafter: The drafter.
+          layout: Layout of the batch. A single slot has nothing to divide.
+          divides: Whether cycles may divide their rows.
+        """
+        largest, divides = drafter.block_size, divides and layout.slots_per_replica > 1
+        return cls(
+            (*(size for size in SIZES if size < largest), largest),
+            tuple(mean for mean in MEAN_ROWS if divides and mean < largest),
+            layout.num_replicas,
+            drafter.drafts_trees,
+        )
+
+    def __len__(self) -> int:
+        """Returns the number of choices."""
+        return len(self.block_sizes) + len(self.mean_rows)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the choices: block sizes, then mean rows of divisions, such as "~4"."""
+        return *map(str, self.block_sizes), *(f"{DIVIDED}{mean}" for mean in self.mean_rows)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Mean rows per sequence that a cycle of each choice verifies."""
+        return (*self.block_sizes, *self.mean_rows)
+
+    def rows_of(self, index: int) -> tuple[int, int | None]:
+        """Returns the rows to draft in a cycle of a choice, and the mean rows to divide, if any."""
+        if index < len(self.block_sizes):
+            return self.block_sizes[index], None
+        mean_rows = self.rows[index]
+        return self.drafted(mean_rows), mean_rows
+
+    def drafted(self, mean_rows: int) -> int:
         """Returns the block size to draft in a cycle that divides `mean_rows` per slot.
 
-        That is the most rows that a sequence may get, and one of the `sizes`.
+        That is the most rows that a sequence may get, and one of the block sizes.
         """
-        return next((size for size in sizes if size >= self.share * mean_rows), sizes[-1])
+        most = mean_rows * (TREE_SHARE if self.trees else CHAIN_SHARE)
+        return next((size for size in self.block_sizes if size >= most), self.block_sizes[-1])
 
+    def larger(self) -> np.ndarray:
+        """Returns which choices a trial may take instead of each one, bool [S, S].
 
-WHOLE = Division()  # Every sequence verifies as many rows as the others.
-
-
-def block_sizes(largest: int) -> tuple[int, ...]:
-    """Returns the sizes to choose from, ascending, from 1 (plain decoding) to `largest`."""
-    return (*(size for size in SIZES if size < largest), largest)
-
-
-def division(
-    largest: int,
-    slots_per_replica: int,
-    num_replicas: int,
-    *,
-    by_confidence: bool = False,
-    trees: bool = False,
-) -> Division:
-    """Returns the divisions to choose from; a single slot has nothing to divide."""
-    means = MEAN_ROWS if slots_per_replica > 1 else ()
-    means = tuple(mean for mean in means if mean < largest)
-    share = CONFIDENT_SHARE if by_confidence and not trees else SHARE
-    return Division(means, num_replicas, by_confidence, share)
+        These are the larger ones of its kind, and after the largest division the largest size.
+        """
+        count, index = len(self.block_sizes), np.arange(len(self))
+        is_size = index < count
+        larger = (index > index[:, None]) & (is_size == is_size[:, None])
+        if self.mean_rows:
+            larger[-1, count - 1] = True
+        return larger

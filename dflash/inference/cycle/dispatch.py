@@ -34,11 +34,9 @@ def run_cycles(
     A preceding cycle of `conclude` counts towards `max_cycles`. Constrained sequences wait, because
     their tokens depend on masks that only `conclude` receives.
     """
-    largest, most = rules.block_sizes[-1], max_cycles - state.concluded
-    waiting = state.active & state.controls.constrained
+    most, waiting = max_cycles - state.concluded, state.active & state.controls.constrained
     state = dataclasses.replace(state, active=state.active & ~waiting)
-    report = _empty_report(target, drafter, state, max_cycles, largest)
-
+    report = _empty_report(target, drafter, state, max_cycles, rules.block_sizes[-1])
     num_active = state.active.sum()
 
     def go_on(carry):
@@ -52,17 +50,16 @@ def run_cycles(
         state, outcome = cycles.cycle(
             target, drafter, state, rules=rules, block_size=size, mean_rows=mean_rows
         )
-        if size > 1:  # A plain cycle has already chosen what follows it.
+        if size > 1:  # A plain cycle tells nothing new.
             state = _choose(state, rules)
         return state, _record(report, state, outcome)
 
-    steps = [functools.partial(step, *rules.rows_of(i)) for i in range(rules.num_choices)]
-    if state.adaptive is None:
-        state, report = jax.lax.while_loop(go_on, steps[0], (state, report))
-    else:
-        catch_up = functools.partial(_catch_up, target, drafter)
-        carry = _choose(state, rules), report
-        state, report = _loop_by_size(go_on, steps, catch_up, carry)
+    def catch_up(carry):
+        state, report = carry
+        return _catch_up(target, drafter, state), report
+
+    steps = [functools.partial(step, *rules.choices.rows_of(i)) for i in range(len(rules.choices))]
+    state, report = _loop(go_on, steps, catch_up, (_choose(state, rules), report))
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
     )
@@ -73,10 +70,8 @@ def propose(
     target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules
 ) -> tuple[DecodeState, Proposal]:
     """Drafts the largest block for every slot, for `conclude` to verify."""
-    if state.adaptive is not None:
-        state, _ = _catch_up(target, drafter, (_choose(state, rules), None))
-        last = len(rules.block_sizes) - 1
-        state = dataclasses.replace(state, adaptive=state.adaptive.at(last))
+    state = _catch_up(target, drafter, _choose(state, rules))
+    state = dataclasses.replace(state, choice=state.choice.largest())
     return cycles.propose(target, drafter, state, rules=rules, block_size=rules.block_sizes[-1])
 
 
@@ -106,7 +101,8 @@ def conclude(
     waiting = state.active & state.controls.constrained & ~ready
     state = dataclasses.replace(state, active=state.active & ~waiting)
     report = _empty_report(target, drafter, state, 1, rules.block_sizes[-1])
-    after, outcome = cycles.conclude(target, drafter, state, proposal, rules=rules, allowed=allowed)
+    block = cycles.block_of(drafter, state, proposal)
+    after, outcome = cycles.conclude(target, drafter, state, block, rules=rules, allowed=allowed)
     after = dataclasses.replace(
         after, active=after.active | waiting, concluded=jnp.ones_like(after.concluded)
     )
@@ -149,44 +145,38 @@ def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
 
 
 def _choose(state: DecodeState, rules: Rules) -> DecodeState:
-    """Chooses the block size of the next cycle if there are several."""
-    if state.adaptive is None:
-        return state
-    sizes, division = rules.block_sizes, rules.division
-    chosen = state.adaptive.choose(state.active, rules.left(state), sizes, division)
-    return dataclasses.replace(state, adaptive=chosen)
+    """Chooses the rows of the next cycle."""
+    choice = state.choice.choose(state.active, rules.left(state))
+    return dataclasses.replace(state, choice=choice)
 
 
-def _catch_up(target: Decoder, drafter: Drafter, carry):
-    """Lets the drafter observe the backlog."""
-    state, report = carry
-    adaptive, position = state.adaptive, state.length - 1
-    with jax.named_scope("drafter"):
-        drafter_state, backlog = adaptive.backlog.clear(
-            drafter, state.drafter, state.anchor, position, state.active, target
-        )
-    adaptive = dataclasses.replace(adaptive, backlog=backlog)
-    return dataclasses.replace(state, drafter=drafter_state, adaptive=adaptive), report
+def _catch_up(target: Decoder, drafter: Drafter, state: DecodeState) -> DecodeState:
+    """Lets the drafter observe the rows that were put aside."""
+    sequences = state.anchor, state.length - 1, state.active
+    drafter_state, choice = state.choice.catch_up(drafter, state.drafter, *sequences, heads=target)
+    return dataclasses.replace(state, drafter=drafter_state, choice=choice)
 
 
-def _loop_by_size(go_on, steps, catch_up, carry):
-    """Runs the step of the chosen size or division while `go_on` holds.
+def _loop(go_on, steps, catch_up, carry):
+    """Runs the step of the present choice while `go_on` holds.
 
-    Each of them has its own inner loop, which runs while it is chosen; an outer loop iterates over
-    them. A single loop with a switch would compute the same, but XLA may copy the caches
-    at a branch, whereas a loop updates them in place.
+    Each step has an inner loop of its own, which runs while it is chosen; an outer loop iterates
+    over them. A single loop with a switch would compute the same, but XLA may copy the caches at a
+    branch, since each branch returns them anew, whereas a loop updates its carry in place.
     """
+    if len(steps) == 1:
+        return jax.lax.while_loop(go_on, steps[0], carry)
 
-    def must_clear(carry):
+    def must_catch_up(carry):
         state, _ = carry
-        return state.adaptive.must_clear(state.active)
+        return state.choice.must_catch_up(state.active)
 
     def chosen(index, carry):
         state, _ = carry
-        return go_on(carry) & ~must_clear(carry) & (state.adaptive.choice.index == index)
+        return go_on(carry) & ~must_catch_up(carry) & (state.choice.index == index)
 
     def each_in_turn(carry):
-        carry = jax.lax.while_loop(lambda c: go_on(c) & must_clear(c), catch_up, carry)
+        carry = jax.lax.while_loop(lambda c: go_on(c) & must_catch_up(c), catch_up, carry)
         for index, step in enumerate(steps):
             carry = jax.lax.while_loop(functools.partial(chosen, index), step, carry)
         return carry

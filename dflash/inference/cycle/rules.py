@@ -9,14 +9,11 @@ import jax.numpy as jnp
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference.cycle import choices
-from dflash.inference.cycle.choices import WHOLE, Division
+from dflash.inference.cycle.choices import Choices
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.cycle.verify import VerifyResult
 from dflash.inference.logits.sampling import SequenceSampler
 from dflash.inference.pages import Layout
-
-DIVIDED = "~"  # Begins the names of choices that divide rows among sequences.
 
 # Changes the result on a proposal: (drafter, its state after the draft, result) -> result.
 Revise = Callable[[Drafter, Any, VerifyResult], VerifyResult]
@@ -27,10 +24,7 @@ class Rules:
     """Static settings of the decode loop; all other settings are per-sequence device state.
 
     Attributes:
-      block_sizes: Numbers of rows that a cycle may verify per sequence, ascending; the last one is
-        the drafter's block size.
-      division: Cycles that divide their rows among sequences.
-      lookup: Whether copies of the context may replace a drafter's drafts; see `lookup`.
+      choices: Numbers of rows that a cycle may draft and verify.
       longest_context: See `Drafter`.
       verify: Rule that accepts drafts; see `verify`.
       greedy: Whether all sequences are greedy and use no logit controls; see `for_greedy`.
@@ -38,9 +32,7 @@ class Rules:
         meaningless, but the work stays the same.
     """
 
-    block_sizes: tuple[int, ...]
-    division: Division = WHOLE
-    lookup: bool = False
+    choices: Choices
     longest_context: int | None = None
     verify: Literal["coupled", "rejection", "block"] = "coupled"
     greedy: bool = False
@@ -64,21 +56,15 @@ class Rules:
           config: Sizes of the loop and the verification rule.
           layout: Layout of the batch.
           adaptive_blocks: Choose the rows of every cycle.
-          divide_rows: Let cycles divide chosen rows among sequences.
+          divide_rows: Let cycles divide rows by the drafter's confidence, if it states any.
           revise: See `Rules`.
         """
-        largest, sizes, division = drafter.block_size, (drafter.block_size,), WHOLE
-        lookup = config.lookup and drafter.num_draft_tokens > 0
+        choices = Choices((drafter.block_size,))
         if adaptive_blocks:
-            sizes = choices.block_sizes(largest)
-            slots, replicas = layout.slots_per_replica, layout.num_replicas
-            # Confidence depends on the drawn tokens, so a rejection rule must not go by it, and
-            # copies that replace drafts have none.
-            confident = drafter.has_confidence and config.verify == "coupled" and not lookup
-            form = {"by_confidence": confident, "trees": drafter.drafts_trees}
-            if divide_rows:
-                division = choices.division(largest, slots, replicas, **form)
-        return cls(sizes, division, lookup, drafter.longest_context, config.verify, revise=revise)
+            # Confidence depends on the drawn tokens, so a rejection rule must not go by it.
+            confident = drafter.has_confidence and config.verify == "coupled"
+            choices = Choices.of(drafter, layout, divides=divide_rows and confident)
+        return cls(choices, drafter.longest_context, config.verify, revise=revise)
 
     def for_greedy(self) -> "Rules":
         """Returns the settings for requests of which each `is_greedy`.
@@ -88,22 +74,9 @@ class Rules:
         return dataclasses.replace(self, verify="coupled", greedy=True)
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """Names of the choices: block sizes, then mean rows of divisions, such as "~4"."""
-        means = [f"{DIVIDED}{mean}" for mean in self.division.mean_rows]
-        return *map(str, self.block_sizes), *means
-
-    @property
-    def num_choices(self) -> int:
-        """Number of choices of rows for a cycle: block sizes and divisions."""
-        return len(self.block_sizes) + len(self.division.mean_rows)
-
-    def rows_of(self, choice: int) -> tuple[int, int | None]:
-        """Returns the rows to draft in a cycle of a choice, and the mean rows to divide, if any."""
-        if choice < len(self.block_sizes):
-            return self.block_sizes[choice], None
-        mean_rows = self.division.mean_rows[choice - len(self.block_sizes)]
-        return self.division.drafted(self.block_sizes, mean_rows), mean_rows
+    def block_sizes(self) -> tuple[int, ...]:
+        """Numbers of rows that a cycle may draft per sequence, ascending."""
+        return self.choices.block_sizes
 
     def left(self, state: DecodeState) -> jax.Array:
         """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].

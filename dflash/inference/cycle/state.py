@@ -2,25 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.inference.cycle import block_choice
-from dflash.inference.cycle.adaptive import Adaptive
-from dflash.inference.cycle.block_choice import BlockChoice
-from dflash.inference.cycle.lookup import Lookup
-from dflash.inference.cycle.window_choice import WindowChoice
+from dflash.inference.cycle.choice import FixedRows
 from dflash.inference.logits.controls import Controls
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
-
-Choice = TypeVar("Choice", BlockChoice, WindowChoice)
-# Choices of block sizes and of windows at the end of a run; None for what is not chosen.
-Statistics = tuple[BlockChoice | None, WindowChoice | None]
 
 
 @jax.tree_util.register_dataclass
@@ -41,10 +33,8 @@ class DecodeState:
       controls: Logit controls of each sequence.
       cache: Key/value cache of the target.
       drafter: State of the drafter.
-      adaptive: State that chooses block sizes; None if there is only one size. Its backlog holds
-        the rows that the drafter has not observed yet.
-      lookup: State that chooses between drafts and copies; None without lookup.
-      windows: State that chooses the windows of the drafter; None without a choice.
+      choice: State that chooses the rows of each cycle. It may hold rows that the drafter has not
+        observed yet.
       nonfinite_at: int32 [B]; position of the first token with non-finite logits, which ended the
         sequence; 0 if there was none.
       concluded: int32 []; cycles of the current dispatch that were run before its loop.
@@ -61,31 +51,10 @@ class DecodeState:
     controls: Controls
     cache: PagedCache
     drafter: Any
-    adaptive: Adaptive | None
-    lookup: Lookup | None
-    windows: WindowChoice | None
+    choice: FixedRows
     nonfinite_at: jax.Array
     concluded: jax.Array
     adapter: jax.Array | None = None
-
-    @property
-    def statistics(self) -> Statistics:
-        """Acceptance statistics of all sequences, with which another run may start."""
-        return self.adaptive and self.adaptive.choice, self.windows
-
-    def with_statistics(self, statistics: Statistics) -> "DecodeState":
-        """Returns the state of a run that starts with statistics of earlier ones.
-
-        A trial is due, since its prompts may be of another kind.
-        """
-        of_sizes, of_windows = statistics
-        adaptive, windows = self.adaptive, self.windows
-        if adaptive is not None:
-            choice = adaptive.choice if of_sizes is None else _with_pool(adaptive.choice, of_sizes)
-            adaptive = dataclasses.replace(adaptive, choice=block_choice.carried(choice))
-        if windows is not None and of_windows is not None:
-            windows = _with_pool(windows, of_windows)
-        return dataclasses.replace(self, adaptive=adaptive, windows=windows)
 
     @property
     def occupancy(self) -> "Occupancy":
@@ -108,13 +77,6 @@ class DecodeState:
         """Returns the mean length of the active sequences, float32 []; 0 without any."""
         total = jnp.where(self.active, self.length, 0).sum().astype(jnp.float32)
         return total / jnp.maximum(self.active.sum(), 1)
-
-
-def _with_pool(choice: Choice, earlier: Choice) -> Choice:
-    """Returns a choice with the statistics of all sequences of an earlier run."""
-    names = "pool_tried", "pool_accepted"
-    # Copy the statistics, because a dispatch donates its state.
-    return dataclasses.replace(choice, **{name: jnp.copy(getattr(earlier, name)) for name in names})
 
 
 class Occupancy(NamedTuple):

@@ -35,6 +35,44 @@ class VerifyResult(NamedTuple):
     next_token: jax.Array
     sampled: jax.Array | None = None
 
+    def along(self, rows: jax.Array) -> jax.Array:
+        """Returns the rows [B, R, …] of the accepted path, in order; a chain keeps all of its rows.
+
+        Only the first num_accepted + 1 of them are valid.
+        """
+        if self.path is None:
+            return rows
+        path = self.path.reshape(*self.path.shape, *[1] * (rows.ndim - 2))
+        return jnp.take_along_axis(rows, path, axis=1)
+
+    def on_path(self, num_accepted: jax.Array, count: int) -> jax.Array:
+        """Returns which of `count` drafts are the first ones of the accepted path, bool [B, count].
+
+        Args:
+          num_accepted: int32 [B]; number of drafts of the path to count.
+          count: Number of drafts of each sequence.
+        """
+        if self.path is None:
+            return jnp.arange(count) < num_accepted[:, None]
+        counted = jnp.arange(self.path.shape[1]) <= num_accepted[:, None]
+        slots = jnp.arange(num_accepted.shape[0])[:, None]
+        # Row 0 is the anchor. Entries past the path get an index that the scatter drops.
+        taken = jnp.zeros((slots.shape[0], count + 1), bool)
+        taken = taken.at[slots, jnp.where(counted, self.path, count + 1)].set(True, mode="drop")
+        return taken[:, 1:]
+
+    def following(self, tokens: jax.Array) -> jax.Array:
+        """Returns the tokens after the anchor along the accepted path, ending with the bonus token.
+
+        Only the first num_accepted + 1 entries are valid.
+
+        Args:
+          tokens: int32 [B, R]; anchors and drafts.
+        """
+        following = jnp.roll(self.along(tokens), -1, axis=1)
+        is_bonus = jnp.arange(following.shape[1]) == self.num_accepted[:, None]
+        return jnp.where(is_bonus, self.next_token[:, None], following)
+
 
 def coupled_chain(draft: jax.Array, sampled: jax.Array) -> VerifyResult:
     """Accepts the longest prefix of each draft that equals the target's own samples.

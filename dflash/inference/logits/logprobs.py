@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from dflash.inference.logits.sampling import SamplingParams, filter_logits
 from dflash.inference.request import MAX_LOGPROBS, TokenLogprobs
-from dflash.kernels.packing import Packing
 
 
 @jax.tree_util.register_dataclass
@@ -56,38 +55,32 @@ def zeros(shape: Sequence[int], vocab_size: int) -> Logprobs:
 
 
 def of_tokens(
-    logits: jax.Array,
-    shape: Callable[[jax.Array], jax.Array],
+    rows: Callable[[], tuple[jax.Array, jax.Array]],
     params: SamplingParams,
     tokens: jax.Array,
     wanted: jax.Array,
-    rows: jax.Array | None = None,
-    packing: Packing | None = None,
+    vocab_size: int,
 ) -> Logprobs:
     """Computes log-probabilities of tokens if any sequence requests them; returns zeros otherwise.
 
     Args:
-      logits: float32 [B, R, V]; raw logits of the target. Packed if there is a `packing`.
-      shape: Function that applies the sequences' controls to logits [B, R, V].
+      rows: Returns the logits that each token follows, float32 [B, T, V]: those of the target, and
+        after the sequences' controls. Called where they are needed.
       params: Sampling parameters of the B sequences; a greedy one counts as temperature 1.
-      tokens: int32 [B, T]; token t follows row rows[b, t].
+      tokens: int32 [B, T].
       wanted: bool [B]; sequences that request log-probabilities.
-      rows: int32 [B, T]; None means that T = R and token t follows row t.
-      packing: Packing of the logits' rows, if any.
+      vocab_size: Vocabulary size V.
     """
 
-    def along(logits):
-        return logits if rows is None else jnp.take_along_axis(logits, rows[..., None], axis=1)
-
     def compute():
-        padded = logits if packing is None else packing.unpack(logits)
-        own = jax.nn.log_softmax(along(padded), axis=-1)
-        kept = jax.nn.log_softmax(filter_logits(along(shape(padded)), params), axis=-1)
-        top, top_ids = jax.lax.top_k(own, min(MAX_LOGPROBS, logits.shape[-1]))
+        plain, shaped = rows()
+        own = jax.nn.log_softmax(plain, axis=-1)
+        kept = jax.nn.log_softmax(filter_logits(shaped, params), axis=-1)
+        top, top_ids = jax.lax.top_k(own, min(MAX_LOGPROBS, vocab_size))
         drawn, sampled = (
             jnp.take_along_axis(each, tokens[..., None], axis=-1)[..., 0] for each in (own, kept)
         )
         return Logprobs(drawn, sampled, top_ids.astype(jnp.int32), top)
 
     with jax.named_scope("if_logprobs"):
-        return jax.lax.cond(jnp.any(wanted), compute, lambda: zeros(tokens.shape, logits.shape[-1]))
+        return jax.lax.cond(jnp.any(wanted), compute, lambda: zeros(tokens.shape, vocab_size))

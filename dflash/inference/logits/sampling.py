@@ -6,7 +6,6 @@ not depend on how it was drafted.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +114,6 @@ class SequenceSampler:
         probabilities, as rejection verification requires.
       vocabulary: Draft vocabulary of the logits, which are [B, T, Q] instead of [B, T, V]; None for
         the whole vocabulary. Tokens and probabilities are those of all V tokens in both cases.
-      packing: Packing of the positions that `draw` computes; None for all.
       greedy: Whether all sequences are known to be greedy, whatever `params` say: nothing is then
         computed for sampling.
     """
@@ -123,7 +121,6 @@ class SequenceSampler:
     params: SamplingParams
     with_probs: bool = False
     vocabulary: DraftTokens | None = None
-    packing: Packing | None = None
     greedy: bool = False
 
     def among(self, vocabulary: DraftTokens) -> "SequenceSampler":
@@ -146,25 +143,6 @@ class SequenceSampler:
         tokens = sample(logits, positions, self.params, DRAFT, self.vocabulary)
         return tokens, self._probabilities(logits)
 
-    def draw(
-        self,
-        hidden: jax.Array,
-        positions: jax.Array,
-        unembed: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns `propose` of the logits of hidden states; see `parts.sampler.Sampler`."""
-        packing = self.packing
-        if packing is None:
-            return self.propose(unembed(hidden), positions)
-        rows, positions = self.of_rows(packing, positions)
-        logits = unembed(packing.pack(hidden))
-        drawn = rows.propose(logits.reshape(-1, 1, logits.shape[-1]), positions)
-
-        def padded(x):
-            return packing.unpack(x.reshape(*packing.source.shape, *x.shape[2:]))
-
-        return jax.tree.map(padded, drawn)
-
     def of_rows(
         self, packing: Packing, positions: jax.Array
     ) -> tuple["SequenceSampler", jax.Array]:
@@ -182,7 +160,7 @@ class SequenceSampler:
 
         params = jax.tree.map(by_row, self.params)
         padded = jnp.broadcast_to(positions, packing.place.shape)
-        sampler = dataclasses.replace(self, params=params, packing=None)
+        sampler = dataclasses.replace(self, params=params)
         return sampler, packing.pack(padded).reshape(-1, 1)
 
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:

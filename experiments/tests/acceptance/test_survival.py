@@ -8,7 +8,7 @@ import pytest
 
 from dflash import errors
 from dflash.config import benchmark_schema, loader
-from dflash.inference.cycle import block_choice
+from dflash.inference.cycle import choice
 from dflash.measure import workload
 from dflash.measure.pair.replay import Cycles
 from experiments.acceptance import estimates as survival
@@ -74,9 +74,9 @@ def test_a_position_without_drafts_is_left_alone():
 def test_online_rates_are_those_of_the_cycles_before():
     found = survival.online_rates(cycles([[3, 3], [1, 1]]), 2)
     assert found.shape == (2, 2, 2)
-    np.testing.assert_allclose(found[:, 0], block_choice.PRIOR)
+    np.testing.assert_allclose(found[:, 0], choice.PRIOR)
     assert (found[0, 1] > found[1, 1]).all(), "each text has statistics of its own"
-    assert found[1, 1, 0] < block_choice.PRIOR
+    assert found[1, 1, 0] < choice.PRIOR
 
 
 def test_rows_are_divided_by_the_rates():

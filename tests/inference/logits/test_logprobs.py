@@ -100,7 +100,7 @@ def test_a_small_vocabulary_has_fewer_likeliest_tokens():
     logits = jnp.log(jnp.array([[[0.5, 0.2, 0.3]]]))
     params = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingParams.of(RequestSampling()))
     ids, wanted = jnp.array([[2]]), jnp.array([True])
-    found = logprobs.of_tokens(logits, lambda x: x, params, ids, wanted)
+    found = logprobs.of_tokens(lambda: (logits, logits), params, ids, wanted, logits.shape[-1])
     assert found.top_ids.tolist() == [[[0, 2, 1]]]
     assert float(found.drawn[0, 0]) == pytest.approx(np.log(0.3), abs=1e-6)
 

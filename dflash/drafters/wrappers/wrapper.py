@@ -1,0 +1,89 @@
+"""Base of drafters that wrap another one."""
+
+from typing import Any, NamedTuple
+
+from dflash.drafters.base import Drafter
+from dflash.layers.cache import batch_axes
+from dflash.parallel.sharding import Sharding
+
+
+class WrapperState(NamedTuple):
+    """State of a wrapper.
+
+    Attributes:
+      inner: State of the inner drafter.
+      own: State of each sequence; all leaves are [B, …], and zeros for a new sequence.
+      shared: State of all sequences together, past ones included.
+    """
+
+    inner: Any
+    own: Any
+    shared: Any = ()
+
+
+def _of_inner(name: str) -> property:
+    return property(lambda self: getattr(self.inner, name))
+
+
+class Wrapper(Drafter):
+    """Drafter that does what its inner drafter does, unless a method is overridden."""
+
+    feature_layers = _of_inner("feature_layers")
+    num_draft_tokens = _of_inner("num_draft_tokens")
+    has_probs = _of_inner("has_probs")
+    has_confidence = _of_inner("has_confidence")
+    prefix_cache_mode = _of_inner("prefix_cache_mode")
+    rows_ahead = _of_inner("rows_ahead")
+    longest_context = _of_inner("longest_context")
+    longest_path = _of_inner("longest_path")
+    drafts_trees = _of_inner("drafts_trees")
+
+    def __init__(self, inner: Drafter, sharding: Sharding):
+        """Wraps a drafter; `sharding` is that of the wrapper's own state."""
+        self.inner, self.sharding = inner, sharding
+
+    def per_sequence(self, batch: int, *shape: int, dtype: Any) -> Any:
+        """Returns an abstract array [batch, *shape]."""
+        name, _ = batch_axes(batch, self.sharding)
+        return self.sharding.abstract((batch, *shape), (name, *[None] * len(shape)), dtype)
+
+    def draft(self, state, *where):
+        """Drafts the whole proposal; see `Drafter.draft`."""
+        return self.draft_fewer(self.num_draft_tokens, state, *where)
+
+    def draft_inner(self, drafter: Drafter, count: int, *where):
+        """Lets the inner drafter, or a copy of it, draft `count` tokens."""
+        if count == self.num_draft_tokens:
+            return drafter.draft(*where)
+        return drafter.draft_fewer(count, *where)
+
+    def clear(self, state, fresh):
+        """Clears the sequences of both states; see `Drafter.clear`."""
+        inner = self.inner.clear(state.inner, fresh)
+        return state._replace(inner=inner, own=super().clear(state.own, fresh))
+
+    def insert(self, state, other, row, slot):
+        """Copies a sequence of both states; see `Drafter.insert`."""
+        inner = self.inner.insert(state.inner, other.inner, row, slot)
+        return state._replace(inner=inner, own=super().insert(state.own, other.own, row, slot))
+
+    def context_pages(self, num_pages, page_size):
+        """Returns abstract pages of the inner state's rows; see `Drafter.context_pages`."""
+        return self.inner.context_pages(num_pages, page_size)
+
+    def read_rows(self, state, slot, start, count):
+        """Returns rows of the inner state; see `Drafter.read_rows`."""
+        return self.inner.read_rows(state.inner, slot, start, count)
+
+    def write_rows(self, state, slot, start, rows):
+        """Writes rows of the inner state; see `Drafter.write_rows`."""
+        return state._replace(inner=self.inner.write_rows(state.inner, slot, start, rows))
+
+    def learnt(self, state):
+        """Returns what both know about all sequences; see `Drafter.learnt`."""
+        return self.inner.learnt(state.inner), state.shared
+
+    def with_learnt(self, state, learnt):
+        """Returns the state with what another run learnt; see `Drafter.with_learnt`."""
+        inner, shared = learnt
+        return state._replace(inner=self.inner.with_learnt(state.inner, inner), shared=shared)

@@ -1,0 +1,377 @@
+"""Tests of the choice of rows: its regret on scripted streams, and what it learns from a cycle."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import engine
+from support.models import drafter, make_sharding, zeros
+
+from dflash.drafters.base import Proposal
+from dflash.inference.cycle import choice as choices
+from dflash.inference.cycle import division
+from dflash.inference.cycle.block import Block
+from dflash.inference.cycle.choice import ChosenRows
+from dflash.inference.cycle.choices import Choices
+from dflash.inference.cycle.verify import VerifyResult
+
+SIZES = (1, 2, 4, 8)
+DRAFTS = SIZES[-1] - 1
+FAR = 1000
+few = settings(max_examples=25)
+
+
+def blank(batch: int, seconds, among: Choices | None = None) -> ChosenRows:
+    """A choice that knows the times of cycles, and nothing else."""
+    among = among or Choices(SIZES)
+    table = jnp.broadcast_to(jnp.asarray(seconds, jnp.float32), (1, 2, len(among)))
+    abstract = choices.abstract(among, batch, 8, jnp.float32, make_sharding())
+    return zeros(abstract).starting(table)
+
+
+def block(counts, num_drafts: int = DRAFTS, parents=None, confidence=None) -> Block:
+    """A block of which each sequence verifies so many rows; divided if there is confidence."""
+    batch = len(counts)
+    tokens, anchor = jnp.zeros((batch, num_drafts), jnp.int32), jnp.zeros(batch, jnp.int32)
+    whole = Block.of(Proposal(tokens, parents, confidence=confidence), anchor, anchor, 99)
+    packing = None if confidence is None else "packed"
+    return dataclasses.replace(whole, counts=jnp.asarray(counts), packing=packing)
+
+
+def learn(choice: ChosenRows, rows: Block, accepted, left=FAR, active=True) -> ChosenRows:
+    """What a choice knows after a cycle on chains."""
+    accepted, active = jnp.asarray(accepted), jnp.asarray(active)
+    committed = jnp.where(active, jnp.minimum(accepted + 1, left), 0)
+    return choice.learn(rows, VerifyResult(accepted, None, accepted), committed, left)
+
+
+# --- regret ---------------------------------------------------------------------------------------
+
+NUM_TOKENS = 128  # of each sequence
+# Seconds of a cycle, a plain one taking 1: rows are nearly free, or cost as on a CPU, or dearly.
+TABLES = {
+    "flat": [1.0, 1.15, 1.16, 1.18],
+    "even": [1.0, 1.4, 1.6, 2.0],
+    "steep": [1.0, 1.9, 2.6, 4.0],
+}
+# Acceptance rates of each draft, and by how much sequences differ.
+DRAFTERS = {
+    "never": (np.zeros(DRAFTS), 0.0),
+    "poor": (np.full(DRAFTS, 0.3), 0.1),
+    "fair": (np.linspace(0.75, 0.55, DRAFTS), 0.0),
+    "good": (np.linspace(0.85, 0.75, DRAFTS), 0.1),
+    "sure": (np.full(DRAFTS, 0.98), 0.0),
+    "mixed": (np.full(DRAFTS, 0.6), 0.35),
+}
+RUNS = 8  # of each simulation: a single one varies by several per cent
+
+
+@jax.jit
+def simulate(choice, costs, rates, keys):
+    """Tokens per second of several runs together, with rates [runs, N, G] and keys [runs]."""
+    runs = jax.vmap(simulate_once, (None, None, 0, 0))(choice, costs, rates, keys)
+    tokens, seconds = jax.tree.map(jnp.sum, runs)
+    return tokens / seconds
+
+
+def simulate_once(choice, costs, rates, key):
+    """Tokens and seconds of decoding N sequences whose drafts are accepted with rates [N, G].
+
+    Args:
+      choice: a chooser that knows nothing yet; how many sequences run at a time.
+      costs: what cycles take, whatever the chooser was told.
+    """
+    sizes, batch = jnp.array(SIZES), len(choice.own.tried)
+
+    def cycle(carry):
+        choice, done, queue, own, key, seconds, tokens = carry
+        left = NUM_TOKENS - done
+        active = left > 0
+        choice = choice.choose(active, left)
+        rows = sizes[choice.index]
+        key, noise = jax.random.split(key)
+        right = jax.random.uniform(noise, own.shape) < own
+        accepted = jnp.minimum(jnp.cumprod(right, axis=1).sum(axis=1), rows - 1)
+        seconds += costs[choice.index]
+        choice = learn(choice, block(jnp.full(batch, rows)), accepted, left, active)
+        committed = jnp.where(active, jnp.minimum(accepted + 1, left), 0)
+        done += committed
+        ended = active & (done >= NUM_TOKENS)
+        place = queue + jnp.cumsum(ended) - 1
+        fresh = ended & (place < len(rates))
+        forgotten = jax.tree.map(lambda x: jnp.where(fresh[:, None], 0, x), choice.own)
+        choice = dataclasses.replace(choice, own=forgotten)
+        own = jnp.where(fresh[:, None], rates[place], own)
+        done = jnp.where(fresh, 0, done)
+        return choice, done, queue + ended.sum(), own, key, seconds, tokens + committed.sum()
+
+    nothing = jnp.zeros(batch, jnp.int32)
+    start = choice, nothing, jnp.int32(batch), rates[:batch], key
+    carry = (*start, jnp.float32(0), jnp.int32(0))
+    carry = jax.lax.while_loop(lambda carry: (carry[1] < NUM_TOKENS).any(), cycle, carry)
+    return carry[-1], carry[-2]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_regret_against_the_best_fixed_size(batch):
+    """Whatever cycles cost and drafts are worth: at most 3 % slower than the best fixed size."""
+    rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(batch), RUNS)
+    # With few sequences per slot the time is that of the last ones, which is luck.
+    num_sequences = max(12, 6 * batch)
+
+    def speed(table, costs, rates):
+        choice = blank(batch, table)
+        # No trial is due that was not paid for.
+        earned = dataclasses.replace(choice.trial, credit=jnp.float32(0))
+        choice = dataclasses.replace(choice, trial=earned)
+        return float(simulate(choice, jnp.array(costs, jnp.float32), rates, keys))
+
+    found = {}
+    for name, (mean, spread) in DRAFTERS.items():
+        shift = rng.uniform(-spread, spread, (RUNS, num_sequences, 1))
+        rates = jnp.array(np.clip(mean + shift, 0, 1), jnp.float32)
+        # What a fixed size commits per cycle does not depend on what a cycle costs.
+        tables = [choices.only(i, len(SIZES)) for i in range(len(SIZES))]
+        fixed = [speed(table, [1.0] * len(SIZES), rates) for table in tables]
+        for cost, table in TABLES.items():
+            best = max(rate / each for rate, each in zip(fixed, table, strict=True))
+            found[name, cost] = speed(table, table, rates) / best
+    assert min(found.values()) > 0.97, found
+
+
+def run(choice: ChosenRows, accept, cycles: int) -> np.ndarray:
+    """The choices of some cycles; accept(cycle) is the drafts that the largest block accepts."""
+    sizes, indices = choice.choices.block_sizes, []
+    batch = len(choice.own.tried)
+    step = jax.jit(
+        lambda choice, rows, accepted: learn(
+            choice, block(rows), jnp.minimum(accepted, rows - 1)
+        ).choose(jnp.ones(batch, bool), jnp.full(batch, FAR))
+    )
+    choice = choice.choose(jnp.ones(batch, bool), jnp.full(batch, FAR))
+    for cycle in range(cycles):
+        indices.append(int(choice.index))
+        rows = jnp.full(batch, sizes[indices[-1]])
+        choice = step(choice, rows, jnp.full(batch, accept(cycle)))
+    return np.array(indices)
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, DRAFTS), (DRAFTS, 0)])
+def test_a_text_that_changes_is_followed(before, now):
+    indices = run(blank(4, TABLES["even"]), lambda cycle: before if cycle < 150 else now, 400)
+    best = {0: 0, DRAFTS: len(SIZES) - 1}
+    assert np.mean(indices[50:150] == best[before]) > 0.9
+    assert np.mean(indices[-100:] == best[now]) > 0.9
+
+
+def test_trials_cost_a_small_fraction_of_the_time():
+    indices = run(blank(4, TABLES["even"]), lambda cycle: 0, 1000)
+    assert 0 < np.mean(indices[100:] > 0) < 0.02
+
+
+def test_another_run_begins_with_what_was_learnt_and_doubts_it():
+    choice = blank(4, TABLES["even"])
+    for _ in range(100):
+        choice = learn(choice, block([8] * 4), [DRAFTS] * 4)
+    fresh = blank(4, TABLES["even"]).with_learnt(choice.learnt)
+    assert run(fresh, lambda cycle: DRAFTS, 1)[0] == 3
+    assert np.mean(run(fresh, lambda cycle: 0, 60)[20:] == 0) > 0.9
+
+
+@few
+@given(st.integers(0, 2**31))
+def test_the_choice_is_the_most_expected_tokens_per_second(seed):
+    rng, batch = np.random.default_rng(seed), 3
+    rates, left = rng.random((batch, DRAFTS)), rng.integers(1, 12, batch)
+    active = rng.random(batch) < 0.7
+    seconds = np.cumsum(rng.random(len(SIZES)) + 0.01)
+    tried = jnp.full((batch, DRAFTS), 1e6, jnp.float32)
+    choice = blank(batch, seconds)
+    sure = dataclasses.replace(choice.own, tried=tried, accepted=tried * rates)
+    poor = dataclasses.replace(choice.trial, credit=jnp.float32(0))
+    choice = dataclasses.replace(choice, own=sure, trial=poor)
+    choice = choice.choose(jnp.array(active), jnp.array(left))
+    speeds = []
+    for size, cost in zip(SIZES, seconds, strict=True):
+        tokens = 0.0
+        for b in np.flatnonzero(active):
+            survival = np.cumprod(rates[b])[: min(size, left[b]) - 1]
+            tokens += 1 + survival.sum()
+        speeds.append(tokens / cost)
+    assert speeds[int(choice.trial.best)] >= (1 - 1e-4) * max(speeds)
+
+
+# --- what a cycle tells ---------------------------------------------------------------------------
+
+
+def test_what_was_not_tried_is_not_counted():
+    after = learn(blank(3, np.ones(4)), block([4, 4, 4]), [0, 2, 3], active=[True, True, False])
+    np.testing.assert_array_equal(
+        after.own.tried[:, :4], [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(after.own.accepted[:, :3], [[0, 0, 0], [1, 1, 0], [0, 0, 0]])
+    assert not after.own.tried[:, 3:].any()
+    np.testing.assert_array_equal(after.pool.tried[:4], [2, 1, 1, 0])
+    np.testing.assert_array_equal(after.pool.accepted[:4], [1, 1, 0, 0])
+
+
+def test_an_end_is_a_refusal_and_a_limit_is_not():
+    # Of seven drafts two tokens came: the first sequence ended there, the second reached its limit.
+    # The third brought all.
+    left, committed = jnp.array([1000, 2, 1000]), jnp.array([2, 2, 8])
+    result = VerifyResult(jnp.full(3, 7), None, committed)
+    after = blank(3, np.ones(4)).learn(block([8, 8, 8]), result, committed, left)
+    np.testing.assert_array_equal(after.own.tried.sum(axis=1), [2, 1, 7])
+    np.testing.assert_array_equal(after.own.accepted.sum(axis=1), [1, 1, 7])
+
+
+def test_a_plain_cycle_earns_and_teaches_nothing():
+    choice = blank(2, TABLES["even"])
+    for _ in range(10):
+        choice = learn(choice, block([8, 8]), [0, 0])
+    choice = choice.choose(jnp.ones(2, bool), jnp.full(2, FAR))
+    broke = dataclasses.replace(choice.trial, credit=-choice.trial.loss)
+    choice = dataclasses.replace(choice, trial=broke)
+    after = learn(choice, block([1, 1], num_drafts=0), [0, 0])
+    np.testing.assert_array_equal(after.own.tried, choice.own.tried)
+    assert float(after.trial.credit) > float(choice.trial.credit)
+
+
+def test_a_new_sequence_knows_what_the_pool_knows():
+    choice = blank(3, np.ones(4))
+    for _ in range(100):
+        choice = learn(choice, block([8] * 3), [0, 7, 7])
+    rates = np.asarray(choices.rates(choice.own, choice.pool))
+    assert rates[0, 0] < 0.12 < 0.9 < rates[1, 0]
+    rates = np.asarray(choices.rates(choice.insert(jnp.int32(0)).own, choice.pool))
+    assert rates[0, 0] == pytest.approx(2 / 3, abs=0.05)
+    assert rates[1, 0] > 0.9
+
+
+def test_rates_of_trees_are_chances():
+    """The likeliest draft comes first, and a sequence that accepts others than it keeps its own."""
+    choice = blank(2, [1.0, 1.4, 1.6], Choices((1, 2, 4), trees=True))
+    # Of three drafts the second and the third follow the anchor and the first one.
+    rows = block([4, 3], 3, parents=jnp.array([[0, 0, 1]] * 2))
+    first, second = [0, 2, 0], [0, 1, 3]  # Rows of the two paths.
+    for paths in [(first, second)] * 300 + [(second, second)] * 30:
+        accepted = jnp.array([1 if path is first else 2 for path in paths])
+        result = VerifyResult(accepted, jnp.array(paths), accepted)
+        choice = choice.learn(rows, result, accepted + 1, jnp.full(2, FAR))
+    rates = choices.rates(choice.own, choice.pool)
+    known = division.survival(rates, jnp.ones(2, bool), jnp.full(2, FAR), trees=True)
+    assert (np.diff(known, axis=1) <= 0).all()
+    assert known[0, 0] == pytest.approx(0.4, abs=0.1), "the last 30 cycles count most"
+    assert known[1, 0] > 0.95
+    assert known[1, 1] < 0.1
+    np.testing.assert_array_equal(choice.own.tried[1, 2:], 0)
+    # At the limit the rejected drafts may have been too deep.
+    ended = choice.learn(rows, result, jnp.array([2, 2]), jnp.array([2, 2]))
+    np.testing.assert_array_equal(ended.own.tried, choice.own.tried)
+
+
+# --- rows that are divided among sequences -------------------------------------------------------
+
+CONFIDENT = Choices((1, 2, 4), (2,))
+
+
+@few
+@given(st.integers(0, 2**31), st.sampled_from([1, 2]))
+def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
+    rng = np.random.default_rng(seed)
+    batch, mean_rows = 4 * replicas, int(rng.integers(1, 5))
+    rates = rng.choice([0.0, 0.5, 0.9, 1.0], (batch, DRAFTS))
+    active, left = rng.random(batch) < 0.7, rng.integers(1, 12, batch)
+    among = Choices(SIZES, (mean_rows,), replicas)
+    chances = division.survival(jnp.array(rates), jnp.array(active), jnp.array(left), trees=False)
+    tokens = division.expected_tokens(chances, jnp.array(active), among)[0]
+    chances = chances[:, : among.drafted(mean_rows) - 1]
+    rows = division.divide(chances, jnp.array(active), mean_rows, replicas)
+    chances = np.asarray(chances)
+    wanted = 0.0
+    for mine in np.split(np.arange(batch), replicas):
+        room = 4 * (mean_rows - 1)
+        best = np.sort(chances[mine].ravel())[::-1][:room]
+        got = sum(chances[b, : max(rows[b] - 1, 0)].sum() for b in mine)
+        assert got == pytest.approx(best.sum(), rel=1e-5)
+        assert rows[mine].sum() == active[mine].sum() + (best > 0).sum()
+        wanted += best.sum() + active[mine].sum()
+    assert (np.asarray(rows > 0) == active).all()
+    assert float(tokens) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_division_drafts_a_few_times_its_rows_or_the_largest_block():
+    sizes = (1, 2, 4, 8, 12, 16)
+    chain, tree = Choices(sizes), Choices(sizes, trees=True)
+    assert [chain.drafted(mean) for mean in (1, 2, 4, 8)] == [2, 4, 8, 16]
+    assert [tree.drafted(mean) for mean in (1, 2, 4, 8)] == [4, 8, 16, 16]
+    assert Choices((1, 2, 3)).drafted(2) == 3
+
+
+def test_trials_go_from_division_to_division_and_to_the_largest_block():
+    larger = Choices(SIZES, (2, 4)).larger()
+    assert [np.flatnonzero(row).tolist() for row in larger] == [
+        [1, 2, 3],
+        [2, 3],
+        [3],
+        [],
+        [5],
+        [3],
+    ]
+
+
+def test_a_division_is_left_if_it_gains_nothing_and_tried_again_later():
+    choice, chosen, batch = blank(3, [1.0, 1.8, 3.0, 1.7], CONFIDENT), [], 3
+    everyone, far = jnp.ones(batch, bool), jnp.full(batch, FAR)
+    for cycle in range(800):
+        choice = choice.choose(everyone, far)
+        divides = int(choice.index) == 3
+        # Every second draft is accepted, whatever the confidence, and so no division gains.
+        rows, accepted = (2 if int(choice.index) else 1), cycle % 2 if int(choice.index) else 0
+        confidence = jnp.full((batch, 3), 0.5) if divides else None
+        choice = learn(choice, block([rows] * batch, 3, confidence=confidence), [accepted] * batch)
+        chosen.append(divides)
+    assert chosen.index(True) < 50
+    assert 0 < np.mean(chosen[100:]) < 0.3
+    assert np.diff(np.flatnonzero(chosen)).max() > 20, "long stretches without"
+
+
+def test_rates_of_cycles_divided_by_confidence_are_those_of_all_drafts():
+    """Confidence is exact, so the drafts that get a row are accepted more often than others."""
+    rng, batch, drafts, seen = np.random.default_rng(0), 16, 3, []
+    choice = blank(batch, [1.0, 1.8, 3.0, 1.7], CONFIDENT)
+    active, left = jnp.ones(batch, bool), jnp.full(batch, FAR)
+    third = jnp.int32(3)
+    trial = dataclasses.replace(choice.trial, best=third, other=third)
+    choice = dataclasses.replace(choice, trial=trial, promise=jnp.float32(20.0))
+    step = jax.jit(
+        lambda choice, rows, confidence, accepted: learn(
+            choice, block(rows, drafts, confidence=confidence), accepted
+        )
+    )
+    for _ in range(200):
+        confidence = rng.uniform(0.2, 1.0, (batch, drafts)).astype(np.float32)
+        accepted = np.cumprod(rng.uniform(size=confidence.shape) < confidence, axis=1).sum(axis=1)
+        chances = division.survival(jnp.array(confidence), active, left, trees=False)
+        rows = division.divide(chances, active, 2, 1)
+        accepted = np.minimum(accepted, rows - 1)
+        seen.append((accepted[rows > 1] > 0).mean())
+        choice = step(choice, rows, confidence, accepted)
+    assert np.mean(seen) > 0.7, "of the drafts with a row more are accepted"
+    rates = choices.rates(choice.own, choice.pool)
+    np.testing.assert_allclose(rates.mean(axis=0), 0.6, atol=0.06)
+
+
+def test_all_sizes_up_to_the_largest_are_choices():
+    alone, several = (engine(drafter("ngram"), batch_size=size).layout for size in (1, 2))
+
+    def names(size, layout, **how):
+        return Choices.of(drafter("dspark", block_size=size), layout, **how).names
+
+    assert names(7, alone, divides=True) == ("1", "2", "4", "7")
+    assert names(7, several, divides=True) == ("1", "2", "4", "7", "~2", "~4")
+    assert names(7, several, divides=False) == ("1", "2", "4", "7")
