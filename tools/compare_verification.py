@@ -18,7 +18,6 @@ import numpy as np
 
 from dflash.config import loader
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.inference.admission import admit
 from dflash.inference.cycle import cycle, verify
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
@@ -117,7 +116,7 @@ def _sums(engine: Engine, requests: Sequence[Request]) -> np.ndarray:
     """Decodes requests, and returns the sums of `compared`, one row for each."""
     state, layout = engine.new_state(), engine.layout
     for index, request in enumerate(requests):
-        state = admit(engine, state, Slot(index, layout.standing_pages(index)), request)
+        state = engine.admit(state, Slot(index, layout.standing_pages(index)), request)
     sums = np.zeros((layout.batch_size, 3))
     while np.any(state.active):
         state, found = engine.run("compare", state)

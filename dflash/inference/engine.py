@@ -222,6 +222,36 @@ class Engine:
         )  # fmt: skip
         return self.program("insert")(state, prefill_state, *of_request)
 
+    def admit(
+        self, state: DecodeState, slot: Slot, request: Request, output_ids: Sequence[int] = ()
+    ) -> DecodeState:
+        """Prefills a whole prompt and inserts it into a slot, in one call; consumes `state`.
+
+        Args:
+          state: State of the batch.
+          slot: Empty slot, with the pages that the next dispatch may fill.
+          request: Request of the sequence.
+          output_ids: Output so far, whose last token becomes the anchor; empty for a new sequence.
+        Raises:
+          ValueError: The prompt is empty or leaves no room for output, or the slot has more pages
+            than a sequence may own.
+        """
+        layout = self.layout
+        self.page_row(slot)  # Checks the pages.
+        prefill_state, prefill_slot = self.new_prefill_state(), layout.replica_of(slot.index)
+        token_ids = (*request.prompt, *output_ids)
+        length = len(request.prompt) + max(len(output_ids) - 1, 0)
+        if not 0 < length < layout.max_length:
+            raise ValueError(f"prompt of {length} tokens, expected 1 to {layout.max_length - 1}")
+        for start in range(0, length, layout.longest_chunk):
+            end = min(start + layout.longest_chunk, length)
+            options = {"fresh": not start, "adapter": request.adapter}
+            chunk = PrefillChunk.of(token_ids, start, end, slot, request.sampling, **options)
+            chunks = {prefill_slot: chunk}
+            state, prefill_state, anchors, _ = self.prefill(state, prefill_state, chunks)
+        where = anchors, prefill_slot, slot
+        return self.insert(state, prefill_state, *where, request, output_ids)
+
     def generate(
         self,
         state: DecodeState,

@@ -36,7 +36,8 @@ class Program:
       function: Returns the pure function, bound to what is static.
       arguments: Returns its abstract arguments.
       results: Returns the shardings of its results, or a pytree prefix of them.
-      donated: Indices of the arguments whose buffers the results take over.
+      donated: Indices of the arguments whose buffers the results take over, so that caches are
+        updated in place rather than copied.
       loops: The function loops over cycles and needs the compiler options for loops.
     """
 

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dflash.inference import examination, first_token
+from dflash import errors
+from dflash.inference import first_token
 from dflash.inference.batch import Batch
 from dflash.inference.cycle.state import Report
 from dflash.inference.engine import Engine
@@ -37,6 +38,7 @@ from dflash.inference.in_flight import (
     rejected,
 )
 from dflash.inference.logits import controls, nonfinite
+from dflash.inference.prefill import padded
 from dflash.inference.request import Event, Request, RequestOutput, TokenLogprobs, Tokens
 from dflash.inference.stats import COUNTERS, SchedulerStats
 
@@ -361,10 +363,34 @@ class Scheduler:
         making, so the request is computed again; it fails if its logits are not finite then either.
         """
         self._has_nonfinite = True
-        error, recurs = examination.explain(self._engine, active.request, active.output_ids)
+        error, recurs = self._explain(active.request, active.output_ids)
         if recurs or active.recomputed:
             active.error = error
         active.recomputed = True
+
+    def _explain(
+        self, request: Request, output_ids: Sequence[int]
+    ) -> tuple[errors.NumericsError, bool]:
+        """Runs a sequence once more, alone and with every layer tapped.
+
+        Returns:
+          The error of the sequence, which names the first layer to blame, and whether its logits
+          are not finite this time either.
+        """
+        engine, rows = self._engine, self._layout.longest_chunk
+        tokens, finite = (*request.prompt, *output_ids), True
+        try:
+            cache = engine.program("new_examined")()
+            run = engine.program("examine", rows)
+            for start in range(0, len(tokens), rows):
+                part = tokens[start : start + rows]
+                where = np.int32(start), np.int32(len(part)), np.int32(request.adapter)
+                cache, now = run(engine.target_params, cache, padded(part, rows)[None], *where)
+                finite = finite & jax.device_get(now)
+        except jax.errors.JaxRuntimeError:
+            finite = None
+        error = nonfinite.error(engine.target, request, output_ids, finite)
+        return error, finite is None or not all(finite)
 
     def _recover(self) -> list[Event]:
         """Ends the requests that failed, and recomputes all others from empty caches.

@@ -41,44 +41,25 @@ class SchedulerStats:
     pages_used: int
     pages_cached: int
     pages_total: int
-    preemptions: int
-    prefix_queries_tokens: int
-    prefix_hits_tokens: int
-    prefill_tokens: int
-    prefill_chunks: int
-    prefill_dispatches: int
-    prefill_prompts: int
-    prefill_seconds: float
-    stalled_seconds: float
-    decode_seconds: float
-    dispatches: int
-    cycles: int
-    slot_cycles: int
-    queued_cycles: int
-    queued_slot_cycles: int
-    speculation_lookups: int
-    speculation_hits: int
-    redrafted_cycles: int
+    preemptions: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_chunks: int = 0
+    prefill_dispatches: int = 0
+    prefill_prompts: int = 0
+    prefill_seconds: float = 0.0
+    stalled_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    dispatches: int = 0
+    cycles: int = 0
+    slot_cycles: int = 0
+    queued_cycles: int = 0
+    queued_slot_cycles: int = 0
+    speculation_lookups: int = 0
+    speculation_hits: int = 0
+    redrafted_cycles: int = 0
 
 
 # Names of the statistics that are summed up over time, unlike the current load.
-COUNTERS = (
-    "preemptions",
-    "prefix_queries_tokens",
-    "prefix_hits_tokens",
-    "prefill_tokens",
-    "prefill_chunks",
-    "prefill_dispatches",
-    "prefill_prompts",
-    "prefill_seconds",
-    "stalled_seconds",
-    "decode_seconds",
-    "dispatches",
-    "cycles",
-    "slot_cycles",
-    "queued_cycles",
-    "queued_slot_cycles",
-    "speculation_lookups",
-    "speculation_hits",
-    "redrafted_cycles",
-)
+COUNTERS = tuple(field.name for field in dataclasses.fields(SchedulerStats) if field.default == 0)

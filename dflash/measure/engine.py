@@ -10,7 +10,6 @@ import numpy as np
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference.admission import admit
 from dflash.inference.cycle import cycle
 from dflash.inference.cycle.rules import Rules
 from dflash.inference.cycle.state import DecodeState, Report
@@ -72,7 +71,7 @@ class MeasuredEngine(Engine):
         request = Request(0, tuple(prompt), layout.max_length - len(prompt), sampling)
         state = self.new_state()
         for index in range(layout.batch_size):
-            state = admit(self, state, Slot(index, layout.standing_pages(index)), request)
+            state = self.admit(state, Slot(index, layout.standing_pages(index)), request)
         return jax.block_until_ready(state)
 
     def standing(self, context_tokens: int) -> DecodeState:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash.inference.admission import admit
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request
 from dflash.measure import plots, workload
@@ -64,7 +63,7 @@ def record(
     """
     engine.follow([lengths])
     slot = Slot(0, engine.layout.standing_pages(0))
-    state = admit(engine, engine.new_state(), slot, request)
+    state = engine.admit(engine.new_state(), slot, request)
     decoder = IncrementalDecoder(tokenizer)
     first = decoder.push([int(jax.device_get(state.anchor)[0])])
     frames = []

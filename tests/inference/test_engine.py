@@ -16,7 +16,6 @@ from support.engines import (
 )
 from support.models import drafter, make_architecture
 
-from dflash.inference.admission import admit
 from dflash.inference.pages import Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk
 from dflash.inference.request import Request
@@ -65,7 +64,7 @@ def test_nothing_compiles_once_compiled(compiled):
 def test_a_prompt_must_fit(compiled, length):
     run, _ = compiled
     with pytest.raises(ValueError, match=f"prompt of {length} tokens, expected 1 to 95"):
-        admit(run, run.new_state(), Slot(0, (1, 2, 3)), Request(0, (1,) * length, 1))
+        run.admit(run.new_state(), Slot(0, (1, 2, 3)), Request(0, (1,) * length, 1))
 
 
 @pytest.mark.parametrize("length", [0, 17])
@@ -81,18 +80,18 @@ def test_a_piece_is_at_most_a_chunk(compiled, length):
 def test_a_slot_owns_at_most_the_pages_of_the_longest_sequence(compiled):
     run, _ = compiled
     with pytest.raises(ValueError, match="slot 1 has 8 pages; a sequence owns at most 7"):
-        admit(run, run.new_state(), Slot(1, tuple(range(1, 9))), Request(0, (1, 2), 38))
+        run.admit(run.new_state(), Slot(1, tuple(range(1, 9))), Request(0, (1, 2), 38))
 
 
 def test_a_sequence_that_comes_back_continues_from_what_it_had_said(compiled):
     """Whatever a prefill would draw."""
     run, _ = compiled
     slot = Slot(1, run.layout.standing_pages(1))
-    drawn = int(admit(run, run.new_state(), slot, Request(0, (1, 2), 30)).anchor[1])
+    drawn = int(run.admit(run.new_state(), slot, Request(0, (1, 2), 30)).anchor[1])
     other = (drawn + 1) % run.vocab_size
     for stop_ids, active in (((), True), ((other,), False), ((drawn,), True)):
         request = Request(0, (1, 2), 30, stop_ids=stop_ids)
-        state = admit(run, run.new_state(), slot, request, (other,))
+        state = run.admit(run.new_state(), slot, request, (other,))
         assert int(state.anchor[1]) == other
         assert int(state.length[1]) == 3
         assert bool(state.active[1]) == active
@@ -101,13 +100,13 @@ def test_a_sequence_that_comes_back_continues_from_what_it_had_said(compiled):
 def test_the_device_decides_whether_the_first_token_is_the_last(compiled):
     run, _ = compiled
     slot = Slot(1, run.layout.standing_pages(1))
-    drawn = int(admit(run, run.new_state(), slot, Request(0, (1, 2), 30)).anchor[1])
+    drawn = int(run.admit(run.new_state(), slot, Request(0, (1, 2), 30)).anchor[1])
     for request, active in (
         (Request(0, (1, 2), 2), True),
         (Request(0, (1, 2), 1), False),
         (Request(0, (1, 2), 9, stop_ids=(drawn,)), False),
     ):
-        state = admit(run, run.new_state(), slot, request)
+        state = run.admit(run.new_state(), slot, request)
         assert (int(state.anchor[1]), bool(state.active[1])) == (drawn, active)
 
 
@@ -161,10 +160,10 @@ def test_what_a_prompt_leaves_does_not_depend_on_its_chunks(compiled, length):
     run, _ = compiled
     (prompt,) = random_prompts([length])
     slot = Slot(1, run.layout.standing_pages(1))
-    state = admit(run, run.new_state(), slot, Request(0, prompt, 1))
+    state = run.admit(run.new_state(), slot, Request(0, prompt, 1))
     assert int(state.length[1]) == length + 1
     mine = rows(state, slot, length)
-    longer = admit(run, run.new_state(), slot, Request(0, (*prompt, int(state.anchor[1])), 1))
+    longer = run.admit(run.new_state(), slot, Request(0, (*prompt, int(state.anchor[1])), 1))
     for one, other in zip(mine, rows(longer, slot, length), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 

@@ -13,7 +13,6 @@ from support.rejection import VOCAB, chi_square, lenient_left_over, make_params,
 
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config
-from dflash.inference.admission import admit
 from dflash.inference.cycle import verify
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
@@ -58,7 +57,7 @@ def full_engine(form: str):
     request = Request(0, PROMPT, 16 - len(PROMPT), RequestSampling(temperature=TEMPERATURE))
     state = run.new_state()
     for i in range(SLOTS):
-        state = admit(run, state, Slot(i, run.layout.standing_pages(i)), request)
+        state = run.admit(state, Slot(i, run.layout.standing_pages(i)), request)
     return run, state, int(state.anchor[0])
 
 

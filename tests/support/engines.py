@@ -12,7 +12,6 @@ from flax import nnx
 from dflash.config import schema
 from dflash.drafters.base import Drafter
 from dflash.drafters.none import NoDrafter
-from dflash.inference.admission import admit
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
@@ -150,7 +149,7 @@ def occupied(run: Engine, requests: Sequence[Request]) -> DecodeState:
     count = min(layout.pages_per_sequence, (layout.pages_per_replica - 1) // layout.batch_size)
     for index, request in enumerate(requests):
         first = 1 + index * count  # Page 0 is scratch.
-        state = admit(run, state, Slot(index, tuple(range(first, first + count))), request)
+        state = run.admit(state, Slot(index, tuple(range(first, first + count))), request)
     return state
 
 

@@ -19,7 +19,7 @@ ERRORS = 0.7  # Number of standard errors by which hopeful rates are raised.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How often each of K things was tried and how often it was accepted, with exponential decay.
+    """Numbers of times that K things were tried and accepted, with exponential decay.
 
     Attributes:
       tried: float32 [..., K].

@@ -80,7 +80,7 @@ class ChosenWindow(Wrapper):
         return proposal, state._replace(inner=inner, own=own)
 
     def review(self, state, proposal, sampled):
-        """Notes how many drafts had a row: others were not rejected. See `Drafter.review`."""
+        """Notes how many drafts had a row, since others were not rejected."""
         inner = self.inner.review(state.inner, proposal, sampled)
         rows = (proposal.tokens >= 0).sum(axis=1, dtype=jnp.int32)
         own = dataclasses.replace(state.own, verified=jnp.minimum(state.own.verified, rows))

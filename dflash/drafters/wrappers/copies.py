@@ -99,17 +99,16 @@ class WithCopies(Wrapper):
         return state._replace(inner=inner, own=own)
 
     def context_pages(self, num_pages, page_size):
-        """Returns abstract pages of the inner state's rows and of the history."""
-        history = self.sharding.abstract((num_pages, page_size), ("pages", None), jnp.int32)
-        return super().context_pages(num_pages, page_size), history
+        inner = super().context_pages(num_pages, page_size)
+        if self.prefix_cache_mode != "rows":  # Tokens that are observed again bring the history.
+            return inner
+        return inner, self.sharding.abstract((num_pages, page_size), ("pages", None), jnp.int32)
 
     def read_rows(self, state, slot, start, count):
-        """Returns rows of the inner state and of the history; see `Drafter.read_rows`."""
         history = jax.lax.dynamic_slice(state.own.token_ids, (slot, start), (1, count))[0]
         return super().read_rows(state, slot, start, count), history
 
     def write_rows(self, state, slot, start, rows):
-        """Writes rows of the inner state and of the history; see `Drafter.write_rows`."""
         inner, history = rows
         state = super().write_rows(state, slot, start, inner)
         token_ids = state.own.token_ids

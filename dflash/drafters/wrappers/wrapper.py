@@ -48,7 +48,6 @@ class Wrapper(Drafter):
         return self.sharding.abstract((batch, *shape), (name, *[None] * len(shape)), dtype)
 
     def draft(self, state, *where):
-        """Drafts the whole proposal; see `Drafter.draft`."""
         return self.draft_fewer(self.num_draft_tokens, state, *where)
 
     def draft_inner(self, drafter: Drafter, count: int, *where):
@@ -58,32 +57,25 @@ class Wrapper(Drafter):
         return drafter.draft_fewer(count, *where)
 
     def clear(self, state, fresh):
-        """Clears the sequences of both states; see `Drafter.clear`."""
         inner = self.inner.clear(state.inner, fresh)
         return state._replace(inner=inner, own=super().clear(state.own, fresh))
 
     def insert(self, state, other, row, slot):
-        """Copies a sequence of both states; see `Drafter.insert`."""
         inner = self.inner.insert(state.inner, other.inner, row, slot)
         return state._replace(inner=inner, own=super().insert(state.own, other.own, row, slot))
 
     def context_pages(self, num_pages, page_size):
-        """Returns abstract pages of the inner state's rows; see `Drafter.context_pages`."""
         return self.inner.context_pages(num_pages, page_size)
 
     def read_rows(self, state, slot, start, count):
-        """Returns rows of the inner state; see `Drafter.read_rows`."""
         return self.inner.read_rows(state.inner, slot, start, count)
 
     def write_rows(self, state, slot, start, rows):
-        """Writes rows of the inner state; see `Drafter.write_rows`."""
         return state._replace(inner=self.inner.write_rows(state.inner, slot, start, rows))
 
     def learnt(self, state):
-        """Returns what both know about all sequences; see `Drafter.learnt`."""
         return self.inner.learnt(state.inner), state.shared
 
     def with_learnt(self, state, learnt):
-        """Returns the state with what another run learnt; see `Drafter.with_learnt`."""
         inner, shared = learnt
         return state._replace(inner=self.inner.with_learnt(state.inner, inner), shared=shared)

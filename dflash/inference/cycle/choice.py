@@ -56,7 +56,7 @@ class FixedRows:
 
     @property
     def learnt(self) -> Counts | None:
-        """What is known about all sequences, for another run."""
+        """Counts of all sequences, for another run."""
         return None
 
     def with_learnt(self, learnt: Counts | None) -> "FixedRows":
@@ -72,11 +72,22 @@ class FixedRows:
         return self
 
     def timed(self, bucket: int, length: jax.Array, lengths: tuple[int, int]) -> "FixedRows":
-        """Selects the cycle times of a batch bucket, for sequences of a mean length."""
+        """Selects the cycle times of a batch bucket, for sequences of a mean length.
+
+        Args:
+          bucket: Index of the batch bucket.
+          length: float32 []; mean length.
+          lengths: Lengths at which cycles were timed, ascending.
+        """
         return self
 
     def choose(self, active: jax.Array, left: jax.Array) -> "FixedRows":
-        """Chooses the rows of the next cycle."""
+        """Chooses the rows of the next cycle, one choice for the whole batch.
+
+        Args:
+          active: bool [B]; sequences to take into account.
+          left: int32 [B]; tokens until each one's limit, 1 for one that decodes plainly.
+        """
         return self
 
     def largest(self) -> "FixedRows":
@@ -86,7 +97,14 @@ class FixedRows:
     def learn(
         self, block: Block, result: VerifyResult, num_committed: jax.Array, left: jax.Array
     ) -> "FixedRows":
-        """Learns from the outcome of the cycle that was chosen."""
+        """Learns from the outcome of the cycle that was chosen.
+
+        Args:
+          block: Block of the cycle.
+          result: What was accepted of it.
+          num_committed: int32 [B]; tokens committed by the cycle, 0 for an empty slot.
+          left: int32 [B]; tokens until each one's limit, before the cycle.
+        """
         return self
 
     def observe(
@@ -139,42 +157,25 @@ class ChosenRows(FixedRows):
 
     @property
     def learnt(self):
-        """What is known about all sequences, for another run."""
         return self.pool
 
     def with_learnt(self, learnt):
-        """Returns the choice of a new run with what another one learnt."""
         return dataclasses.replace(self, pool=learnt.capped(LEARNT))
 
     def starting(self, seconds):
-        """Returns the choice of a new run, given the times of cycles; a trial is due."""
         trial = dataclasses.replace(self.trial, credit=jnp.full_like(self.trial.credit, _AMPLE))
         return dataclasses.replace(self, trial=trial, table=seconds, seconds=seconds[-1, 0])
 
     def insert(self, slot):
-        """Resets the statistics and the backlog of slot `slot` for a new sequence."""
         count = self.backlog.count.at[slot].set(0)
         kept = dataclasses.replace(self.backlog, count=count)
         return dataclasses.replace(self, own=self.own.forget(slot), backlog=kept)
 
     def timed(self, bucket, length, lengths):
-        """Selects the cycle times of a batch bucket, for sequences of a mean length.
-
-        Args:
-          bucket: Index of the batch bucket.
-          length: float32 []; mean length.
-          lengths: Lengths at which cycles were timed, ascending.
-        """
         seconds = seconds_at(self.table[bucket], length, lengths)
         return dataclasses.replace(self, seconds=seconds)
 
     def choose(self, active, left):
-        """Chooses the rows of the next cycle, one choice for the whole batch.
-
-        Args:
-          active: bool [B]; sequences to take into account.
-          left: int32 [B]; tokens until each one's limit, 1 for one that decodes plainly.
-        """
         tokens = self._expected_tokens(active, left)
         speeds = tokens / self.seconds
         best, larger = jnp.argmax(speeds), jnp.array(self.choices.larger())
@@ -198,20 +199,11 @@ class ChosenRows(FixedRows):
         return jnp.concatenate([tokens, divided])
 
     def largest(self):
-        """Chooses the largest block for the next cycle, whatever it costs."""
         last = jnp.full_like(self.trial.best, len(self.choices.block_sizes) - 1)
         trial = dataclasses.replace(self.trial, best=last, other=last)
         return dataclasses.replace(self, trial=trial)
 
     def learn(self, block, result, num_committed, left):
-        """Learns from the outcome of the cycle that was chosen.
-
-        Args:
-          block: Block of the cycle.
-          result: What was accepted of it.
-          num_committed: int32 [B]; tokens committed by the cycle, 0 for an empty slot.
-          left: int32 [B]; tokens until each one's limit, before the cycle.
-        """
         best, num_active = self.trial.best, (num_committed > 0).sum()
         # A trial tells as much about the pooled rates as there are sequences in the batch.
         fraction = TRIALS / jnp.sqrt(jnp.maximum(num_active, 1).astype(jnp.float32))
@@ -269,15 +261,13 @@ class ChosenRows(FixedRows):
         return jnp.any(self.backlog.pending(active) > allowed)
 
     def observe(self, drafter, state, position, *rows):
-        """Lets the drafter observe committed rows; puts those of a plain cycle aside."""
         tokens, num_committed, features, _ = rows
-        if features.shape[1] > 1:
+        if features.shape[1] > 1:  # Only the rows of plain cycles are put aside.
             return super().observe(drafter, state, position, *rows)
         kept = self.backlog.append(tokens, num_committed, features)
         return state, dataclasses.replace(self, backlog=kept)
 
     def catch_up(self, drafter, state, *sequences, heads):
-        """Lets the drafter observe the backlog; see `Backlog.clear`."""
         with jax.named_scope("drafter"):
             state, empty = self.backlog.clear(drafter, state, *sequences, heads)
         return state, dataclasses.replace(self, backlog=empty)

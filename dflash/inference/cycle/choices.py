@@ -17,7 +17,7 @@ DIVIDED = "~"  # Begins the names of choices that divide rows among sequences.
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """Numbers of rows that a cycle may draft and verify. A fixed block is a single choice.
+    """Numbers of rows that a cycle may draft and verify; a fixed block is a single choice.
 
     Attributes:
       block_sizes: Rows of every sequence, ascending; the last number is the drafter's block size.

@@ -1,4 +1,4 @@
-"""One decode cycle: draft, verify, commit, observe. Pure functions that run on the device."""
+"""One decode cycle, as pure device functions: draft, verify, commit, observe."""
 
 import dataclasses
 from typing import Any, NamedTuple

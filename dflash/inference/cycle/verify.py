@@ -342,19 +342,6 @@ def _redraw(probs: jax.Array, position: jax.Array, params: SamplingParams) -> ja
     return jax.vmap(jax.random.categorical)(keys, jnp.log(probs)).astype(jnp.int32)
 
 
-def force(result: VerifyResult, num_accepted: jax.Array) -> VerifyResult:
-    """Replaces the number of accepted drafts, int32 [B], in the result on a chain.
-
-    The bonus token stays that of the true result, so that XLA cannot eliminate the verification.
-
-    Raises:
-      ValueError: The result is on a tree.
-    """
-    if result.path is not None:
-        raise ValueError("acceptance can be forced on chains, not on trees")
-    return result._replace(num_accepted=num_accepted)
-
-
 def _pick(rows: jax.Array, index: jax.Array) -> jax.Array:
     """Returns rows[b, index[b]] for rows [B, R] and index int32 [B]."""
     return jnp.take_along_axis(rows, index[:, None], axis=1)[:, 0]
