@@ -26,6 +26,7 @@ from dflash.drafters.base import Drafter, Proposal
 from dflash.drafters.wrappers.wrapping import wrapped
 from dflash.inference import first_token, program_table, timing, weight_update
 from dflash.inference.cycle import dispatch
+from dflash.inference.cycle.choices import Choices
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.logits import controls
@@ -87,14 +88,10 @@ class Engine:
             prefix_cache=self.prefix_cache,
             window=target.window,
         )
-        self.rules = Rules.of(
-            drafter,
-            config,
-            self.layout,
-            adaptive_blocks=adaptive_blocks,
-            divide_rows=divide_rows,
-            revise=revise,
-        )
+        # Confidence depends on the drawn tokens, so a rejection rule must not go by it.
+        divides = divide_rows and config.verify == "coupled"
+        choices = Choices.of(drafter, self.layout, adaptive=adaptive_blocks, divides=divides)
+        self.rules = Rules(choices, drafter.longest_context, config.verify, revise=revise)
         self.num_stop_ids = num_stop_ids
         self.shapes = Shapes(
             target,

@@ -255,10 +255,11 @@ class ChosenRows(FixedRows):
         news = Counts(used.astype(jnp.float32), jnp.where(used, gain, 0.0))
         return self.gains.after(news, jnp.where(used, 1 - 1 / GAIN_MEMORY, 1 - 1 / IDLE_MEMORY))
 
-    def must_catch_up(self, active: jax.Array) -> jax.Array:
-        """Returns whether the drafter must catch up before the next cycle, bool []."""
+    def step(self, active: jax.Array) -> jax.Array:
+        """Returns the index of the chosen cycle, or S if the drafter must catch up first."""
         allowed = jnp.where(self.index == PLAIN, backlog.ROWS - 1, 0)
-        return jnp.any(self.backlog.pending(active) > allowed)
+        behind = jnp.any(self.backlog.pending(active) > allowed)
+        return jnp.where(behind, len(self.choices), self.index)
 
     def observe(self, drafter, state, position, *rows):
         tokens, num_committed, features, _ = rows

@@ -33,15 +33,20 @@ class Choices:
     trees: bool = False
 
     @classmethod
-    def of(cls, drafter: Drafter, layout: Layout, *, divides: bool) -> "Choices":
-        """Returns all choices for a drafter, from plain decoding to its block size.
+    def of(cls, drafter: Drafter, layout: Layout, *, adaptive: bool, divides: bool) -> "Choices":
+        """Returns the choices for a drafter.
 
         Args:
           drafter: The drafter.
           layout: Layout of the batch. A single slot has nothing to divide.
-          divides: Whether cycles may divide their rows.
+          adaptive: Choose between plain decoding, the drafter's block size, and sizes between them,
+            rather than always take its block size.
+          divides: Let cycles divide rows, if the drafter states its confidence.
         """
-        largest, divides = drafter.block_size, divides and layout.slots_per_replica > 1
+        largest = drafter.block_size
+        if not adaptive:
+            return cls((largest,), trees=drafter.drafts_trees)
+        divides = divides and drafter.has_confidence and layout.slots_per_replica > 1
         return cls(
             (*(size for size in SIZES if size < largest), largest),
             tuple(mean for mean in MEAN_ROWS if divides and mean < largest),

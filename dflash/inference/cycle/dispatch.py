@@ -59,7 +59,7 @@ def run_cycles(
         return _catch_up(target, drafter, state), report
 
     steps = [functools.partial(step, *rules.choices.rows_of(i)) for i in range(len(rules.choices))]
-    state, report = _loop(go_on, steps, catch_up, (_choose(state, rules), report))
+    state, report = _loop(go_on, [*steps, catch_up], (_choose(state, rules), report))
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
     )
@@ -157,26 +157,26 @@ def _catch_up(target: Decoder, drafter: Drafter, state: DecodeState) -> DecodeSt
     return dataclasses.replace(state, drafter=drafter_state, choice=choice)
 
 
-def _loop(go_on, steps, catch_up, carry):
-    """Runs the step of the present choice while `go_on` holds.
+def _loop(go_on, steps, carry):
+    """Runs the step that the state chooses while `go_on` holds.
 
     Each step has an inner loop of its own, which runs while it is chosen; an outer loop iterates
     over them. A single loop with a switch would compute the same, but XLA may copy the caches at a
     branch, since each branch returns them anew, whereas a loop updates its carry in place.
-    """
-    if len(steps) == 1:
-        return jax.lax.while_loop(go_on, steps[0], carry)
 
-    def must_catch_up(carry):
-        state, _ = carry
-        return state.choice.must_catch_up(state.active)
+    Args:
+      go_on: Function carry -> bool [].
+      steps: Functions carry -> carry: a cycle of each choice of rows, and `_catch_up`.
+      carry: State and report.
+    """
+    if len(steps) == 2:  # A single choice never falls behind.
+        return jax.lax.while_loop(go_on, steps[0], carry)
 
     def chosen(index, carry):
         state, _ = carry
-        return go_on(carry) & ~must_catch_up(carry) & (state.choice.index == index)
+        return go_on(carry) & (state.choice.step(state.active) == index)
 
     def each_in_turn(carry):
-        carry = jax.lax.while_loop(lambda c: go_on(c) & must_catch_up(c), catch_up, carry)
         for index, step in enumerate(steps):
             carry = jax.lax.while_loop(functools.partial(chosen, index), step, carry)
         return carry

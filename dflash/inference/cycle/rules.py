@@ -7,13 +7,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
 from dflash.inference.cycle.choices import Choices
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.cycle.verify import VerifyResult
 from dflash.inference.logits.sampling import SequenceSampler
-from dflash.inference.pages import Layout
 
 # Changes the result on a proposal: (drafter, its state after the draft, result) -> result.
 Revise = Callable[[Drafter, Any, VerifyResult], VerifyResult]
@@ -37,34 +35,6 @@ class Rules:
     verify: Literal["coupled", "rejection", "block"] = "coupled"
     greedy: bool = False
     revise: Revise | None = None
-
-    @classmethod
-    def of(
-        cls,
-        drafter: Drafter,
-        config: DecodeConfig,
-        layout: Layout,
-        *,
-        adaptive_blocks: bool,
-        divide_rows: bool = True,
-        revise: Revise | None = None,
-    ) -> "Rules":
-        """Returns the settings of an engine.
-
-        Args:
-          drafter: Drafter, whose block size is the largest.
-          config: Sizes of the loop and the verification rule.
-          layout: Layout of the batch.
-          adaptive_blocks: Choose the rows of every cycle.
-          divide_rows: Let cycles divide rows by the drafter's confidence, if it states any.
-          revise: See `Rules`.
-        """
-        choices = Choices((drafter.block_size,))
-        if adaptive_blocks:
-            # Confidence depends on the drawn tokens, so a rejection rule must not go by it.
-            confident = drafter.has_confidence and config.verify == "coupled"
-            choices = Choices.of(drafter, layout, divides=divide_rows and confident)
-        return cls(choices, drafter.longest_context, config.verify, revise=revise)
 
     def for_greedy(self) -> "Rules":
         """Returns the settings for requests of which each `is_greedy`.

@@ -370,7 +370,8 @@ def test_all_sizes_up_to_the_largest_are_choices():
     alone, several = (engine(drafter("ngram"), batch_size=size).layout for size in (1, 2))
 
     def names(size, layout, **how):
-        return Choices.of(drafter("dspark", block_size=size), layout, **how).names
+        model = drafter("dspark", block_size=size)
+        return Choices.of(model, layout, adaptive=True, **how).names
 
     assert names(7, alone, divides=True) == ("1", "2", "4", "7")
     assert names(7, several, divides=True) == ("1", "2", "4", "7", "~2", "~4")
