@@ -10,7 +10,7 @@ from dflash import errors
 from dflash.checkpoints.files import check_vacant
 from dflash.cli import preflight
 from dflash.cli import subcommand as cli
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import datasets, tokenizer_training
 from dflash.storage import paths
 

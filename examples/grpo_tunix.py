@@ -32,7 +32,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from dflash.checkpoints import checkpoint
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import datasets
 from dflash.rl import DFlashRollout
 from dflash.rl.rollout import RolloutStats

@@ -320,7 +320,7 @@ def _processor_seconds() -> float:
 
 def _prompts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the token ids of the first prompts of each data set."""
-    from dflash.config.data_schema import DataConfig
+    from dflash.config.train_schema import DataConfig
     from dflash.data import datasets
     from dflash.text.tokenizer_loading import load_tokenizer
 

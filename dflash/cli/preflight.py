@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, lora
-from dflash.config import locations as places
-from dflash.config import registry
+from dflash.config import loader, registry
 from dflash.storage import paths
 
 
@@ -23,7 +22,7 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
     """
     problems: dict[str, type[errors.UserError]] = {}
     find_problem = functools.cache(paths.find_problem)  # Look each bucket up once.
-    entries = (entry for config in configs for entry in places.locations(config))
+    entries = (entry for config in configs for entry in loader.locations(config))
     for key, place, location in dict.fromkeys(entries):
         try:
             if place == "disk":

@@ -19,7 +19,7 @@ from absl import flags
 from dflash import errors
 from dflash.cli.declaration import JOIN_FLAGS, Subcommand, help_text
 from dflash.cli.declaration import RUN_FLAGS as RUN_FLAGS
-from dflash.config import bare_checkpoint, loader, registry
+from dflash.config import loader, merging, registry
 from dflash.parallel import host
 from dflash.runs import shards
 from dflash.runs.shards import Shard
@@ -223,7 +223,7 @@ def _configured(
     command = Command(
         config=config,
         config_hash=loader.config_hash(config),
-        config_path=path if bare_checkpoint.is_checkpoint(path) else str(loader.find_config(path)),
+        config_path=path if merging.is_checkpoint(path) else str(loader.find_config(path)),
         overrides=tuple(overrides),
         **_values(values),
     )

@@ -2,12 +2,26 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash.config import typed
-from dflash.config.keys import CHOICES, chosen_schema, known_keys
-from dflash.config.merging import ConfigTree, Path
+import ml_collections
+
+from dflash.config import registry, schema, typed, value_types
+from dflash.config.merging import ConfigTree, Path, text_of
+from dflash.config.value_types import INVALID
+
+# Groups whose `name` chooses their schema, by the class that a run declares for them.
+CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
+    schema.TargetConfig: registry.TARGETS,
+    schema.DrafterConfig: registry.DRAFTERS,
+}
+# Registries whose names are the usual keys of a mapping.
+_ENTRIES: Mapping[Path, Mapping[str, Any]] = {
+    ("data", "mixture"): registry.DATASETS,
+    ("answers", "tasks"): registry.DATASETS,
+    ("sharding_rules",): schema.SHARDING_RULES,
+}
 
 
 def named_groups(run: type) -> list[str]:
@@ -39,13 +53,56 @@ def build(tree: ConfigTree, run: type, *, complete: bool) -> tuple[Any, set[Path
       The instance, with defaults in place of unusable values, or None if a required key is
       unusable; the paths of the unusable values; every problem, one line each.
     """
-    builder = _ConfigBuilder(tree, complete=complete, known=known_keys(run, tree.content))
+    builder = _ConfigBuilder(tree, complete=complete, known=_known_keys(run, tree.content))
     built = builder.group(run, tree.content, ())
-    return (None if built is typed.INVALID else built), builder.unusable, builder.problems
+    return (None if built is INVALID else built), builder.unusable, builder.problems
 
 
 class _ConfigBuilder(typed.Builder):
     choices = CHOICES
 
     def chosen_schema(self, declared: type, content: Mapping[str, Any]) -> type | None:
-        return chosen_schema(declared, content)
+        return _chosen_schema(declared, content)
+
+
+def _known_keys(declared: type, content: Any, path: Path = ()) -> Iterator[Path]:
+    """Yields the path of every key that a config may hold, groups included.
+
+    Args:
+      declared: Schema of the config or group.
+      content: Content of the config so far, nested mappings of nodes. Names in it choose schemas.
+      path: Path of the group.
+    """
+    content = content if isinstance(content, ml_collections.ConfigDict) else {}
+    cls = _chosen_schema(declared, content) or declared
+    kinds = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        here, kind, inner = (*path, field.name), kinds[field.name], content.get(field.name)
+        yield here
+        for group in filter(dataclasses.is_dataclass, value_types.members(kind)):
+            yield from _known_keys(group, inner, here)
+        if typing.get_origin(kind) is Mapping:
+            item = typing.get_args(kind)[1]
+            entries = inner if isinstance(inner, ml_collections.ConfigDict) else {}
+            for name in dict.fromkeys([*entries, *_ENTRIES.get(here, ())]):
+                yield (*here, name)
+                if dataclasses.is_dataclass(item):
+                    yield from _known_keys(item, entries.get(name), (*here, name))
+
+
+def _chosen_schema(declared: type, content: Mapping[str, Any]) -> type | None:
+    """Returns the schema of a group, by its `name` if it has one; None for an unknown name."""
+    entries = CHOICES.get(declared)
+    if entries is None:
+        return declared
+    name = next(field.default for field in dataclasses.fields(declared) if field.name == "name")
+    if "name" in content:
+        node = content["name"]
+        if isinstance(node, ml_collections.ConfigDict):
+            return None
+        nullable = value_types.without_null(typing.get_type_hints(declared)["name"])[1]
+        name = None if nullable and node.value is None else text_of(node)
+    if name is None:
+        return declared
+    known = isinstance(name, str) and name in entries
+    return registry.load_schema(entries[name]) if known else None

@@ -9,10 +9,11 @@ import math
 import re
 import types
 import typing
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from dflash.config import distill_schema, drafting_checks, registry, schema, serve_checks
+from dflash.config import distill_schema, drafting_checks, registry, schema
 from dflash.config.drafting_checks import Check, Problem
 
 _FILES = "jsonl"  # Name of the data set that reads the user's files.
@@ -300,6 +301,38 @@ def _training_length(config: Any) -> Iterator[Problem]:
         yield keys, message
 
 
+def _adapters(config: Any) -> Iterator[Problem]:
+    """Checks the names of adapters, and what a server does not support beside them."""
+    serve = config.serve
+    if serve.update_weights and config.target.adapter is not None:
+        keys = "serve.update_weights", "target.adapter"
+        yield keys, "not with target.adapter, which new weights would not have"
+    for name in serve.adapters:
+        if not name or not name.isprintable():
+            yield ("serve.adapters",), f"{name!r} is no name that a client can give as its model"
+        elif name in (config.model_name, config.target.checkpoint):
+            message = "is the name of the target itself; choose another one"
+            yield (f"serve.adapters.{name}", "serve.model"), message
+    if serve.adapters and config.drafter.overlaps:
+        message = "not supported with drafter.overlap; set target.adapter to merge one"
+        yield ("serve.adapters", "drafter.overlap"), message
+
+
+def _traces(config: Any) -> Iterator[Problem]:
+    """Checks the URL of the collector."""
+    url = config.serve.traces
+    if url is None:
+        return
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        example = "http://localhost:4318/v1/traces"
+        yield ("serve.traces",), f"expected the URL of a collector, such as {example}; got {url!r}"
+
+
 def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Problem]:
     shape = config.target.architecture
     outside = [token for token in ids if shape is not None and token >= shape.vocab_size]
@@ -334,6 +367,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("answers", "test"), _distillation),
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),
-    (("serve", "target", "drafter"), serve_checks.problems),
+    (("serve", "target", "drafter"), _adapters),
+    (("serve",), _traces),
     (("train", "optimizer", "mesh", "sharding_rules"), _training_length),
 )

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from dflash.config import schema, train_schema
-from dflash.config.data_schema import DataConfig
-from dflash.config.loss_schema import LossConfig, OptimizerConfig
 from dflash.config.schema import location, option
+from dflash.config.train_schema import DataConfig, LossConfig, OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dflash import errors
-from dflash.config import bare_checkpoint, build, checks, merging, registry, strict_yaml
-from dflash.config.keys import CHOICES
+from dflash.config import build, checks, merging, registry, strict_yaml
 from dflash.config.merging import find_config as find_config
-from dflash.config.schema import DecodeRun
+from dflash.config.schema import PLACE, DecodeRun, Place
 from dflash.config.strict_yaml import Node
+from dflash.storage import hub
 
 SWEEP = "sweep"  # Key of a sweep's block.
+_PINNED = ("checkpoint", "adapter")  # Kinds of path that a commit of the hub pins.
 _CHOICE = "name"  # Key that chooses a group's schema.
 Run = TypeVar("Run")
 
@@ -87,7 +88,7 @@ def resolve(
     tree = merging.merge(layered, build.named_groups(schema), origin, others)
     inherited: list[str] = []
     for mapping, group in build.overriding_groups(schema):
-        names = CHOICES[typing.get_type_hints(schema)[group]]
+        names = build.CHOICES[typing.get_type_hints(schema)[group]]
         inherited += merging.inherit(tree, mapping, group, names)
     config, unusable, problems = build.build(tree, schema, complete=complete)
     problems = inherited + problems
@@ -103,8 +104,8 @@ def _layers(
     if path is None:
         return [], merging.COMMAND_LINE
     decodes = isinstance(schema, type) and issubclass(schema, DecodeRun)
-    if decodes and bare_checkpoint.is_checkpoint(path):
-        return [bare_checkpoint.checkpoint_layer(path)], str(path)
+    if decodes and merging.is_checkpoint(path):
+        return [merging.checkpoint_layer(path)], str(path)
     return merging.read(path, problems)
 
 
@@ -192,6 +193,35 @@ def digest(content: Any) -> str:
 def config_hash(config: Any) -> str:
     """Returns the `digest` of the non-default values, so that a new key changes no hash."""
     return digest(non_defaults(config))
+
+
+def locations(config: Any, prefix: str = "") -> Iterator[tuple[str, Place, str]]:
+    """Yields (dotted key, kind of path, path as given) for every path in a config."""
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        place = field.metadata.get(PLACE)
+        if place is not None and isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", place, location) for name, location in value.items())
+        elif place is not None and value is not None:
+            for location in (value,) if isinstance(value, str) else value:
+                yield key, place, location
+        groups = value if isinstance(value, Mapping) else {None: value}
+        for name, group in groups.items():
+            if dataclasses.is_dataclass(group):
+                inner = key if name is None else f"{key}.{name}"
+                yield from locations(group, f"{inner}.")
+
+
+def pin_checkpoints(config: Any) -> Any:
+    """Returns a config whose checkpoints of the hub name the commits that this process has read."""
+    changes = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata.get(PLACE) in _PINNED and isinstance(value, str):
+            changes[field.name] = hub.pinned(value)
+        elif dataclasses.is_dataclass(value):
+            changes[field.name] = pin_checkpoints(value)
+    return dataclasses.replace(config, **changes)
 
 
 def fitting(schemas: Sequence[type], files: Sequence[merging.Node]) -> type:

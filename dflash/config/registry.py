@@ -172,7 +172,7 @@ DRAFTERS: Mapping[str, Entry] = Entries(
     },
 )
 
-# Data sets have no schema of their own; their keys are in dflash/config/data_schema.py.
+# Data sets have no schema of their own; their keys are in dflash/config/train_schema.py.
 DATASETS: dict[str, str] = {
     "math": "dflash.data.datasets:Math",
     "code": "dflash.data.datasets:Code",

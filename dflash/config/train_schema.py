@@ -1,4 +1,4 @@
-"""Schema of a training config, and the keys that may change when a run is resumed."""
+"""Schema of a training config: data, loss, optimizer; and the keys that may change on resuming."""
 
 import dataclasses
 import math
@@ -6,9 +6,97 @@ from collections.abc import Mapping
 from typing import Literal
 
 from dflash.config import schema
-from dflash.config.data_schema import DataConfig
-from dflash.config.loss_schema import LossConfig, OptimizerConfig
 from dflash.config.schema import location, option
+
+
+@dataclasses.dataclass(frozen=True)
+class TfdsConfig:
+    """Data set of tensorflow-datasets, and how its rows become conversations.
+
+    Either `messages` names a field, or `prompt` and `response` do.
+    """
+
+    name: str | None = None  # As in tfds.data_source: "name", "name/config:1.0.0".
+    data_dir: str | None = location("disk")  # None stands for ~/tensorflow_datasets.
+    # Split of tfds for train, validation and test, such as {validation: "train[:1%]"}. Without one,
+    # validation and test are held_out_percent of the questions of train.
+    splits: Mapping[str, str] = option({})
+    messages: str | None = None  # Field with a list of messages, each with role and content.
+    prompt: str | None = None  # Field with a question.
+    response: str | None = None  # Field with its answer.
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Data of a training run; dflash/config/registry.py lists the names of data sets."""
+
+    mixture: Mapping[str, float] = option({}, minimum=0.0)  # Share of the rows, by data set.
+    # Files of the data set jsonl, which is the only one if there is no mixture.
+    files: tuple[str, ...] = location("file", ())
+    tfds: TfdsConfig = dataclasses.field(default_factory=TfdsConfig)  # The data set tfds.
+    # Percentage of jsonl and tfds for each of validation and test.
+    held_out_percent: float = option(1.0, minimum=0.0, maximum=40.0)
+    math_examples: int = option(100_000, minimum=1)  # Number of training examples of math.
+    # Tokens per row; longer conversations are truncated.
+    length: int = option(1024, minimum=2, maximum=schema.MAX_TOKENS)
+    seed: int = option(0, minimum=0, maximum=2**31 - 1)  # Seed of the order of rows.
+    thinking: bool = False  # The chat template asks for reasoning first, as prompts.thinking.
+    data_dir: str | None = location("disk")  # None: ~/.cache/dflash/datasets.
+    raw_dir: str | None = location("disk")  # Files of published sets; None: raw/ in data_dir.
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Mixture without data sets of share 0; shares need not add up to 1."""
+        if not self.mixture and self.files:
+            return {"jsonl": 1.0}
+        return {name: share for name, share in self.mixture.items() if share}
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Loss of a drafter, and the number of blocks per sequence."""
+
+    # cross_entropy: cross-entropy with the data's tokens, with less weight on later draft
+    # positions. dpace: cross-entropy with each position weighted by how much of the block depends
+    # on it. kl: KL divergence from the target's distribution.
+    name: Literal["cross_entropy", "dpace", "kl"] = "cross_entropy"
+    # Draft positions over which the weight decays by a factor of e. None: derived from the block
+    # size; 0: equal weights.
+    gamma: float | None = option(None, minimum=0.0)
+    # Smoothing of acceptance probabilities in dpace.
+    alpha: float = option(0.5, minimum=0.0, maximum=1.0)
+    # Weight of the KL divergence in kl; cross-entropy has the remaining weight.
+    kl_weight: float = option(1.0, minimum=0.0, maximum=1.0)
+    # Temperature at which the drafter and the target are compared: that of decoding.
+    temperature: float = option(1.0, minimum=1e-3)
+    num_anchors: int = option(512, minimum=1)  # Blocks per sequence, fewer in shorter rows.
+    # Positions per sequence whose logits exist at once. Smaller chunks save memory, but read the
+    # output head more often.
+    chunk_tokens: int = option(128, minimum=1)
+
+    @property
+    def uses_target_hidden(self) -> bool:
+        """Returns whether batches need the target's final hidden states."""
+        return self.name == "kl"
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Update rule and learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"  # muon updates matrices, and AdamW all else.
+    learning_rate: float = option(6e-4, minimum=0.0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_fraction: float = option(0.04, minimum=0.0, maximum=1.0)  # Fraction of all steps.
+    # Final learning rate, as a fraction of learning_rate.
+    final_fraction: float = option(0.0, minimum=0.0, maximum=1.0)
+    weight_decay: float = option(0.01, minimum=0.0)  # Not applied to norms and embeddings.
+    beta1: float = option(0.9, minimum=0.0, maximum=0.9999)
+    beta2: float = option(0.95, minimum=0.0, maximum=0.99999)
+    epsilon: float = option(1e-8, minimum=0.0)
+    momentum: float = option(0.95, minimum=0.0, maximum=0.9999)  # Momentum of muon.
+    clip_norm: float = option(1.0, minimum=0.0)  # Maximum global gradient norm; 0: no clipping.
+    accumulate_steps: int = option(1, minimum=1)  # Microbatches per step.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,3 +192,29 @@ FREE_KEYS = (
 def is_free(key: str) -> bool:
     """Returns whether a resumed run may change the dotted `key`."""
     return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpkeepConfig:
+    """Amount of training of the drafter on the policy's rollouts."""
+
+    every: int = option(0, minimum=0)  # Updates of the policy between trainings; 0: never.
+    # Train only while τ, as a mean of four steps, is below this fraction of its highest so far. A
+    # drafter that still fits learns mostly noise from a few rollouts. Above 1: always train.
+    below: float = option(0.8, minimum=0.0, maximum=100.0)
+    steps: int = option(4, minimum=1)  # Optimizer steps per training.
+    batch_size: int = option(8, minimum=1)  # Rollouts per step.
+    seed: int = option(
+        0, minimum=0, maximum=schema.MAX_SEED
+    )  # Seed of the order and of the anchors.
+    directory: str | None = location("directory")  # Directory of the checkpoints; None: none.
+    keep_last: int = option(2, minimum=1)  # Checkpoints to keep.
+
+
+@dataclasses.dataclass(frozen=True)
+class UpkeepRun:
+    """Groups of the options that concern the training of the drafter."""
+
+    train: UpkeepConfig = dataclasses.field(default_factory=UpkeepConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)

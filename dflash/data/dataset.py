@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from dflash import errors
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data.example import Example, Split, shuffled
 
 

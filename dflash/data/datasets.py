@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from dflash import errors
 from dflash.config import registry
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import answers, files
 from dflash.data.dataset import Dataset
 from dflash.data.example import SPLITS, Example, Split

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from dflash import errors
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import encoding, packing, store
 from dflash.data.dataset import Dataset
 from dflash.data.example import Split

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import DrafterConfig, TargetArchitecture
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.parts.sampler import Sampler
 from dflash.layers.losses import TrainBatch
 from dflash.parallel.sharding import Sharding

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 
 # Positions of each sequence per chunk.
 CHUNK_TOKENS = 128

@@ -15,8 +15,8 @@ from dflash import errors
 from dflash.checkpoints import vocabulary
 from dflash.checkpoints.lora import Adapter
 from dflash.config import loader
-from dflash.config.data_schema import DataConfig
 from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import datasets
 from dflash.data.example import Example
 from dflash.drafters.base import Drafter

@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.config import loader
-from dflash.config.rl_schema import UpkeepRun
+from dflash.config.train_schema import UpkeepRun
 
 KEY = "dflash"  # Entry of `rollout_vllm_additional_config` and `rollout_vllm_kwargs`.
 CONFIG = "config"  # Option that names a config file.

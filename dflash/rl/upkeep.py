@@ -19,8 +19,7 @@ from absl import logging
 from flax import nnx
 
 from dflash import errors
-from dflash.config.rl_schema import UpkeepRun
-from dflash.config.train_schema import TrainConfig, TrainRun
+from dflash.config.train_schema import TrainConfig, TrainRun, UpkeepRun
 from dflash.layers import losses
 from dflash.layers.products import matmul_precision
 from dflash.llm import LLM

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from dflash import errors
-from dflash.config import loader, locations, strict_yaml
+from dflash.config import loader, strict_yaml
 from dflash.parallel import agreement
 from dflash.runs import dates
 from dflash.runs.shards import Shard
@@ -71,7 +71,7 @@ class RunDirectory:
         """
         self.path = None if path is None else paths.to_path(path)
         self.config_hash = loader.config_hash(config)
-        config = locations.pin_checkpoints(config)
+        config = loader.pin_checkpoints(config)
         self._held = contextlib.ExitStack()
         self.writes = self.path is not None and jax.process_index() == 0
         if self.writes:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dflash.config.loss_schema import OptimizerConfig
+from dflash.config.train_schema import OptimizerConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
 

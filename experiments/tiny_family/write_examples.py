@@ -10,7 +10,7 @@ import sys
 
 from dflash import errors
 from dflash.config import registry
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data.example import Example
 from experiments.tiny_family.datasets import DATASETS
 

@@ -5,7 +5,7 @@ import pytest
 
 from dflash import errors
 from dflash.config import loader
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 
 CONFIG = """\
 target:

@@ -8,9 +8,7 @@ from support import reduced_recipes
 
 from dflash.config import (
     benchmark_schema,
-    data_schema,
     loader,
-    loss_schema,
     merging,
     registry,
     schema,
@@ -170,9 +168,9 @@ def test_a_file_holds_only_what_differs_from_the_defaults(path):
         ("decode",): schema.DecodeConfig,
         ("mesh",): schema.MeshConfig,
         ("prompts",): schema.PromptsConfig,
-        ("data",): data_schema.DataConfig,
-        ("loss",): loss_schema.LossConfig,
-        ("optimizer",): loss_schema.OptimizerConfig,
+        ("data",): train_schema.DataConfig,
+        ("loss",): train_schema.LossConfig,
+        ("optimizer",): train_schema.OptimizerConfig,
         ("train",): train_schema.TrainConfig,
         ("evaluation",): train_schema.EvaluationConfig,
         ("evaluation", "decode"): schema.DecodeConfig,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import examples
 
 from dflash import errors
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import corpus as corpora
 from dflash.data import datasets, mixture, packing
 from dflash.data.batches import Batches

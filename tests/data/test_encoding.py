@@ -8,7 +8,7 @@ from support import examples
 from support.trained_tokenizers import train_sentencepiece
 
 from dflash import errors
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import corpus, datasets, encoding
 from dflash.data.example import Example, pair
 from dflash.text import tokenizer, tokenizer_loading

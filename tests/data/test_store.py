@@ -9,7 +9,7 @@ import pytest
 from support import examples
 
 from dflash import errors
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import datasets, encoding, files, store
 from dflash.data.corpus import SUPERVISED
 from dflash.text.tokenizer import ByteTokenizer, NoTokenizer
@@ -89,7 +89,7 @@ def test_two_processes_encode_the_data_once_and_need_no_tensorflow(tmp_path):
     (file,) = examples.config(tmp_path, 200).files
     code = f"""
         import pathlib, sys
-        from dflash.config.data_schema import DataConfig
+        from dflash.config.train_schema import DataConfig
         from dflash.data import datasets, encoding
         from dflash.text.tokenizer import ByteTokenizer
         config = DataConfig(files=({file!r},), held_out_percent=0.0)

@@ -12,7 +12,7 @@ from support.models import make_sharding, make_target, zeros
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.lilicorr import LiLiCorr
 from dflash.drafters.lilicorr_config import LiLiCorrShape
 from dflash.drafters.parts.blocks import Anchors

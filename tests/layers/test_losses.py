@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.jaxprs import largest_array
 from support.models import make_architecture, make_sharding, make_target, move
 
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.layers import losses
 from dflash.models.dense import Qwen3
 

@@ -8,8 +8,7 @@ from flax import nnx
 
 import dflash
 from dflash import errors
-from dflash.config.loss_schema import LossConfig
-from dflash.config.rl_schema import UpkeepConfig, UpkeepRun
+from dflash.config.train_schema import LossConfig, UpkeepConfig, UpkeepRun
 from dflash.rl import options
 from dflash.rl.upkeep import Rollout, TokenLogps, Upkeep, has_fallen
 

@@ -3,7 +3,7 @@
 import itertools
 import pathlib
 
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import datasets
 
 PROMPTS = datasets.HELD_OUT

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from support.models import make_target
 
-from dflash.config.loss_schema import OptimizerConfig
+from dflash.config.train_schema import OptimizerConfig
 from dflash.training import optimizer as optimizers
 
 STEPS = 100

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash import errors
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.layers import losses
 from dflash.layers.losses import TrainBatch, Unembed

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.layers import losses
 from dflash.layers.losses import TokenScores, TrainBatch, Unembed
 

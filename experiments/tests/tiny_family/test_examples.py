@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dflash.config import registry
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import datasets as shipped
 from experiments.tiny_family import write_examples
 from experiments.tiny_family.datasets import DATASETS

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash.config import registry
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data.example import SPLITS
 from experiments.tiny_family import arithmetic, copying, datasets, numbered
 

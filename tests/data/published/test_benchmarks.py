@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from dflash import errors
 from dflash.config import registry
-from dflash.config.data_schema import DataConfig
+from dflash.config.train_schema import DataConfig
 from dflash.data import datasets, encoding
 from dflash.data.published import benchmarks, raw
 from dflash.text.tokenizer import ByteTokenizer

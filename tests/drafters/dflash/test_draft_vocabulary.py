@@ -14,7 +14,7 @@ from support.models import ARCHITECTURE, make_sharding, make_target, target, zer
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 from dflash.drafters.dspark_config import DSparkArchitecture, DSparkShape

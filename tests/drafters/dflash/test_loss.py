@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.dflash_cases import CAUSAL, FULL, cut, make_shape, weights_of, with_weights
 from support.models import make_sharding, make_target, move
 
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import LayerView
 from dflash.drafters.parts.blocks import Anchors, sample_anchors

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from support.dflash_cases import cut, weights_of, with_weights
 from support.golden import GOLDEN, TableHeads, golden, load
 
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.parts.blocks import Anchors
 from dflash.kernels.anchored_attention import visible_context

@@ -13,7 +13,7 @@ from support.models import make_architecture, make_sharding, make_target, zeros
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters import eagle3_config
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config, Eagle3Shape

@@ -14,8 +14,8 @@ from support.golden import GOLDEN, golden, load
 from support.models import make_cache, make_sharding, zeros
 
 from dflash.checkpoints import checkpoint
-from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import DecodeConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Config

@@ -11,7 +11,7 @@ from support.models import make_architecture, make_sharding, make_target
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.base_config import MarginalTree
 from dflash.drafters.medusa import Medusa
 from dflash.drafters.medusa_config import MedusaArchitecture, MedusaConfig, MedusaShape

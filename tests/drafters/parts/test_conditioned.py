@@ -14,7 +14,7 @@ from support.models import make_sharding, zeros
 from dflash import errors
 from dflash.checkpoints import checkpoint, files
 from dflash.config import schema
-from dflash.config.loss_schema import LossConfig
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash2 import DFlash2, convolve
 from dflash.drafters.dflash2_config import DFlash2Architecture
