@@ -28,7 +28,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 # A tenth of the time: no traceback for every operation, and fewer collections while tracing.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-gc.set_threshold(200_000, 50, 1000)
+gc.set_threshold(1_000_000, 50, 1000)
 # Workers, commands and later runs share programs; those of users are left alone.
 if "DFLASH_TESTS_PROGRAMS" not in os.environ:
     os.environ["DFLASH_TESTS_PROGRAMS"] = str(program_cache.directory())

@@ -43,6 +43,13 @@ def run(*arguments):
     )
 
 
+def error_of(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as caught:
+        compile_command.main(list(arguments))
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.tpu_compiler
 def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     done = run(*TINY, "--workdir", str(tmp_path), "--rows", "1,16", "tpu.max_cycle_ms=0.0001")
@@ -111,17 +118,16 @@ def test_a_forecast_of_a_tiny_model_resumes(tmp_path):
         (["forecast.batches=[0]"], "forecast.batches"),
     ],
 )
-def test_unusable_forecasts_print_one_line(arguments, message):
-    done = run("configs/random_tiny_dflash.yml", "tpu.topology=v5e:1x1", "--forecast", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_unusable_forecasts_print_one_line(capsys, arguments, message):
+    config = "configs/random_tiny_dflash.yml", "tpu.topology=v5e:1x1"
+    error = error_of(capsys, *config, "--forecast", *arguments)
+    assert message in error
+    assert error.count("\n") == 1
 
 
-def test_training_configs_have_no_forecast():
-    done = run("configs/train/qwen3_4b_dflash.yml", "--forecast")
-    assert done.returncode == 2
-    assert done.stderr == "error: --forecast: expected a decoding config, got a training config\n"
+def test_training_configs_have_no_forecast(capsys):
+    error = error_of(capsys, "configs/train/qwen3_4b_dflash.yml", "--forecast")
+    assert error == "error: --forecast: expected a decoding config, got a training config\n"
 
 
 def test_a_forecast_requires_the_compiler(monkeypatch):
@@ -206,10 +212,9 @@ def test_the_file_decides_what_is_compiled(path, kind):
     assert config.tpu.topology == "v5p:2x2x1"
 
 
-def test_the_command_rejects_bad_rows():
-    done = run(*TINY, "--rows", "16,x")
-    assert done.returncode == 2
-    assert done.stderr == "error: --rows: expected numbers such as 1,16,64, got '16,x'\n"
+def test_the_command_rejects_bad_rows(capsys):
+    error = error_of(capsys, *TINY, "--rows", "16,x")
+    assert error == "error: --rows: expected numbers such as 1,16,64, got '16,x'\n"
 
 
 @pytest.mark.parametrize("text", ["16,x", "0", "", "-3,4"])

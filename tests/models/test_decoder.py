@@ -225,22 +225,6 @@ def test_stored_logits_are_those_of_transformers(pair):
         np.testing.assert_allclose(stored[f"{name}/features"], features, atol=1e-5)
 
 
-def test_ragged_batch_in_one_call(pair):
-    theirs, ours = pair
-    tokens = draw_tokens()
-    cache = make_cache(ours, len(tokens), max(LENGTHS))
-    _, features, logits, _ = step(
-        ours, pad(tokens), [0] * len(tokens), cache, feature_layers=FEATURE_LAYERS
-    )
-    expected_logits, expected_features = zip(
-        *(reference(theirs, each, FEATURE_LAYERS) for each in tokens), strict=True
-    )
-    assert logits.dtype == jnp.float32
-    assert max(np.abs(each).max() for each in expected_logits) > 1  # worth comparing
-    check_rows(logits, expected_logits, LENGTHS)
-    check_rows(features, expected_features, LENGTHS)
-
-
 def test_ragged_batch_in_two_calls(pair):
     """The second call overwrites the padding that the first left behind each sequence."""
     theirs, ours = pair
