@@ -50,7 +50,9 @@ def make_drafter(shape=SHAPE):
     values = {}
     for path, parameter in parameters.named_parameters(drafter):
         mean = 1.0 if path.endswith("scale") else 0.0
-        values[path] = jnp.asarray(rng.normal(mean, 0.3, parameter.get_value().shape), jnp.float32)
+        values[path] = jnp.asarray(
+            rng.normal(mean, 0.3, parameter.get_value().shape).astype(jnp.float32)
+        )
     parameters.assign(drafter, values)
     return drafter
 

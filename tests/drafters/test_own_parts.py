@@ -70,7 +70,7 @@ def draft(drafter, heads, features):
 
 def features_of(drafter, width=WIDTH):
     rng, taps = np.random.default_rng(0), len(drafter.feature_layers)
-    return jnp.asarray(rng.normal(size=(2, 10, taps, width)), jnp.float32)
+    return jnp.asarray(rng.normal(size=(2, 10, taps, width)).astype(jnp.float32))
 
 
 def flat(features):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(cpu_kernels.find_compiler() is None, reason="nee
 
 
 def arrays(rng, *shapes, dtype=jnp.float32):
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in shapes]
 
 
 def random_tree(rng, batch, rows):
@@ -47,7 +47,7 @@ def test_pages(batch, rows, heads, width, page, start, window, sinks, tree, dtyp
     (queries, kv), pages = heads, 800 // page
     case = arrays(rng, (batch, rows, queries, width), *[(batch, rows, kv, width)] * 2)
     stored = arrays(rng, *[(kv, batch * pages, page, width)] * 2, dtype=dtype)
-    table = jnp.asarray(rng.permutation(batch * pages).reshape(batch, pages), jnp.int32)
+    table = jnp.asarray(rng.permutation(batch * pages).reshape(batch, pages).astype(np.int32))
     mask = random_tree(rng, batch, rows) if tree else None
     sink = arrays(rng, (queries,))[0] if sinks else None
     case += [*stored, table, jnp.asarray(start, jnp.int32), mask, sink]
@@ -92,7 +92,7 @@ def test_a_row_does_not_depend_on_others(start, window):
     rows, page, pages = 13, 16, 30
     queries, keys, values = arrays(rng, (1, rows, 6, 32), *[(1, rows, 2, 32)] * 2)
     pools = arrays(rng, *[(2, pages, page, 32)] * 2)
-    table = jnp.asarray(rng.permutation(pages)[None], jnp.int32)
+    table = jnp.asarray(rng.permutation(pages)[None].astype(np.int32))
     attend = jax.jit(
         functools.partial(paged_attention, scale=0.2, window=window, implementation="cpu")
     )

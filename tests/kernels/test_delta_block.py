@@ -37,8 +37,8 @@ def make_case(length, key_heads, value_heads, dtype, is_tree):
     )
     dtypes = Heads(dtype, jnp.float32, jnp.float32, dtype, dtype)
     heads = jax.tree.map(jnp.asarray, heads, dtypes)
-    memory = jnp.asarray(rng.normal(size=(BATCH, value_heads, WIDTH, WIDTH)), jnp.float32)
-    before = jnp.asarray(rng.normal(size=(BATCH, TAPS - 1, channels)), dtype)
+    memory = jnp.asarray(rng.normal(size=(BATCH, value_heads, WIDTH, WIDTH)).astype(jnp.float32))
+    before = jnp.asarray(rng.normal(size=(BATCH, TAPS - 1, channels)).astype(dtype))
     return heads, memory, before, random_ancestry(rng, BATCH, length) if is_tree else None
 
 

@@ -101,7 +101,7 @@ def test_the_kernel_widens_eight_bits_as_it_reads_them(block, dtype):
     weights, scales = quantized.quantize_array(jnp.asarray(rng.normal(size=(3, 128, 256))), dtype)
     if block is not None:
         parts = (3, 128 // block[0], 256 // block[1])
-        scales = jnp.asarray(rng.uniform(0.5, 2, size=parts), jnp.float32)
+        scales = jnp.asarray(rng.uniform(0.5, 2, size=parts).astype(jnp.float32))
     spread = quantized.spread(scales, weights.shape, block)
     wide = np.asarray(weights.astype(jnp.float32) * spread)
     found = on_tpu(rows, weights, sizes, scales, block=block)
@@ -111,8 +111,8 @@ def test_the_kernel_widens_eight_bits_as_it_reads_them(block, dtype):
 
 def test_the_kernel_s_gradients_are_those_of_the_loop():
     rng = np.random.default_rng(3)
-    rows = jnp.asarray(rng.normal(size=(8, 128)), jnp.float32)
-    weights = jnp.asarray(rng.normal(size=(2, 128, 128)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(8, 128)).astype(jnp.float32))
+    weights = jnp.asarray(rng.normal(size=(2, 128, 128)).astype(jnp.float32))
     sizes = jnp.asarray([5, 2])
 
     def gradients(implementation):

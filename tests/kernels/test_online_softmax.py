@@ -12,7 +12,7 @@ def make(keys=9, seed=0):
     """Returns queries [K, B, R, H] = [1, 1, 4, 8], keys, values [1, 1, S, 8], a mask [1, 4, S]."""
     rng = np.random.default_rng(seed)
     queries, keys, values = (
-        jnp.asarray(rng.normal(size=(1, 1, n, 8)), jnp.float32) for n in (4, keys, keys)
+        jnp.asarray(rng.normal(size=(1, 1, n, 8)).astype(jnp.float32)) for n in (4, keys, keys)
     )
     visible = jnp.asarray(rng.random((1, 4, keys.shape[2])) < 0.5).at[..., 0].set(True)
     return queries, keys, values, visible

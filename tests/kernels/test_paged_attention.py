@@ -14,6 +14,8 @@ from support.paged_cases import SCALE, ancestry, make_case
 
 from dflash.kernels import paged_attention as paged
 
+compiled = jax.jit(functools.partial(paged.paged_attention, scale=SCALE))
+
 
 def run(case, tile=8, **options):
     """Compiles and runs, with small tiles, so that short sequences take several."""
@@ -114,16 +116,13 @@ def test_rows_overwritten_leave_no_trace():
         "keys": 50 * once.arguments["keys"],
         "values": -once.arguments["keys"],
     }
-    _, *pages = paged.paged_attention(**wrong, scale=SCALE)
+    _, *pages = compiled(**wrong)
     again = once.arguments | dict(zip(("key_pages", "value_pages"), pages, strict=True))
     jax.tree.map(
         np.testing.assert_array_equal,
-        paged.paged_attention(**again, scale=SCALE),
-        paged.paged_attention(**once.arguments, scale=SCALE),
+        compiled(**again),
+        compiled(**once.arguments),
     )
-
-
-compiled = jax.jit(functools.partial(paged.paged_attention, scale=SCALE))
 
 
 @settings(max_examples=30)

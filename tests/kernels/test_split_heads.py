@@ -20,7 +20,7 @@ def make_case(length, heads, width, dtype, *, parts=HEADS, scaled=True, batch=2)
     """Returns rows, cos and sin of random angles, and a scale for each rotated part."""
     rng = np.random.default_rng(0)
     angles = rng.uniform(0, 7, size=(batch, length, 1, width // 2))
-    rows = jnp.asarray(rng.normal(size=(batch, length, heads * width)), dtype)
+    rows = jnp.asarray(rng.normal(size=(batch, length, heads * width)).astype(dtype))
     cos_sin = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     scales = [rng.uniform(0.5, 2, width) for part in parts if part.normed]
     return rows, cos_sin, tuple(jnp.asarray(scale, dtype) for scale in scales if scaled)

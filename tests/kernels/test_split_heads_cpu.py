@@ -28,9 +28,11 @@ JOINED = (Part(3), Part(), Part(rotated=False, normed=False))
 def test_it_is_the_reference(parts, width, rotated, normed):
     rng = np.random.default_rng(0)
     columns = 2 * width * sum(part.share for part in parts)
-    rows = jnp.asarray(rng.normal(size=(3, 5, columns)), jnp.float32)
-    angles = jnp.asarray(rng.normal(size=(1, 5, 1, rotated // 2)), jnp.float32)
-    scales = [jnp.asarray(rng.normal(size=width), jnp.float32) for part in parts if part.normed]
+    rows = jnp.asarray(rng.normal(size=(3, 5, columns)).astype(jnp.float32))
+    angles = jnp.asarray(rng.normal(size=(1, 5, 1, rotated // 2)).astype(jnp.float32))
+    scales = [
+        jnp.asarray(rng.normal(size=width).astype(jnp.float32)) for part in parts if part.normed
+    ]
     form = functools.partial(split_heads, parts=parts, width=width, eps=1e-5)
     compiled = jax.jit(form, static_argnames="implementation")
     case = rows, (jnp.cos(angles), jnp.sin(angles)), scales if normed else ()
@@ -43,9 +45,9 @@ def test_it_is_the_reference(parts, width, rotated, normed):
 
 def test_gradients_are_those_of_the_reference():
     rng = np.random.default_rng(0)
-    rows = jnp.asarray(rng.normal(size=(2, 3, 5 * 32)), jnp.float32)
-    angles = jnp.asarray(rng.normal(size=(2, 3, 1, 16)), jnp.float32)
-    scales = [jnp.asarray(rng.normal(size=32), jnp.float32)] * 2
+    rows = jnp.asarray(rng.normal(size=(2, 3, 5 * 32)).astype(jnp.float32))
+    angles = jnp.asarray(rng.normal(size=(2, 3, 1, 16)).astype(jnp.float32))
+    scales = [jnp.asarray(rng.normal(size=32).astype(jnp.float32))] * 2
 
     def loss(rows, scales, implementation):
         turned = jnp.cos(angles), jnp.sin(angles)

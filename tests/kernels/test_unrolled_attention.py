@@ -19,7 +19,7 @@ def make_case(later, *, group=2, kv_heads=2, width=8, seed=0):
     batch, length = SEGMENTS.shape
 
     def draw(*shape):
-        return jnp.asarray(rng.normal(size=(batch, length, *shape, width)), jnp.float32)
+        return jnp.asarray(rng.normal(size=(batch, length, *shape, width)).astype(jnp.float32))
 
     return (
         draw(group * kv_heads), draw(later, kv_heads), draw(later, kv_heads),

@@ -154,7 +154,9 @@ def test_static_write():
     position = [0, 3, 5]
     rng = np.random.default_rng(0)
     # Multiples of 1/8 survive the cast to bfloat16.
-    rows = [jnp.asarray(rng.integers(-64, 64, (3, 3, 2, 4)) / 8, jnp.float32) for _ in range(4)]
+    rows = [
+        jnp.asarray((rng.integers(-64, 64, (3, 3, 2, 4)) / 8).astype(jnp.float32)) for _ in range(4)
+    ]
     before = make_static()
     after = before.write(jnp.array(position), rows[:2], rows[2:])
     for i, cache in enumerate((*after.keys, *after.values)):
@@ -167,7 +169,9 @@ def test_static_write():
 
 def test_rows_of_one_sequence_are_read_and_written_where_they_belong():
     rng = np.random.default_rng(1)
-    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), make_static())
+    cache = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape).astype(x.dtype)), make_static()
+    )
     rows = cache.read_rows(jnp.int32(1), jnp.int32(5), 4)
     for leaf, part in zip(jax.tree.leaves(cache), jax.tree.leaves(rows), strict=True):
         np.testing.assert_array_equal(part, leaf[1, :, 5:9])

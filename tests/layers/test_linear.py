@@ -19,7 +19,7 @@ def build(kind, *args, dtype=jnp.float32):
     module = kind(*args, dtype=dtype, sharding=make_sharding())
     rng = np.random.default_rng(0)
     values = {
-        path: jnp.asarray(rng.normal(size=param.get_value().shape), dtype)
+        path: jnp.asarray(rng.normal(size=param.get_value().shape).astype(dtype))
         for path, param in parameters.named_parameters(module)
     }
     parameters.assign(module, values)

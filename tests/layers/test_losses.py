@@ -23,9 +23,11 @@ BATCH, ROWS, WIDTH, VOCAB = 2, 11, 6, 13
 def make_rows(seed=0, dtype=jnp.float32):
     """Returns hidden states, labels, the target's hidden states, and an output head."""
     rng = np.random.default_rng(seed)
-    hidden, target = (jnp.asarray(rng.normal(size=(BATCH, ROWS, WIDTH)), dtype) for _ in range(2))
-    labels = jnp.asarray(rng.integers(0, VOCAB, (BATCH, ROWS)), jnp.int32)
-    return hidden, labels, target, jnp.asarray(rng.normal(size=(WIDTH, VOCAB)), dtype)
+    hidden, target = (
+        jnp.asarray(rng.normal(size=(BATCH, ROWS, WIDTH)).astype(dtype)) for _ in range(2)
+    )
+    labels = jnp.asarray(rng.integers(0, VOCAB, (BATCH, ROWS)).astype(jnp.int32))
+    return hidden, labels, target, jnp.asarray(rng.normal(size=(WIDTH, VOCAB)).astype(dtype))
 
 
 def dense(hidden, labels, target, head, kl_weight):
@@ -162,8 +164,8 @@ def test_a_split_vocabulary_stays_split(frozen_head):
     split = Qwen3(make_architecture(), dtype=jnp.float32, sharding=make_sharding(data=2, tensor=4))
     move(target, split)
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(4, 9, 32)), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, 48, (4, 9)), jnp.int32)
+    hidden = jnp.asarray(rng.normal(size=(4, 9, 32)).astype(jnp.float32))
+    labels = jnp.asarray(rng.integers(0, 48, (4, 9)).astype(jnp.int32))
 
     def program(model):
         def total(hidden):

@@ -49,7 +49,7 @@ def layer(name, **mesh):
     for path, parameter in parameters.named_parameters(model):
         if path.endswith(".bias"):
             rng = np.random.default_rng(len(path))
-            parameter.set_value(jnp.asarray(rng.normal(size=parameter.shape), jnp.float32))
+            parameter.set_value(jnp.asarray(rng.normal(size=parameter.shape).astype(jnp.float32)))
     return model
 
 

@@ -137,7 +137,9 @@ def test_log_probabilities_are_those_of_tunix(name, lora):
     parameters.initialize(target, jax.random.key(1))
     weight_update.update(target, model, lora_alpha=ALPHA if lora else None)
     rng = np.random.default_rng(1)
-    prompts, completions = (jnp.asarray(rng.integers(1, 64, (2, n)), jnp.int32) for n in (5, 9))
+    prompts, completions = (
+        jnp.asarray(rng.integers(1, 64, (2, n)).astype(jnp.int32)) for n in (5, 9)
+    )
     found = TokenLogps(target)(prompts, completions, PAD).logps
     how = {"pad_id": PAD, "eos_id": 2}
     wanted = common.compute_per_token_logps(*nnx.split(model), prompts, completions, **how)

@@ -41,8 +41,8 @@ class Case:
             (key_pages, "key_pages", "keys"),
             (value_pages, "value_pages", "values"),
         ):
-            before, new = self.arguments[name], self.arguments[rows].transpose(2, 0, 1, 3)
-            new = quantized.encode(new, before)
+            before, new = self.arguments[name], np.asarray(self.arguments[rows])
+            new = _encode(new.transpose(2, 0, 1, 3), before)
             assert jax.tree.structure(after) == jax.tree.structure(before)
             for was, now, row in zip(*map(row_parts, (before, after, new)), strict=True):
                 same = ~self.owned & ~self._beside(stale_unit)
@@ -60,13 +60,12 @@ class Case:
         for name in ("key_pages", "value_pages"):
             pool = self.arguments[name]
             if isinstance(pool, Quantized):
-                values, scales = pool.values, jnp.where(read[:, None], pool.scales, jnp.nan)
+                values, scales = pool.values, _poisoned(pool.scales, read[:, None])
                 if values.dtype != jnp.int8:  # which has no NaN
-                    values = jnp.where(read[:, :, None], values, jnp.nan).astype(values.dtype)
+                    values = _poisoned(values, read[:, :, None])
                 self.arguments[name] = Quantized(values, scales)
             else:
-                pool = jnp.where(read[:, :, None], pool, jnp.nan).astype(pool.dtype)
-                self.arguments[name] = pool
+                self.arguments[name] = _poisoned(pool, read[:, :, None])
 
     def _beside(self, unit):
         beside = np.zeros_like(self.owned)
@@ -89,6 +88,18 @@ class Case:
         return np.asarray(self.arguments["start"])[:, None] + np.arange(length)
 
 
+def _encode(rows, pool):
+    """Returns `quantized.encode`; outside a program each of its operations compiles one."""
+    return jax.jit(quantized.encode)(rows, pool) if isinstance(pool, Quantized) else rows
+
+
+def _poisoned(pool, read):
+    # Not on the device, where each shape compiles a program.
+    values = np.array(pool)
+    values[np.broadcast_to(~read, values.shape)] = np.nan
+    return jnp.asarray(values)
+
+
 def make_case(
     starts, length, *, group=2, kv_heads=2, width=8, page_size=4, table_pages=None,
     tree_mask=None, window=None, sinks=False, dtype=jnp.float32, kv_dtype=None, seed=0,
@@ -107,7 +118,7 @@ def make_case(
     heads = kv_heads * group
 
     def draw(*shape):
-        return np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float64)
+        return rng.normal(size=shape).astype(dtype).astype(np.float64)
 
     queries = draw(batch, length, heads, width)
     keys, values = (draw(batch, max(starts) + length, kv_heads, width) for _ in range(2))
@@ -117,7 +128,7 @@ def make_case(
     ]
     like = jnp.zeros(0, kv_dtype or dtype)
     like = like if kv_dtype is None else Quantized(like, jnp.zeros(0))
-    stored = [quantized.encode(jnp.asarray(rows, dtype), like) for rows in (keys, values)]
+    stored = [_encode(rows.astype(dtype), like) for rows in (keys, values)]
     keys, values = (np.prod(np.broadcast_arrays(*row_parts(rows)), axis=0) for rows in stored)
     key_pages, value_pages = (
         _lay_out(rows, starts, table, num_pages, page_size) for rows in stored
@@ -139,13 +150,13 @@ def make_case(
             sink_scores,
         )  # fmt: skip
     arguments = {
-        "queries": jnp.asarray(queries, dtype),
-        "keys": jnp.asarray(new[0], dtype),
-        "values": jnp.asarray(new[1], dtype),
+        "queries": jnp.asarray(queries.astype(dtype)),
+        "keys": jnp.asarray(new[0].astype(dtype)),
+        "values": jnp.asarray(new[1].astype(dtype)),
         "key_pages": key_pages,
         "value_pages": value_pages,
-        "page_table": jnp.asarray(table, jnp.int32),
-        "start": jnp.asarray(starts, jnp.int32),
+        "page_table": jnp.asarray(table.astype(np.int32)),
+        "start": jnp.asarray(np.array(starts, np.int32)),
     }
     if tree_mask is not None:
         arguments["tree_mask"] = jnp.asarray(tree_mask)
@@ -172,8 +183,9 @@ def _lay_out(rows, starts, table, num_pages, page_size):
             for position in range(start):
                 page = table[b, position // page_size]
                 pages[:, page, position % page_size] = part[b, position]
-        parts.append(jnp.asarray(pages, rows.dtype if len(parts) == 0 else jnp.float32))
-    return Quantized(parts[0], parts[1].mT) if len(parts) > 1 else parts[0]
+        parts.append(pages.astype(rows.dtype if len(parts) == 0 else np.float32))
+    pools = [jnp.asarray(parts[0]), *(jnp.asarray(scales.mT) for scales in parts[1:])]
+    return Quantized(*pools) if len(pools) > 1 else pools[0]
 
 
 def ancestry(parents):

@@ -20,9 +20,9 @@ def tool():
 @pytest.mark.parametrize("seed", [1, 2, 4])
 def test_drafts_are_accepted_as_often_as_expected(tool, seed):
     rng = np.random.default_rng(seed)
-    logits = jnp.asarray(rng.normal(size=(1, DRAFTS + 1, VOCAB)), jnp.float32)
-    probs = jax.nn.softmax(jnp.asarray(rng.normal(size=(1, DRAFTS, VOCAB)), jnp.float32))
-    draft = jnp.asarray(rng.integers(0, VOCAB, (1, DRAFTS)), jnp.int32)
+    logits = jnp.asarray(rng.normal(size=(1, DRAFTS + 1, VOCAB)).astype(jnp.float32))
+    probs = jax.nn.softmax(jnp.asarray(rng.normal(size=(1, DRAFTS, VOCAB)).astype(jnp.float32)))
+    draft = jnp.asarray(rng.integers(0, VOCAB, (1, DRAFTS)).astype(jnp.int32))
     one = verify.chain_probabilities(draft, probs, logits, make_params(1))
     expected = tool.survival(one)
     assert not np.allclose(*expected)

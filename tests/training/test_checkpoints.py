@@ -23,8 +23,8 @@ from dflash.training.state import TrainState
 def make_state(step: int, size: int = 20_000) -> TrainState:
     """Returns a state of noise, which does not compress."""
     rng = np.random.default_rng(step)
-    weights = jnp.asarray(rng.normal(size=(4, size)), jnp.float32)
-    halves = jnp.asarray(rng.normal(size=7), jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(4, size)).astype(jnp.float32))
+    halves = jnp.asarray(rng.normal(size=7).astype(jnp.bfloat16))
     return TrainState(
         step=jnp.int32(step),
         key=jnp.zeros(2, jnp.uint32),

@@ -119,12 +119,12 @@ def make_batch():
     rng = np.random.default_rng(0)
     shape = (2, 18)
     return TrainBatch(
-        tokens=jnp.asarray(rng.integers(0, 47, shape), jnp.int32),
+        tokens=jnp.asarray(rng.integers(0, 47, shape).astype(jnp.int32)),
         positions=jnp.broadcast_to(jnp.arange(18), shape),
         segment_ids=jnp.ones(shape, jnp.int32),
         loss_mask=jnp.ones(shape),
-        features=jnp.asarray(rng.normal(size=(*shape, 64)), jnp.float32),
-        hidden=jnp.asarray(rng.normal(size=(*shape, 32)), jnp.float32),
+        features=jnp.asarray(rng.normal(size=(*shape, 64)).astype(jnp.float32)),
+        hidden=jnp.asarray(rng.normal(size=(*shape, 32)).astype(jnp.float32)),
     )
 
 
@@ -141,20 +141,25 @@ class MaskedHeads:
 def test_the_loss_is_that_of_a_target_without_the_other_tokens(name):
     model, batch, heads = make_drafter(), make_batch(), make_target()
     options = dataclasses.replace(LossConfig(name=name), num_anchors=4)
-    anchors = sample_anchors(batch, options.num_anchors, jax.random.key(0))
-    blocks = cut(model, batch, anchors)
-    hidden = model.run_blocks(batch, blocks, heads)
+
+    @jax.jit
+    def compute():
+        anchors = sample_anchors(batch, options.num_anchors, jax.random.key(0))
+        blocks = cut(model, batch, anchors)
+        hidden = model.run_blocks(batch, blocks, heads)
+        scores = model._score(hidden, blocks, batch, heads, options)
+        wanted = score_blocks(hidden, blocks, batch, MaskedHeads(heads).unembed, options)
+        return blocks, scores, wanted, *model.loss(batch, heads, jax.random.key(0), options)
+
+    blocks, scores, wanted, loss, metrics = jax.tree.map(np.asarray, compute())
     known = np.isin(blocks.labels, DRAFTED)
     assert known.any()
     assert not known.all()
-    scores = model._score(hidden, blocks, batch, heads, options)
-    wanted = score_blocks(hidden, blocks, batch, MaskedHeads(heads).unembed, options)
     np.testing.assert_allclose(scores.nll[known], wanted.nll[known], rtol=1e-5)
     np.testing.assert_allclose(scores.objective[known], wanted.objective[known], rtol=1e-4)
     np.testing.assert_array_equal(scores.correct[known], wanted.correct[known])
     assert not scores.correct[~known].any()
     assert not np.asarray(scores.objective)[~known].any()
-    loss, metrics = model.loss(batch, heads, jax.random.key(0), options)
     assert np.isfinite(loss)
     assert 1 <= metrics["acceptance_length"] <= model.block_size
 

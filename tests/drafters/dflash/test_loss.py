@@ -44,12 +44,12 @@ def make_batch(rows, *, seed=0, share=0.7):
         within = np.concatenate([np.arange(length) for length in lengths])[:LENGTH]
         segments[b, : len(numbers)], positions[b, : len(numbers)] = numbers, within
     return TrainBatch(
-        tokens=jnp.asarray(rng.integers(0, 47, segments.shape), jnp.int32),
+        tokens=jnp.asarray(rng.integers(0, 47, segments.shape).astype(jnp.int32)),
         positions=jnp.asarray(positions),
         segment_ids=jnp.asarray(segments),
-        loss_mask=jnp.asarray(rng.random(segments.shape) < share, jnp.float32),
-        features=jnp.asarray(rng.normal(size=(*segments.shape, 64)), jnp.float32),
-        hidden=jnp.asarray(rng.normal(size=(*segments.shape, 32)), jnp.float32),
+        loss_mask=jnp.asarray((rng.random(segments.shape) < share).astype(jnp.float32)),
+        features=jnp.asarray(rng.normal(size=(*segments.shape, 64)).astype(jnp.float32)),
+        hidden=jnp.asarray(rng.normal(size=(*segments.shape, 32)).astype(jnp.float32)),
     )
 
 
@@ -92,6 +92,7 @@ def test_blocks_by_loops(rows, seed):
 
 def eligible(batch):
     """Returns the positions whose next token is supervised, found by loops."""
+    batch = jax.tree.map(np.asarray, batch)
     return {
         (b, t)
         for b in range(batch.tokens.shape[0])

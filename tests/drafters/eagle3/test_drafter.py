@@ -238,12 +238,12 @@ def make_batch(documents, length=24, seed=0):
             begin += size
     width = TARGET.hidden_size
     return TrainBatch(
-        tokens=jnp.asarray(rng.integers(0, 48, shape), jnp.int32),
+        tokens=jnp.asarray(rng.integers(0, 48, shape).astype(jnp.int32)),
         positions=jnp.asarray(positions),
         segment_ids=jnp.asarray(segments),
         loss_mask=jnp.asarray((rng.random(shape) < 0.7).astype(np.float32)),
-        features=jnp.asarray(rng.normal(size=(*shape, 2 * width)), jnp.float32),
-        hidden=jnp.asarray(rng.normal(size=(*shape, width)), jnp.float32),
+        features=jnp.asarray(rng.normal(size=(*shape, 2 * width)).astype(jnp.float32)),
+        hidden=jnp.asarray(rng.normal(size=(*shape, width)).astype(jnp.float32)),
     )
 
 

@@ -49,11 +49,11 @@ def make_batch() -> TrainBatch:
     mask = np.ones((2, LENGTH), np.int32)
     mask[1, 8] = 0
     return TrainBatch(
-        tokens=jnp.asarray(rng.integers(0, ARCH.vocab_size, (2, LENGTH)), jnp.int32),
+        tokens=jnp.asarray(rng.integers(0, ARCH.vocab_size, (2, LENGTH)).astype(jnp.int32)),
         positions=jnp.asarray([np.arange(LENGTH), [*range(5), *range(7)]], jnp.int32),
         segment_ids=jnp.asarray(segments),
         loss_mask=jnp.asarray(mask),
-        features=jnp.asarray(rng.normal(size=(2, LENGTH, ARCH.hidden_size)), jnp.float32),
+        features=jnp.asarray(rng.normal(size=(2, LENGTH, ARCH.hidden_size)).astype(jnp.float32)),
     )
 
 
