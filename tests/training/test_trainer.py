@@ -15,6 +15,7 @@ import pytest
 from support import SUPPORT, TESTS, toy
 
 from dflash.training import trainer as trainer_lib
+from dflash.training.trainer import StopSignal
 
 STEPS, EVERY = 24, 3
 PAUSE_S = 0.05
@@ -252,3 +253,19 @@ def test_other_evaluations_begin_a_new_comparison(tmp_path):
     toy.Run(tmp_path, steps=6, scores=(2.0, 1.0), **legs).go()
     outcome = toy.Run(tmp_path, steps=15, scores=(1.0, 0.5, 0.7), evaluation="4", **legs).go()
     assert (outcome.step, outcome.stalled, outcome.best["step"]) == (15, False, 9)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_noticed_and_the_handlers_come_back(number, status):
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    with StopSignal() as stop:
+        stop.record(stop.all_reduce())
+        assert (stop.received, stop.exit_status) == (None, 0)
+        os.kill(os.getpid(), number)
+        stop.record(stop.all_reduce())
+        assert (stop.received, stop.exit_status) == (number, status)
+        # The next one of its kind is not for this object any more.
+        assert signal.getsignal(number) is before[number]
+        other = ({*before} - {number}).pop()
+        assert signal.getsignal(other) is not before[other]
+    assert {one: signal.getsignal(one) for one in before} == before
