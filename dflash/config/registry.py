@@ -204,7 +204,7 @@ DATASETS: dict[str, str] = {
 RUNS: Mapping[str, Entry] = {
     "decode": Entry("dflash.offline.decode_sweep:DecodePoints", "dflash.config.schema:DecodeRun"),
     "benchmark": Entry(
-        "dflash.measure.benchmark_sweep:BenchmarkPoints",
+        "dflash.measure.benchmark_run:BenchmarkPoints",
         "dflash.config.benchmark_schema:BenchmarkRun",
     ),
     "distill": Entry(

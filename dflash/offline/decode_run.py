@@ -21,8 +21,7 @@ from dflash.inference.logits import controls
 from dflash.inference.request import RequestOutput, Tokens, max_length
 from dflash.inference.stats import SchedulerStats
 from dflash.loading.job import Job
-from dflash.offline.decoding import decode
-from dflash.offline.usage import Usage
+from dflash.offline.decoding import Usage, decode
 from dflash.parallel import distributed
 from dflash.runs import block_advice, outputs, result_text
 from dflash.runs import records as records_lib

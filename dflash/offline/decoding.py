@@ -1,11 +1,77 @@
-"""Decoding of a list of requests, the simplest client of the scheduler."""
+"""Decoding of a list of requests, the simplest client of the scheduler, and its utilization."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from dflash.inference.engine import Engine
 from dflash.inference.request import Event, Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
 from dflash.inference.stats import SchedulerStats
+
+
+@dataclasses.dataclass
+class Usage:
+    """Counts since one start of a run, over all its rounds.
+
+    Attributes:
+      seconds: Time from the first prompt to the last token without compiling, in seconds.
+      counts: Counts of the scheduler by name; see `SchedulerStats`.
+    """
+
+    slots: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, stats: SchedulerStats, *, slots: int, tokens: int, seconds: float) -> None:
+        """Adds the counts of a round."""
+        self.slots = slots
+        self.tokens += tokens
+        self.seconds += seconds
+        for name, value in dataclasses.asdict(stats).items():
+            self.counts[name] = self.counts.get(name, 0) + value
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the figures for results.json; empty if nothing was decoded."""
+        if not self.counts:
+            return {}
+        counts = self.counts
+        busy_s = counts["prefill_seconds"] + counts["decode_seconds"]
+        return {
+            "prefill": {
+                "dispatches": counts["prefill_dispatches"],
+                "prompts": counts["prefill_prompts"],
+                "seconds": counts["prefill_seconds"],
+            },
+            "slots": {
+                "busy_share": self._share("slot_cycles", "cycles"),
+                "busy_share_while_queued": self._share("queued_slot_cycles", "queued_cycles"),
+                "stood_still_share": counts["stalled_seconds"] / busy_s if busy_s else None,
+            },
+            "tokens_per_second_end_to_end": self.tokens / self.seconds if self.seconds else None,
+            "mean_cycle_ms": self._ratio(1e3 * counts["decode_seconds"], "cycles"),
+            **self._speculation(),
+        }
+
+    def _speculation(self) -> dict[str, Any]:
+        lookups = self.counts["speculation_lookups"]
+        if not lookups:
+            return {}
+        return {
+            "speculation": {
+                "lookups": lookups,
+                "hit_rate": self._ratio(self.counts["speculation_hits"], "speculation_lookups"),
+                "redrafted_share": self._ratio(self.counts["redrafted_cycles"], "cycles"),
+            }
+        }
+
+    def _ratio(self, amount: float, count: str) -> float | None:
+        return amount / self.counts[count] if self.counts[count] else None
+
+    def _share(self, busy: str, cycles: str) -> float | None:
+        total = self.slots * self.counts[cycles]
+        return self.counts[busy] / total if total else None
 
 
 def decode(

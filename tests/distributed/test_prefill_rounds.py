@@ -6,8 +6,7 @@ from support.engines import engine, expected, make_requests, random_prompts
 from support.models import drafter
 
 from dflash.inference.request import RequestOutput
-from dflash.offline.decoding import decode
-from dflash.offline.usage import Usage
+from dflash.offline.decoding import Usage, decode
 
 PROMPTS = random_prompts([9 + i % 7 for i in range(64)])
 MESH = (8, 1, 1)
