@@ -51,7 +51,6 @@ def anchored_attention(
       segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
       sinks: [N]; attention sink of each head, as in `block_attention`, or None. The kernels do not
         support sinks.
-      scale: Factor that multiplies the scores.
       window: Positions up to its own that a row sees; None for all.
       causal: Row r sees rows up to r of its block only.
       group_blocks: Blocks per group of the reference.

@@ -193,7 +193,6 @@ class AnchoredTiling:
 
         Args:
           inputs: Scalar-prefetch arguments (first and end tiles), then the other arguments.
-          interpret: Argument of `pl.pallas_call`.
           products: Dot products per pair of a row and a key, for the cost estimate.
         """
         pairs = self.batch * self.heads * self.blocks * self.block * (self.length // 2)
@@ -228,10 +227,8 @@ def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, window, causal, in
     Args:
       arrays: Queries, keys, values, context keys and context values, in the layout of the kernels.
       bounds: Result of `tiling.bounds`.
-      scale: Factor that multiplies the scores.
       window: Positions up to its own that a row sees; None for all.
       causal: Rows see their block's rows up to themselves only.
-      interpret: Argument of `pl.pallas_call`.
     """
     flash_tpu.check_vmem(OP, tiling.vmem(backward=False))
     queries, block, context, rows, documents, per_row, _ = tiling.specs()
@@ -275,10 +272,8 @@ def backward(
       outputs: Outputs of `forward`.
       log_sum: Second result of `forward`.
       grad: Gradient of the outputs.
-      scale: Factor that multiplies the scores.
       window: Positions up to its own that a row sees; None for all.
       causal: Rows see their block's rows up to themselves only.
-      interpret: Argument of `pl.pallas_call`.
     """
     flash_tpu.check_vmem(OP, tiling.vmem(backward=True))
     queries, block, context, rows, documents, per_row, all_context = tiling.specs()

@@ -54,7 +54,6 @@ def attend(
       stored_keys: [K, P, L, H], pages of L rows; without `page_table`, [B, K, L, H].
       stored_values: In the shape of `stored_keys`.
       length: int32 [B]; rows of the context.
-      scale: Factor that multiplies the scores.
       page_table: int32 [B, M]; pages of each sequence.
       first_visible: int32 [B, T]; first position of the context that each row sees, may be
         negative. None for 0.

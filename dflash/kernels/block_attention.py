@@ -49,7 +49,6 @@ def block_attention(
         sum of every row. None for no sinks.
       windows: int32 [B]; windows of the sequences' contexts, which narrow `window`. Rows of the
         block see one another whatever these are. None to narrow nothing.
-      scale: Factor that multiplies the scores.
       window: Positions up to its own that a row sees; None for all.
       causal: Row r sees rows up to r of the block only.
       implementation: Implementation to run; see `implementation.run`.
@@ -123,7 +122,6 @@ def branch_attention(
       context_keys: [B, K, L, H]; rows at and past `length` are never read.
       context_values: [B, K, L, H].
       length: int32 [B]; context rows in use.
-      scale: Factor that multiplies the scores.
       implementation: "cpu", or another one of `implementation.run`, all of which are the reference.
     Returns:
       [B, T, N, H] in the dtype of `queries`.

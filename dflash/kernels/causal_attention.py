@@ -41,7 +41,6 @@ def causal_attention(
       segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
       sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
         sum of every row. None for no sinks. The kernels do not support them.
-      scale: Factor that multiplies the scores.
       window: Rows up to its own that a row sees; None for all.
       chunk_tokens: Queries per chunk of the reference; None to derive it from T.
       implementation: Implementation to run; see `implementation.run`.
@@ -120,7 +119,6 @@ def attend_so_far(
       values: [B, S, K, H].
       query_segments: int32 [B, C]; segment ids of the queries.
       key_segments: int32 [B, S]; segment ids of the keys.
-      scale: Factor that multiplies the scores.
       window: Rows up to its own that a row sees; None for all.
     """
     chunk, context = query_segments.shape[1], key_segments.shape[1]

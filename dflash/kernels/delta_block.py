@@ -50,7 +50,6 @@ def verify_block(
     """Computes the gated outputs of a block of rows, without changing the state.
 
     Args:
-      heads: Projected rows.
       memory: float32 [B, V, dk, dv]; state before the block.
       before: [B, W - 1, C]; rows before the block that the convolution reads, the latest last.
       ancestry: bool [B, T, T]; see `gated_delta.solve_block`. None is a chain.
@@ -95,7 +94,6 @@ def commit_block(
     Args:
       memory: float32 [B, V, dk, dv]; state before the block.
       before: [B, W - 1, C]; rows before the block.
-      block: Updates by the block's rows.
       rows: [B, T, ·]; rows of the block before the convolution, in the first C columns.
       count: int32 [B]; number of accepted rows.
       path: int32 [B, R]; row of the block at each depth of the accepted path. None is a chain.
@@ -122,7 +120,6 @@ def convolve(
     """Returns queries, keys and values of all heads, float32 [B, T, heads, width].
 
     Args:
-      heads: Projected rows.
       before: [B, W - 1, C]; rows before the first one.
       widths: Elements of a key and of a value, dk and dv.
       **masks: Masks of `causal_conv`.

@@ -144,7 +144,6 @@ def advance(
 
     Args:
       state: float32 [B, V, dk, dv]; state before the block.
-      block: Updates by the block's rows.
       count: int32 [B]; number of accepted rows, 0 to leave the state unchanged. None for all.
       path: int32 [B, R]; row of the block at each depth of the accepted path. None is a chain.
     """

@@ -54,7 +54,6 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
       scales: Scales of 8-bit weights; see `grouped_matmul`.
       block: Inputs and outputs per scale; None for one scale per output.
       read: Fraction of the weights that is expected to be read.
-      interpret: Argument of `pl.pallas_call`.
     Returns:
       [R, F] or [N, tile, F]; undefined for rows without a group and in unused tiles.
     """

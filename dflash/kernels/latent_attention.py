@@ -42,7 +42,6 @@ def latent_attention(
       start: int32 [B]; cached positions before this call.
       tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
       value_width: Elements of a value, V.
-      scale: Factor that multiplies the scores.
       implementation: Implementation to run; see `implementation.run`.
     Returns:
       Outputs [B, T, N, V] in the dtype of `queries`, and the pages.
@@ -97,7 +96,6 @@ def expanded_attention(
       tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
       expand: Function from stored rows [1, B, S, W] to keys [K, B, S, H] and values [K, B, S, V]; N
         is a multiple of K.
-      scale: Factor that multiplies the scores.
     Returns:
       Outputs [B, T, N, V] in the dtype of `queries`, and the pages.
     Raises:

@@ -70,7 +70,6 @@ def attend(
       keys: [K, B, S, H].
       values: [K, B, S, H].
       visible: bool, broadcastable to [B, R, S]; keys that each row sees.
-      scale: Factor that multiplies the scores.
     """
     keys, key_scales = quantized.split(keys, queries.dtype)
     values, value_scales = quantized.split(values, queries.dtype)

@@ -64,7 +64,6 @@ def paged_attention(
       tree_mask: bool [B, T, T]; entry [b, r, c] is whether row r sees new row c. None is causal.
       sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
         sum of every row. None for no sinks.
-      scale: Factor that multiplies the scores.
       window: Positions up to its own that a row sees; None for all.
       implementation: Implementation to run; see `implementation.run`.
       sizes: Tile sizes of the kernel; None for the tuned ones.
@@ -350,7 +349,6 @@ def packed_attention(
       packing: Packing of up to T rows of B sequences into N for each of D replicas.
       tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
       sinks: [heads]; attention sinks, or None.
-      scale: Factor that multiplies the scores.
       window: Positions up to its own that a row sees; None for all.
       implementation: Implementation to run; see `implementation.run`.
       sizes: Tile sizes of the kernel; None for the tuned ones.

@@ -60,10 +60,8 @@ def call(kernel, tiling, scalars, arrays, key_pages, value_pages, interpret):
     """Calls a kernel that updates pools of pages in place.
 
     Args:
-      tiling: `PagedTiling` of the call.
       scalars: Arrays of scalars, which precede all other references.
       arrays: Arrays in the order of `tiling.specs`.
-      interpret: Argument of `pl.pallas_call`.
     Returns:
       Outputs in the shape `tiling.output_shape`, key_pages, value_pages.
     """

@@ -92,7 +92,6 @@ def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
       sin: float32 [B, T, 1, H/2].
       scales: At most one scale [H].
       dtypes: Dtype of each output.
-      interpret: Argument of `pl.pallas_call`.
     Returns:
       An array [B, T, n·H], then an array [B, tiles, 1, H] for each further dtype.
     """

@@ -38,7 +38,6 @@ def unrolled_attention(
       first_keys: [B, T, K, H]; keys of the first step.
       first_values: [B, T, K, H]; values of the first step.
       segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
-      scale: Factor that multiplies the scores.
       chunk_tokens: Queries per chunk; None to derive it from T.
     Returns:
       [B, T, N, H] in the dtype of `queries`.

@@ -60,8 +60,6 @@ class Attention(nnx.Module):
 
         Args:
           v_norm: Normalize the heads of values, without a learned scale.
-          bias: Whether the projections to queries, keys and values have biases.
-          output_bias: Whether the output projection has a bias.
           output_width: Size of an output row; None for `width`.
           takes_context: Some rows need keys and values but no queries; enables `keys_values`.
           has_sinks: Each head has a learned score of no row, its attention sink.

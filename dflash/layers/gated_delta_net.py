@@ -72,8 +72,6 @@ class GatedDeltaNet(nnx.Module):
     ):
         """Builds abstract projections.
 
-        Args:
-          width: Size of an input row and of an output row.
         Raises:
           ConfigError: The heads do not divide over the devices.
         """

@@ -60,13 +60,7 @@ class LatentAttention(nnx.Module):
     def __init__(
         self, width: int, shape: LatentShape, *, scale: float, dtype: jnp.dtype, sharding: Sharding
     ):
-        """Builds abstract projections.
-
-        Args:
-          width: Size of an input row and of an output row.
-          shape: Sizes of heads and latents.
-          scale: Factor that multiplies attention scores.
-        """
+        """Builds abstract projections."""
         build = {"dtype": dtype, "sharding": sharding}
         heads, latent = shape.num_attention_heads, shape.kv_lora_rank
         query_width = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)

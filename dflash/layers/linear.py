@@ -135,14 +135,7 @@ class Kernel(nnx.Module):
 
 @functools.cache  # Layers of equal shapes share one compiled program.
 def _quantizer(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parameters.Conversion:
-    """Returns the conversion of a plain kernel to values and scales.
-
-    Args:
-      dtype: Dtype of the values.
-      plain: Dtype of the plain kernel.
-      places: Shardings of the values and of the scales.
-      across: Mesh axes that inputs are sharded over.
-    """
+    """Returns the conversion of a plain kernel to values and scales."""
     kernel_place, scale_place = places
     if kernel_place.mesh.size == 1:
         across = ()

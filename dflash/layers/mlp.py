@@ -38,7 +38,6 @@ class Mlp(nnx.Module):
         """Declares the projections.
 
         Args:
-          width: Size of an input row and of an output row.
           activation: Name in `ACTIVATIONS`.
         """
         build = {"dtype": dtype, "sharding": sharding}

@@ -29,7 +29,6 @@ class Routing:
       experts_per_token: Experts per row, k.
       scoring: Function from logits to scores: softmax over all experts, or sigmoid of each logit.
       normalize: Normalize the weights of the chosen experts to sum to 1, before `scale`.
-      scale: Factor that multiplies the weights.
       num_groups: Groups of equally many experts, which are ranked by the sum of their two highest
         scores.
       groups_per_token: Best groups per row, from which its experts are chosen.
@@ -165,7 +164,6 @@ class ExpertLinear(Kernel):
           rows: Rows [R, in], sorted by expert.
           expert: int32 [R]; expert of each row, or the number of experts for none.
           sizes: int32 [E]; rows of each expert.
-          arrays: This device's shards of `arrays`.
           read: Fraction of the experts that is expected to be read.
         Returns:
           Products [R, out], to be summed over devices if these share the inputs.
@@ -344,8 +342,6 @@ class SparseMlp(nnx.Module):
         """Builds an abstract layer.
 
         Args:
-          width: Size of a row.
-          hidden: Hidden size of each expert.
           shared_hidden: Total hidden size of the shared experts; 0 for none.
           gates_shared: Multiply the output of the shared experts by the sigmoid of a learned gate,
             one number per row.

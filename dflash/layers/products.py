@@ -61,7 +61,6 @@ def _product(x, weights, transposed, dtype, method):
     Args:
       x: Rows [..., D].
       weights: [D, F], or [F, D] if `transposed`.
-      transposed: Contract with the last dimension of `weights`.
       method: "plain", "widened", or "kernel", that of `kernels/matmul_cpu.py`. Widened products are
         computed in float32 and rounded: XLA on a CPU uses the matrix units for bfloat16 factors
         only if the product is in float32.

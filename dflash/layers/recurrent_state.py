@@ -100,8 +100,6 @@ class PendingState:
     """State before a verified block, with what its rows would add.
 
     Attributes:
-      state: State before the block.
-      block: Updates by the rows of the block.
       rows: [B, T, ·]; rows of the block before the convolution, in the first `channels` columns of
         each device.
     """
