@@ -31,7 +31,7 @@ SUBCOMMAND = cli.Subcommand(
 def _decode(command: cli.Command) -> None:
     # jax is imported here, after the config has been validated.
     from dflash.loading import job as jobs
-    from dflash.offline import decode_run, merge_shards
+    from dflash.offline import decode_run
     from dflash.parallel import distributed
     from dflash.runs import dates, frame, records, shards
     from dflash.text import prompts
@@ -50,13 +50,13 @@ def _decode(command: cli.Command) -> None:
     )
     with contextlib.closing(frame.open_display(stream=command.stream)) as display:
         if divided:
-            merge_shards.sum_up(job, command.workdir, display)
+            decode_run.sum_up(job, command.workdir, display)
             return
         mine = job if command.shard is None else job.of_shard(command.shard)
         with decode_run.open_records(command.workdir, command.config, date, command.shard) as kept:
             decode_run.run(mine, kept, display, profile_dir=command.profile_dir)
         if command.shard is not None:
-            merge_shards.sum_up(job, command.workdir, display, shard=command.shard)
+            decode_run.sum_up(job, command.workdir, display, shard=command.shard)
 
 
 main = cli.entry_point(SUBCOMMAND, _decode)

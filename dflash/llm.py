@@ -34,7 +34,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.request import Request, TokenLogprobs
 from dflash.loading import job as jobs
-from dflash.loading import selection
+from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.models.decoder import Decoder
 from dflash.offline.decoding import decode
@@ -164,7 +164,7 @@ class LLM:
         self._path = config
         self._overrides = (
             *overrides,
-            *selection.overrides(target, drafter),
+            *models.overrides(target, drafter),
         )
         run = loader.load(self._path, self._overrides)
         compilation_cache_lib.enable(compilation_cache)
@@ -209,7 +209,7 @@ class LLM:
         """
         other = copy.copy(self)
         kept = [each for each in self._overrides if not each.startswith("drafter.")]
-        other._overrides = (*kept, *selection.overrides(None, drafter), *overrides)
+        other._overrides = (*kept, *models.overrides(None, drafter), *overrides)
         run = loader.load(self._path, other._overrides)
         if jobs.target_key(run) != jobs.target_key(self.config):
             raise errors.ConfigError(

@@ -29,7 +29,7 @@ from dflash.checkpoints.namings.origin import Naming
 from dflash.checkpoints.namings.tunix import TunixNames
 from dflash.config import schema
 from dflash.inference import weight_update
-from dflash.loading import weights
+from dflash.loading import models
 from dflash.models.decoder import Decoder
 from dflash.models.dense import Qwen3
 from dflash.parallel import parameters, sharding
@@ -76,7 +76,7 @@ def make_target(layers: int, width: int, mlp: int, kv_heads: int, vocabulary: in
     placed = sharding.make_sharding(axes, schema.SHARDING_RULES)
     target = Qwen3(arch, dtype=jnp.float32, sharding=placed)
     parameters.initialize(target, jax.random.key(0))
-    weights.arrange(target, placed)
+    models.arrange(target, placed)
     return target
 
 

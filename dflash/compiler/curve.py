@@ -18,7 +18,7 @@ from dflash.compiler.report import RunAssumptions
 from dflash.compiler.topology import TpuMachine
 from dflash.config.schema import DecodeConfig
 from dflash.layers.products import matmul_precision
-from dflash.loading import models, weights
+from dflash.loading import models
 from dflash.models.decoder import Decoder
 from dflash.parallel.chips import Chip
 
@@ -63,7 +63,7 @@ def compile_curve(
     source = models.find_target(group)
     dtype = getattr(config, "dtype", "bfloat16")
     target = models.build_target(group, source, dtype=dtype, sharding=machine.sharding)
-    weights.arrange(target, machine.sharding)
+    models.arrange(target, machine.sharding)
     points = []
     for count in rows:
         progress(f"{count} rows", len(points) / len(rows))

@@ -16,7 +16,7 @@ from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
 from dflash.layers import moe
 from dflash.layers.cache import PagedCache
-from dflash.loading import decode_plan, models, weights
+from dflash.loading import decode_plan, models
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -89,7 +89,7 @@ def decoding_models(
     source = models.find_drafter(drafting, download=False)
     drafter = models.build_drafter(drafting, source, target.arch, **build)
     for model in (target, drafter):
-        weights.arrange(model, sharding)
+        models.arrange(model, sharding)
     return target, drafter
 
 

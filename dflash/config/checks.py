@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dflash.config import distill_schema, drafting_checks, registry, schema
@@ -152,9 +152,16 @@ def _prompts(config: Any) -> Iterator[Problem]:
     if prompts.dataset in OWN_DATA:
         message = f"{prompts.dataset} has no prompts; set prompts.file to the file"
         yield ("prompts.dataset",), message
-    elif prompts.dataset not in registry.DATASETS:
-        near = registry.suggest(prompts.dataset, set(registry.DATASETS) - {*OWN_DATA})
-        yield ("prompts.dataset",), f"unknown data set {prompts.dataset!r}{near}"
+    else:
+        yield from _test_sets("prompts.dataset", [prompts.dataset])
+
+
+def _test_sets(key: str, names: Iterable[str], noun: str = "data set") -> Iterator[Problem]:
+    """Checks names of data sets that have questions of their own."""
+    known = set(registry.DATASETS) - {*OWN_DATA}
+    for name in names:
+        if name not in known:
+            yield (key,), f"unknown {noun} {name!r}{registry.suggest(name, known)}"
 
 
 def _strategies(config: Any) -> Iterator[Problem]:
@@ -189,10 +196,7 @@ def _tasks(config: Any) -> Iterator[Problem]:
         return
     if not config.tasks:
         yield ("tasks",), "required: a list of data sets, such as [math, code, chat]"
-    for task in config.tasks:
-        if task in OWN_DATA or task not in registry.DATASETS:
-            near = registry.suggest(task, set(registry.DATASETS) - {*OWN_DATA})
-            yield ("tasks",), f"unknown task {task!r}{near}"
+    yield from _test_sets("tasks", config.tasks, noun="task")
 
 
 def _data(config: Any) -> Iterator[Problem]:
@@ -248,10 +252,7 @@ def _distillation(config: Any) -> Iterator[Problem]:
     if config.test.block_sizes and not hasattr(config.drafter, "block_size"):
         message = f"{config.drafter.name!r} has no block size"
         yield ("test.block_sizes", "drafter.name"), message
-    for name in config.test.tasks:
-        if name in OWN_DATA or name not in registry.DATASETS:
-            near = registry.suggest(name, set(registry.DATASETS) - {*OWN_DATA})
-            yield ("test.tasks",), f"unknown data set {name!r}{near}"
+    yield from _test_sets("test.tasks", config.test.tasks)
     for key in ("answers", "test"):
         alone = types.SimpleNamespace(target=config.target, decode=getattr(config, key).decode)
         for keys, message in (*_stop_ids(alone), *_lengths(alone)):

@@ -45,11 +45,9 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Returns the plan as lines of text."""
-        devices = math.prod(self.mesh.values())
-        axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         beside = f", and {self.drafter_devices} for the drafter" if self.drafter_devices else ""
         lines = [
-            f"mesh         {axes} = {devices} device{'s' if devices > 1 else ''}{beside}",
+            mesh_line(self.mesh) + beside,
             f"parameters   target {self.target_parameters:,}, drafter {self.drafter_parameters:,}",
             *_table("memory", self.memory),
         ]
@@ -103,6 +101,13 @@ def make_plan(
     )
 
 
+def mesh_line(mesh: Mapping[str, int]) -> str:
+    """Returns the mesh of a run as a line of its plan."""
+    devices = math.prod(mesh.values())
+    axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    return f"mesh         {axes} = {devices} device{'s' if devices > 1 else ''}"
+
+
 def measure(tree: Any) -> Share:
     """Returns the bytes of all arrays of a pytree, abstract or not."""
     total = device = 0
@@ -121,12 +126,13 @@ def _table(title: str, memory: Mapping[str, Share]) -> list[str]:
     )
     lines = [f"{title:<24}{'in all':>12}{'per device':>14}"]
     for kind, share in (*memory.items(), ("sum", everything)):
-        sizes = f"{_readable(share.total_bytes):>12}{_readable(share.device_bytes):>14}"
+        sizes = f"{readable(share.total_bytes):>12}{readable(share.device_bytes):>14}"
         lines.append(f"  {kind:<22}{sizes}")
     return lines
 
 
-def _readable(size_bytes: int) -> str:
+def readable(size_bytes: int) -> str:
+    """Returns a number of bytes as text, such as 1.5 GiB."""
     if size_bytes < 2**20:
         return f"{size_bytes / 2**10:.1f} KiB"
     if size_bytes < 2**30:

@@ -22,7 +22,7 @@ from dflash.data.example import Example
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import NUM_STOP_IDS, Engine
 from dflash.inference.request import Request, RequestSampling, max_length
-from dflash.loading import adapters, decode_plan, engines, models, weights
+from dflash.loading import adapters, decode_plan, engines, models
 from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.parallel import agreement, distributed, sharding
@@ -163,13 +163,13 @@ class Job:
         Raises:
           CheckpointError: A checkpoint is damaged, or does not fit its model.
         """
-        weights.load(self.target, self.target_source, self.target.sharding)
+        models.load(self.target, self.target_source, self.target.sharding)
         adapters.fill(self.target, tuple(self.adapters.values()))
         self.load_drafter()
 
     def load_drafter(self) -> None:
         """Loads the weights of the drafter alone; see `load_weights`."""
-        weights.load(self.drafter, self.drafter_source, self.drafter_sharding)
+        models.load(self.drafter, self.drafter_source, self.drafter_sharding)
 
     def with_adapters(self, references: Mapping[str, str]) -> "Job":
         """Returns the job with adapters, read from references by name, which its target gets too.

@@ -5,6 +5,7 @@ and memory.
 """
 
 import dataclasses
+import os
 import pathlib
 import typing
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ from dflash.config import registry, schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.drafters.autoregressive_config import AutoregressiveConfig
 from dflash.drafters.base import Drafter
+from dflash.kernels import library_cpu
+from dflash.layers.transformer import join_projections, use_panels
 from dflash.loading import adapters, quantization
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
@@ -218,6 +221,32 @@ def load_weights(module: nnx.Module, source: Source) -> None:
         adapters.merge(module, source.adapter)
 
 
+def load(model: nnx.Module, source: Source, sharding: Sharding) -> None:
+    """Fills an abstract target or drafter, and arranges its weights for decoding.
+
+    Args:
+      model: Abstract target or drafter; see `load_weights`.
+      source: Source of the weights.
+      sharding: Sharding of the models.
+    Raises:
+      CheckpointError: The checkpoint is damaged, or does not fit the model.
+    """
+    load_weights(model, source)
+    arrange(model, sharding)
+
+
+def arrange(model: nnx.Module, sharding: Sharding) -> None:
+    """Arranges weights, abstract or not, in the layout that the platform reads fastest, in place.
+
+    On a TPU, and where a CPU has kernels in C++, projections of the same rows are joined; see
+    docs/results/tpu_compile.md. These kernels read matrices in panels; see
+    docs/results/decode_cpu.md.
+    """
+    if sharding.platform == "tpu" or library_cpu.serves(sharding):
+        join_projections(model)
+    use_panels(model)
+
+
 def find_class(
     hf: Mapping[str, Any], directory: pathlib.Path, entries: Mapping[str, registry.Entry]
 ) -> tuple[str, type]:
@@ -255,6 +284,35 @@ def find_strategy(reference: str) -> str:
     entries = {**registry.DRAFTERS, **registry.TARGETS}
     name, _ = find_class(checkpoint.read_config(directory), directory, entries)
     return name if name in registry.DRAFTERS else _drafts_with_models()
+
+
+def overrides(
+    target: str | os.PathLike | None, drafter: str | os.PathLike | None
+) -> tuple[str, ...]:
+    """Returns the overrides that select a target and a drafter.
+
+    Args:
+      target: Reference of a checkpoint; None for none.
+      drafter: Name of a strategy, or reference of a checkpoint; None for none.
+    Raises:
+      CheckpointError: The drafter's checkpoint cannot be read.
+    """
+    target_overrides = () if target is None else (f"target.checkpoint={os.fspath(target)}",)
+    return *target_overrides, *_drafter_overrides(drafter)
+
+
+def _drafter_overrides(drafter: str | os.PathLike | None) -> tuple[str, ...]:
+    if drafter is None:
+        return ()
+    reference = os.fspath(drafter)
+    if reference in registry.DRAFTERS:
+        return (f"drafter.name={reference}",)
+    try:
+        name = find_strategy(reference)
+    except errors.CheckpointError as error:
+        near = registry.suggest(reference, registry.DRAFTERS, exhaustive=False)
+        raise errors.CheckpointError(f"drafter: {error}{near}") from error
+    return f"drafter.name={name}", f"drafter.checkpoint={reference}"
 
 
 def _drafts_with_models() -> str:

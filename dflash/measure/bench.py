@@ -12,7 +12,7 @@ from dflash.config.schema import DrafterConfig
 from dflash.inference.engine import NUM_STOP_IDS
 from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.loading import job as jobs
-from dflash.loading import weights
+from dflash.loading import models
 from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine, Parts, Probe
 from dflash.measure.forced import ForcedDrafter
@@ -94,9 +94,9 @@ class Bench:
         """Reads all weights: the target's once, or not at all if a loaded target was given."""
         if not self._target_loaded:
             source = self.jobs[self.baseline].target_source
-            weights.load(self.target, source, self.target.sharding)
+            models.load(self.target, source, self.target.sharding)
         for job in self.jobs.values():
-            weights.load(job.drafter, job.drafter_source, self.target.sharding)
+            models.load(job.drafter, job.drafter_source, self.target.sharding)
 
     def decode_later_turns(self) -> None:
         """Turns the later turns of conversations into prompts of their own.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dflash.config import loader
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
@@ -23,7 +24,7 @@ from dflash.inference.stats import SchedulerStats
 from dflash.loading.job import Job
 from dflash.offline.decoding import Usage, decode
 from dflash.parallel import distributed
-from dflash.runs import block_advice, outputs, result_text
+from dflash.runs import block_advice, outputs, result_text, shards
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory, check_config
 from dflash.runs.display import Display
@@ -317,3 +318,45 @@ def _advice(job: Job, summary: Summary, speed_up: float | None) -> list[str]:
     cycles = {int(length): count for length, count in summary.acceptance_histogram.items()}
     acceptance = block_advice.BlockAcceptance(cycles, job.longest_path)
     return block_advice.slower_than_plain(job.config.drafter, acceptance, speed_up)
+
+
+def sum_up(
+    job: Job, directory: str | os.PathLike, display: Display, *, shard: Shard | None = None
+) -> None:
+    """Writes the summary of all shards of a run.
+
+    Args:
+      job: Job with the prompts of all shards.
+      shard: Shard that has just finished. If others are unfinished, the display lists them, and
+        the last one to finish writes the summary.
+    Raises:
+      WorkdirError: Some shards have not finished, or belong to another config.
+    """
+    if jax.process_index() > 0:
+        return
+    path = paths.to_path(directory)
+    check_config(path, job.config)
+    all_shards = shards.shards_in(path, records_lib.OUTPUTS)
+    shards.check_count(path, records_lib.OUTPUTS, shard or all_shards[0])
+    count = all_shards[0].count
+    if shard is not None:
+        missing = shards.missing(path, records_lib.RESULTS, count)
+        if missing:
+            display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
+            return
+    digest = loader.config_hash(job.config)
+
+    def joined(name: str) -> Records:
+        records = records_lib.join(path, digest, name, count)
+        pending = {prompt.index for prompt in records.pending(job.prompts)}
+        unfinished = [
+            part
+            for part in shards.Shard(0, count).all()
+            if any(p.index in pending for p in part.of(job.prompts))
+        ]
+        shards.check_finished(path, unfinished)
+        return records
+
+    drafted = joined(records_lib.OUTPUTS)
+    baseline = joined(records_lib.BASELINE) if job.config.decode.baseline else None
+    report(job, RunRecords(drafted, baseline), display, {})

@@ -11,7 +11,7 @@ from dflash import errors
 from dflash.config import loader
 from dflash.config.schema import DecodeRun
 from dflash.loading import job as jobs
-from dflash.loading import weights
+from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.offline import decode_run
 from dflash.runs import dates
@@ -80,7 +80,7 @@ class Weights:
         if role not in self._loaded:
             model, source = getattr(job, role), getattr(job, f"{role}_source")
             with self._display.status(f"loading the {role}"):
-                weights.load(model, source, job.target.sharding)
+                models.load(model, source, job.target.sharding)
             self._loaded[role] = key, model
         return self._loaded[role][1]
 

@@ -23,7 +23,7 @@ from dflash.config.train_schema import TrainConfig, TrainRun, UpkeepRun
 from dflash.layers import losses
 from dflash.layers.products import matmul_precision
 from dflash.llm import LLM
-from dflash.loading import models, weights
+from dflash.loading import models
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.training import state as states
@@ -302,7 +302,7 @@ class Upkeep:
             states.split(working)[1],
         )
         trained = nnx.merge(nnx.graphdef(working), params, states.untrained(working))
-        weights.arrange(trained, self._sharding)
+        models.arrange(trained, self._sharding)
         nnx.update(self._llm.drafter, nnx.state(trained))
 
     def _open_checkpoints(self) -> Checkpoints | None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dflash.loading.decode_plan import measure, mesh_line, readable
 from dflash.parallel import parameters
 from dflash.training import state as states
 from dflash.training.tasks import Task
@@ -29,15 +30,13 @@ class TrainPlan:
 
     def lines(self) -> list[str]:
         """Returns the plan as lines of text."""
-        devices = math.prod(self.mesh.values())
-        axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         counts = ", ".join(f"{name} {count:,}" for name, count in self.counts.items())
         rows = [*self.memory_bytes.items(), ("sum", sum(self.memory_bytes.values()))]
         return [
-            f"mesh         {axes} = {devices} device{'s' if devices > 1 else ''}",
+            mesh_line(self.mesh),
             f"parameters   {counts}",
             "memory per device",
-            *(f"  {kind:<28}{_readable(size):>12}" for kind, size in rows),
+            *(f"  {kind:<28}{readable(size):>12}" for kind, size in rows),
             f"duration     {self.duration}",
             f"programs     {len(self.programs)} to compile: {', '.join(self.programs)}",
         ]
@@ -57,13 +56,13 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> TrainPlan:
     frozen = task.abstract_frozen()
     counts = {"learning": parameters.count(task.learner)}
     memory = {
-        "weights (float32)": _device_bytes(state.params),
-        "gradients (float32)": _device_bytes(state.params),
-        "optimizer": _device_bytes(state.optimizer),
+        "weights (float32)": measure(state.params).device_bytes,
+        "gradients (float32)": measure(state.params).device_bytes,
+        "optimizer": measure(state.optimizer).device_bytes,
     }
     if task.drafts:
         counts["frozen target"] = parameters.count(task.target)
-        memory[f"frozen target ({config.train.dtype})"] = _device_bytes(frozen)
+        memory[f"frozen target ({config.train.dtype})"] = measure(frozen).device_bytes
     microbatch_rows = rows // config.optimizer.accumulate_steps
     residual_bytes = activation_bytes(
         task, state.params, frozen, rows=microbatch_rows, length=length
@@ -178,15 +177,3 @@ def _programs(task: Task) -> tuple[str, ...]:
     if config.evaluation.prompts and task.drafts:
         names.append("decode loop (and a prefill per prompt bucket)")
     return tuple(names)
-
-
-def _device_bytes(tree: Any) -> int:
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
-def _readable(size_bytes: int) -> str:
-    for unit, power in (("KiB", 10), ("MiB", 20)):
-        if size_bytes < 2 ** (power + 10):
-            return f"{size_bytes / 2**power:.1f} {unit}"
-    return f"{size_bytes / 2**30:.2f} GiB"

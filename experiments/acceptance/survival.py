@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.loading import weights
+from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.measure.pair import replay
 from dflash.measure.pair.replay import Cycles, Text
@@ -39,7 +39,7 @@ def survival(
     rows, notes = [], []
     for number, (name, job) in enumerate(drafting.items()):
         yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
-        weights.load(job.drafter, job.drafter_source, job.target.sharding)
+        models.load(job.drafter, job.drafter_source, job.target.sharding)
         features = replay.compute(job.target, texts, job.drafter.feature_layers)
         cycles = replay.cycles(job.drafter, job.target, features)
         fresh, said = _rows(name, job, cycles, means)

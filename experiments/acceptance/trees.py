@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.loading import weights
+from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.measure.pair import replay
 from dflash.measure.pair.replay import Cycles, Text
@@ -29,7 +29,7 @@ def trees(config: BenchmarkRun, counts: Sequence[int] = COUNTS) -> Iterator[Step
     rows: list[dict] = []
     for number, (name, job) in enumerate(drafting.items()):
         yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
-        weights.load(job.drafter, job.drafter_source, job.target.sharding)
+        models.load(job.drafter, job.drafter_source, job.target.sharding)
         rows += _rows(name, job, *answers, counts)
         done = (1 + (number + 1) / len(drafting)) / 2
         yield Step(f"{name}, done", done, _result(rows, counts))

@@ -16,7 +16,7 @@ from support.models import target as shared_target
 from dflash import errors
 from dflash.inference import update_plan, weight_update
 from dflash.layers.transformer import join_projections
-from dflash.loading import quantization, weights
+from dflash.loading import models, quantization
 from dflash.models.deepseek_v3 import DeepseekV3
 from dflash.models.dense import Llama3, Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
@@ -150,7 +150,7 @@ def test_large_matrices_are_assembled_by_the_kernel(name, arranged):
     tree = jax.device_put(TREES[name][0](source))
     for each in (model, source):
         if arranged:
-            weights.arrange(each, each.sharding)
+            models.arrange(each, each.sharding)
     assert any(array.ndim == 3 for array in arrays(model).values()) == arranged  # panels
     buffers = _buffers(model)
     weight_update.update(model, tree)

@@ -17,7 +17,7 @@ from dflash.config.schema import SHARDING_RULES
 from dflash.layers import rotary
 from dflash.layers.attention import Attention
 from dflash.layers.transformer import join_projections
-from dflash.loading import weights
+from dflash.loading import models
 from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -128,7 +128,7 @@ def test_a_tpu_has_them_joined_and_a_mesh_of_cpus_apart():
     tpu = topology.make_sharding(machine, sizes, SHARDING_RULES)
     for placed, wanted in ((tpu, 0), (make_sharding(tensor=2), ARCHITECTURE.num_hidden_layers)):
         model = Qwen3(ARCHITECTURE, dtype=jnp.float32, sharding=placed)
-        weights.arrange(model, placed)
+        models.arrange(model, placed)
         paths = [path for path, _ in parameters.named_parameters(model)]
         assert len([path for path in paths if path.endswith("q_proj.kernel")]) == wanted
         assert len([path for path in paths if path.endswith("mlp.up_proj.kernel")]) == wanted

@@ -18,7 +18,7 @@ from dflash.config import registry
 from dflash.config.schema import TargetConfig
 from dflash.kernels import quantized
 from dflash.layers.transformer import join_projections
-from dflash.loading import models, weights
+from dflash.loading import models
 from dflash.loading import quantization as narrowing
 from dflash.parallel import parameters
 from dflash.text import tokenizer_loading
@@ -248,7 +248,7 @@ def test_random_weights_in_eight_bits_resemble_plain_ones():
     for form in (None, "int8"):
         config = TargetConfig("qwen3", "random", quantization=form, architecture=arch)
         model = models.build_target(config, source, dtype="float32", sharding=make_sharding())
-        weights.load(model, source, make_sharding())
+        models.load(model, source, make_sharding())
         kernel = model.layers[0].mlp.down_proj.plain(jnp.ones((1, 1)))
         peaks.append(float(jnp.std(kernel)))
     assert peaks[1] == pytest.approx(peaks[0], rel=0.05)

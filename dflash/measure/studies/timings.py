@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.drafters.base import Proposal
-from dflash.loading import models, weights
+from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.measure import bench as benches
 from dflash.measure import roofline, warnings
@@ -289,9 +289,9 @@ def _loaded(jobs: dict[str, Job]) -> dict[str, Job]:
     """Reads all weights, those of the shared target once."""
     first = next(iter(jobs.values()))
     sharding = first.target.sharding
-    weights.load(first.target, first.target_source, sharding)
+    models.load(first.target, first.target_source, sharding)
     for job in jobs.values():
-        weights.load(job.drafter, job.drafter_source, sharding)
+        models.load(job.drafter, job.drafter_source, sharding)
     return jobs
 
 
