@@ -7,6 +7,7 @@ PAGE = "docs/results/tried_and_removed.md"
 # What to use instead, by dotted key; empty if there is nothing. A group covers all keys below it.
 KEYS: dict[str, str] = {
     "answers.tasks": "give questions in answers.files",
+    "drafter.divide_rows": "only drafters with a confidence divide rows",
     "serve.role": "start one server",
     "serve.prefill": "start one server",
     "serve.prefill_s": "start one server",
