@@ -64,8 +64,8 @@ def quantization(config: Mapping[str, Any]) -> tuple[str, str | None, Mapping[st
     key = next((key for key in _QUANTIZED if config.get(key)), None)
     if key is None:
         return None
-    stated = config[key] if isinstance(config[key], Mapping) else {}
-    method = next((str(stated[name])[:40] for name in _METHODS if stated.get(name)), None)
-    if method is None and stated.get("bits"):
-        method = f"{str(stated['bits'])[:8]} bits"
-    return key, method, stated
+    declaration = config[key] if isinstance(config[key], Mapping) else {}
+    method = next((str(declaration[name])[:40] for name in _METHODS if declaration.get(name)), None)
+    if method is None and declaration.get("bits"):
+        method = f"{str(declaration['bits'])[:8]} bits"
+    return key, method, declaration

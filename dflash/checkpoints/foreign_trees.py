@@ -31,13 +31,13 @@ def flatten(tree: Any) -> dict[str, Any]:
     Raises:
       CheckpointError: Two leaves have the same path.
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(parameters_of(tree))[0]:
         name = _dotted(path)
-        if name in found:
+        if name in leaves:
             raise errors.CheckpointError(f"weights: two arrays are named {name!r}; leave one out")
-        found[name] = leaf
-    return found
+        leaves[name] = leaf
+    return leaves
 
 
 def find_naming(
@@ -86,11 +86,11 @@ class HfNames:
         """Returns the tensors that hold a parameter."""
         pieces = tensor_map.pieces(tensor_map.source_of(self.module, path), path, shape)
         rows = tuple((piece.lead, piece.first, piece.count) for piece in pieces)
-        whole = len(pieces) == 1 and pieces[0].is_whole
+        is_whole = len(pieces) == 1 and pieces[0].is_whole
         return Origin(
             tuple(piece.name for piece in pieces),
             tuple(piece.shape for piece in pieces),
-            _Pieces(None if whole else rows),
+            _Pieces(None if is_whole else rows),
             transposed=pieces[0].transposed,
         )
 

@@ -47,13 +47,13 @@ def split(
     """
     parts: dict[str, list[_Part]] = {}
     for name in sorted(expected.keys() - tensors.keys()):
-        whole, part = _place(name)
-        if whole in tensors:
-            parts.setdefault(whole, []).append(part)
-    found = {name: tensor for name, tensor in tensors.items() if name not in parts}
-    for whole, held in parts.items():
-        found |= {view.name: view for view in _views(tensors[whole], sorted(held), expected)}
-    return found
+        fused, part = _place(name)
+        if fused in tensors:
+            parts.setdefault(fused, []).append(part)
+    separate = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    for fused, members in parts.items():
+        separate |= {view.name: view for view in _views(tensors[fused], sorted(members), expected)}
+    return separate
 
 
 def _place(name: str) -> tuple[str | None, _Part]:
@@ -83,7 +83,7 @@ def _views(
             f"{list(shape)}; these weights do not belong to this config.json"
         )
     row_bytes, begin = (tensor.end - tensor.begin) // rows, tensor.begin
-    for part, own in zip(parts, shapes, strict=True):
-        end = begin + own[0] * row_bytes
-        yield dataclasses.replace(tensor, name=part.name, shape=own, begin=begin, end=end)
+    for part, part_shape in zip(parts, shapes, strict=True):
+        end = begin + part_shape[0] * row_bytes
+        yield dataclasses.replace(tensor, name=part.name, shape=part_shape, begin=begin, end=end)
         begin = end

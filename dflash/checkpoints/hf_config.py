@@ -140,9 +140,9 @@ def read_architecture(
     for name, supported in schema.HF_FIXED:
         check_only(config, name, supported)
     names = added_fields(schema, TargetArchitecture)
-    own = read_some(config, schema, names, _defaults(schema))
-    decoder = _read_decoder({**config, **schema.hf_overrides(own)})
-    arch = schema(**vars(decoder), **own)
+    fields = read_some(config, schema, names, _defaults(schema))
+    decoder = _read_decoder({**config, **schema.hf_overrides(fields)})
+    arch = schema(**vars(decoder), **fields)
     problems = [f"{FILE}: {keys[0]}: {message}" for keys, message in checks.shape_problems(arch)]
     if problems:
         raise errors.CheckpointError("\n".join(problems))

@@ -102,8 +102,8 @@ def _read_config(directory: pathlib.Path) -> Mapping[str, Any]:
     config = files.read_json(path)
     for field, supported in _FIXED.items():
         value = config.get(field)
-        if value is not None and not any(_is_same(value, one) for one in supported):
-            expected = " or ".join(json.dumps(one) for one in supported)
+        if value is not None and not any(_is_same(value, choice) for choice in supported):
+            expected = " or ".join(json.dumps(choice) for choice in supported)
             raise errors.CheckpointError(
                 f"{path}: {field}: {json.dumps(value)} is not supported, only {expected}; "
                 "merge the adapter with peft (merge_and_unload), and give the merged model"
@@ -146,9 +146,9 @@ def _headers(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
         raise errors.CheckpointError(f"{file}: holds no tensors; save the adapter again")
     for name, pair in pairs.items():
         if len(pair) < 2 or pair["A"].shape[0] != pair["B"].shape[1]:
-            found = " and ".join(f"{one} {list(pair[one].shape)}" for one in sorted(pair))
+            shapes = " and ".join(f"{factor} {list(pair[factor].shape)}" for factor in sorted(pair))
             raise errors.CheckpointError(
-                f"{file}: {name}: found {found}, expected A [rank, in] and B [out, rank]"
+                f"{file}: {name}: found {shapes}, expected A [rank, in] and B [out, rank]"
             )
     return pairs
 
@@ -164,8 +164,8 @@ def _updates(
         # The rank of a map may differ from the config's `r` by its rank_pattern.
         scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         a, b = (
-            pair[one].read(tuple(slice(0, size) for size in pair[one].shape)).astype(np.float32)
-            for one in "AB"
+            tensor.read(tuple(slice(0, size) for size in tensor.shape)).astype(np.float32)
+            for tensor in (pair["A"], pair["B"])
         )
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise errors.CheckpointError(

@@ -49,17 +49,17 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     stored = orbax_io.read_tree_shapes(directory)
     # A checkpoint of a training run holds its step and the optimizer's state, too.
     weights = {name: leaf for name, leaf in stored.items() if name.startswith("params.")}
-    held = _by_array(module, MaxTextNames(module, weights))
-    _check(weights, held, directory)
+    by_array = _by_array(module, MaxTextNames(module, weights))
+    _check(weights, by_array, directory)
     expected, values = parameters.readable(module), {}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer, orbax_io.quiet():
-        sizes = [(name, weights[name].size) for name in held]
+        sizes = [(name, weights[name].size) for name in by_array]
         for name in files.track(sizes, sum(size for _, size in sizes), "reading items"):
             place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             shape, dtype = weights[name].shape, weights[name].dtype
             abstract = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place)}
             array = orbax_io.restore(checkpointer, directory, abstract)[name]
-            for path, origin in held[name]:
+            for path, origin in by_array[name]:
                 leaf = expected[path]
                 value = origin.compute([array]).astype(leaf.dtype)
                 values[path] = jax.device_put(value, leaf.sharding, may_alias=False)
@@ -86,14 +86,14 @@ def save(module: nnx.Module, directory: pathlib.Path, *, scan_layers: bool = Tru
     """
     leaves = dict(parameters.named_parameters(module))
     arrays: dict[str, Any] = {}
-    for name, held in _by_array(module, MaxTextNames(module, {}, stacked=scan_layers)).items():
+    for name, members in _by_array(module, MaxTextNames(module, {}, stacked=scan_layers)).items():
         layers = []
-        for path, origin in held:
+        for path, origin in members:
             shape = list(origin.shapes[0])
             if origin.layer is not None:
                 del shape[LAYER_AXIS]
             layers.append(origin.form.inverse(leaves[path].get_value(), tuple(shape)))
-        stacked = held[0][1].layer is not None
+        stacked = members[0][1].layer is not None
         arrays[_PREFIX + name] = jnp.stack(layers, LAYER_AXIS) if stacked else layers[0]
     orbax_io.save_tree(arrays, (directory / "0" / ITEMS).absolute())
     return len(arrays)
@@ -101,20 +101,22 @@ def save(module: nnx.Module, directory: pathlib.Path, *, scan_layers: bool = Tru
 
 def _by_array(module: nnx.Module, naming: MaxTextNames) -> dict[str, list[tuple[str, Origin]]]:
     """Returns the parameters that each array holds, in the order of layers."""
-    held: dict[str, list[tuple[str, Origin]]] = {}
+    members: dict[str, list[tuple[str, Origin]]] = {}
     for path, leaf in parameters.readable(module).items():
         try:
             origin = naming.origin(path, leaf.shape)
         except KeyError as error:
             raise errors.CheckpointError(f"{path}: MaxText's layout has no name for it") from error
-        held.setdefault(origin.names[0], []).append((path, origin))
-    return {name: sorted(each, key=lambda one: one[1].layer or 0) for name, each in held.items()}
+        members.setdefault(origin.names[0], []).append((path, origin))
+    for each in members.values():
+        each.sort(key=lambda member: member[1].layer or 0)
+    return members
 
 
-def _check(stored, held, directory) -> None:
+def _check(stored, by_array, directory) -> None:
     """Raises CheckpointError if arrays are missing, unexpected, or of another shape."""
-    files.check_names(stored, held, directory, files.MISFIT)
-    for name, ((_, origin), *_) in held.items():
+    files.check_names(stored, by_array, directory, files.MISFIT)
+    for name, ((_, origin), *_) in by_array.items():
         shape, expected = tuple(stored[name].shape), origin.shapes[0]
         if shape != expected:
             raise errors.CheckpointError(

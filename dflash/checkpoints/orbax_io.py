@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
-from flax import nnx
+from flax import nnx, traverse_util
 
 from dflash import errors
 from dflash.checkpoints import files
@@ -68,7 +68,7 @@ def read_tree_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]
             tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
         return {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for path, leaf in _flatten(tree).items()
+            for path, leaf in traverse_util.flatten_dict(tree, sep=".").items()
         }
     except Exception as error:  # Damage leads to many types, from json's to TensorStore's.
         raise errors.CheckpointError(
@@ -107,7 +107,9 @@ def save_tree(values: dict[str, Any], directory: pathlib.Path) -> None:
     handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + math.ceil(largest / 1e9))
     with ocp.Checkpointer(handler) as checkpointer, quiet():
         try:
-            checkpointer.save(directory, args=ocp.args.PyTreeSave(_nest(values)))
+            checkpointer.save(
+                directory, args=ocp.args.PyTreeSave(traverse_util.unflatten_dict(values, sep="."))
+            )
         except ValueError as error:  # TensorStore raises it for disks and buckets.
             reason = " ".join(str(error).split())
             raise OSError(errno.EIO, errors.shorten(reason, 200), str(directory)) from error
@@ -141,27 +143,6 @@ def _group(expected: dict[str, jax.ShapeDtypeStruct]) -> list[tuple[list[str], i
     return groups
 
 
-def _nest(flat: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parents, last = path.split(".")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return tree
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, node in tree.items():
-        if isinstance(node, dict):
-            flat |= _flatten(node, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = node
-    return flat
-
-
 def restore(
     checkpointer: ocp.Checkpointer, directory: pathlib.Path, abstract: dict[str, Any]
 ) -> dict[str, jax.Array]:
@@ -174,7 +155,7 @@ def restore(
     Raises:
       CheckpointError: An array cannot be read.
     """
-    tree = _nest(abstract)
+    tree = traverse_util.unflatten_dict(abstract, sep=".")
     args = ocp.args.PyTreeRestore(
         item=tree,
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
@@ -186,7 +167,7 @@ def restore(
             f"{directory}: damaged, while reading {files.quote_some(abstract)}; "
             "copy or convert the checkpoint again"
         )
-    return jax.block_until_ready(_flatten(restored))
+    return jax.block_until_ready(traverse_util.flatten_dict(restored, sep="."))
 
 
 def _try_restore(checkpointer: ocp.Checkpointer, params: pathlib.Path, args: Any) -> Any:

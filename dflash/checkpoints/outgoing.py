@@ -66,8 +66,8 @@ def tensors_of(module: nnx.Module, dtype=None) -> list[OutgoingTensor]:
     leaves = dict(parameters.named_arrays(module))
     shapes = ((path, leaf.get_value().shape) for path, leaf in leaves.items())
     return [
-        OutgoingTensor(name, [(path, leaves[path], piece) for path, piece in held], dtype)
-        for name, held in tensor_map.by_tensor(module, shapes).items()
+        OutgoingTensor(name, [(path, leaves[path], piece) for path, piece in named_pieces], dtype)
+        for name, named_pieces in tensor_map.by_tensor(module, shapes).items()
     ]
 
 

@@ -110,13 +110,13 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
             raise errors.CheckpointError(
                 f"{file}: missing; {INDEX} says it holds {files.quote_some(expected)}"
             )
-        held = {tensor.name: tensor for tensor in read_file(file)}
-        lacking = [name for name in expected if name not in held]
+        in_file = {tensor.name: tensor for tensor in read_file(file)}
+        lacking = [name for name in expected if name not in in_file]
         if lacking:
             raise errors.CheckpointError(
                 f"{file}: lacks {files.quote_some(lacking)}, which {INDEX} says it holds"
             )
-        tensors.update(held)
+        tensors.update(in_file)
     return tensors
 
 

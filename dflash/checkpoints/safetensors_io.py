@@ -76,9 +76,13 @@ def load_tensors(
     """
     leaves = dict(parameters.named_arrays(module))
     expected = parameters.readable(module)
-    held = tensor_map.by_tensor(module, ((path, leaf.shape) for path, leaf in expected.items()))
-    tensors = fused_tensors.split(tensors, {name: _shape(pieces) for name, pieces in held.items()})
-    _check(tensors, expected, held, module, listing)
+    by_tensor = tensor_map.by_tensor(
+        module, ((path, leaf.shape) for path, leaf in expected.items())
+    )
+    tensors = fused_tensors.split(
+        tensors, {name: _shape(pieces) for name, pieces in by_tensor.items()}
+    )
+    _check(tensors, expected, by_tensor, module, listing)
     parts = {}
     for path, abstract in expected.items():
         pieces = tensor_map.pieces(tensor_map.source_of(module, path), path, abstract.shape)
@@ -142,9 +146,9 @@ def save(
     return len(weight_map)
 
 
-def _shape(held: Sequence[tuple[str, TensorPiece]]) -> tuple[int, ...]:
+def _shape(named_pieces: Sequence[tuple[str, TensorPiece]]) -> tuple[int, ...]:
     """Returns the shape of the tensor that holds the pieces of these parameters."""
-    return held[0][1].shape
+    return named_pieces[0][1].shape
 
 
 def _check(tensors, expected, names, module, listing) -> None:
@@ -155,8 +159,8 @@ def _check(tensors, expected, names, module, listing) -> None:
     """
     stored = {name for name in tensors if name in names or not _ignored(name, module)}
     files.check_names(stored, names, listing, files.MISFIT, file_of=lambda name: tensors[name].file)
-    for name, held in names.items():
-        (path, piece), *_ = held
+    for name, named_pieces in names.items():
+        (path, piece), *_ = named_pieces
         tensor, shape = tensors[name], piece.shape
         if tensor.packing is not None:
             shape = tensor.packing.stored_shape(shape)
@@ -175,14 +179,14 @@ def _check(tensors, expected, names, module, listing) -> None:
             )
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     """Returns whether two tensors have the same dtype, shape and bytes."""
-    if (one.code, one.shape) != (other.code, other.shape):
+    if (first.code, first.shape) != (second.code, second.shape):
         return False
-    columns = [slice(0, size) for size in one.shape[1:]]
-    rows = (slice(*bounds) for bounds in _steps(one, 0, one.shape[0]))
+    columns = [slice(0, size) for size in first.shape[1:]]
+    rows = (slice(*bounds) for bounds in _steps(first, 0, first.shape[0]))
     return all(
-        one.read((r, *columns)).tobytes() == other.read((r, *columns)).tobytes() for r in rows
+        first.read((r, *columns)).tobytes() == second.read((r, *columns)).tobytes() for r in rows
     )
 
 
@@ -256,9 +260,9 @@ def _readings(parts, as_stored: np.ndarray, box) -> Iterator[Callable[[], None]]
         if piece.count is None:
             yield functools.partial(_fill, part, tensor, ())
             continue
-        (low, high), *others = box[len(lead) :]
+        (low, high), *inner = box[len(lead) :]
         first, last = max(low, piece.at), min(high, piece.at + piece.count)
-        columns = tuple(slice(start, stop) for start, stop in others)
+        columns = tuple(slice(start, stop) for start, stop in inner)
         shift = piece.first - piece.at
         for start, stop in _steps(tensor, first, last):
             index = (slice(start + shift, stop + shift), *columns)

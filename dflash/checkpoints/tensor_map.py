@@ -92,8 +92,8 @@ def pieces(source: Source, path: str, shape: tuple[int, ...]) -> list[TensorPiec
     if isinstance(source, Untransposed):
         source, transposed = source.name, False
     stored = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
-    found = _pieces(source, stored, ())
-    return [dataclasses.replace(piece, transposed=transposed) for piece in found]
+    parts = _pieces(source, stored, ())
+    return [dataclasses.replace(piece, transposed=transposed) for piece in parts]
 
 
 def source_of(module: nnx.Module, path: str) -> Source:
@@ -141,14 +141,14 @@ def by_tensor(
     for path, shape in shapes:
         for piece in pieces(source_of(module, path), path, shape):
             tensors.setdefault(piece.name, []).append((path, piece))
-    for name, held in tensors.items():
-        parts = sorted((piece for _, piece in held), key=lambda piece: piece.first)
+    for name, named in tensors.items():
+        parts = sorted((piece for _, piece in named), key=lambda piece: piece.first)
         if len({piece.shape for piece in parts}) > 1:
             raise ValueError(f"{name!r} has several shapes: {[piece.shape for piece in parts]}")
         ends = [piece.first + (piece.count or 0) for piece in parts]
         rows = parts[0].shape[0] if parts[0].shape else 0
         if [piece.first for piece in parts] != [0, *ends[:-1]] or ends[-1] != rows:
-            raise ValueError(f"{name!r}: its {rows} rows are not divided up by {held}")
+            raise ValueError(f"{name!r}: its {rows} rows are not divided up by {named}")
     return tensors
 
 

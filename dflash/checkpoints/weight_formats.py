@@ -57,12 +57,12 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
       CheckpointError: The format is not supported, or a field is missing or unusable.
     """
     text = config.get("text_config")  # Multimodal models have their language model in here.
-    stated = foreign.quantization(config)
-    if stated is None and isinstance(text, Mapping):
-        stated = foreign.quantization(text)
-    if stated is None:
+    declaration = foreign.quantization(config)
+    if declaration is None and isinstance(text, Mapping):
+        declaration = foreign.quantization(text)
+    if declaration is None:
         return None
-    key, method, group = stated
+    key, method, group = declaration
     if key == _GROUP and method == _FP8:
         hf_config.check_only(group, "fmt", "e4m3")
         block = hf_config.read_fields(group, _Blocks, group=_GROUP).weight_block_size
@@ -89,22 +89,22 @@ def _compressed(group: Mapping[str, Any]) -> StoredFormat:
     (members,) = groups.values()
     where = f"{_GROUP}: weights"
     weights = hf_config.read_group(members if isinstance(members, Mapping) else {}, "weights")
-    stated = hf_config.read_fields(weights, _Weights, group=where)
+    options = hf_config.read_fields(weights, _Weights, group=where)
     bits = _PACKED_BITS if group["format"] == _PACKED else _NUM_BITS
-    if stated.num_bits != bits or not stated.symmetric:
+    if options.num_bits != bits or not options.symmetric:
         raise errors.CheckpointError(
-            f"{files.CONFIG}: {where}: expected {bits} symmetric bits, got {stated.num_bits}"
-            + ("" if stated.symmetric else " asymmetric")
+            f"{files.CONFIG}: {where}: expected {bits} symmetric bits, got {options.num_bits}"
+            + ("" if options.symmetric else " asymmetric")
         )
     if bits == _PACKED_BITS:
-        size = stated.group_size if stated.strategy == "group" else None
+        size = options.group_size if options.strategy == "group" else None
         return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", PACKED)
-    if stated.strategy == "channel":
+    if options.strategy == "channel":
         return StoredFormat(None, "weight_scale")
-    if stated.strategy == "block":
-        return StoredFormat(_pair(stated.block_structure, "block_structure"), "weight_scale")
+    if options.strategy == "block":
+        return StoredFormat(_pair(options.block_structure, "block_structure"), "weight_scale")
     raise errors.CheckpointError(
-        f"{files.CONFIG}: {where}: strategy {stated.strategy!r} is not supported, only 'channel' "
+        f"{files.CONFIG}: {where}: strategy {options.strategy!r} is not supported, only 'channel' "
         "and 'block'"
     )
 

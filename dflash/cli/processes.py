@@ -91,14 +91,14 @@ def _keep_stdout_for_results() -> None:
     Gloo, which connects the processes, prints to the file descriptor from native code.
     """
     try:
-        own = sys.stdout.fileno() == 1
+        is_descriptor = sys.stdout.fileno() == 1
     except OSError:  # Notebooks and tests may have no file descriptor.
-        own = False
-    if own:
+        is_descriptor = False
+    if is_descriptor:
         sys.stdout.flush()
         encoding, errors_, line = sys.stdout.encoding, sys.stdout.errors, sys.stdout.line_buffering
-        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        results, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.close(nowhere)
         buffering = 1 if line else -1
-        sys.stdout = open(kept, "w", buffering, encoding=encoding, errors=errors_)  # noqa: SIM115
+        sys.stdout = open(results, "w", buffering, encoding=encoding, errors=errors_)  # noqa: SIM115

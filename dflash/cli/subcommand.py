@@ -244,10 +244,11 @@ def _values(values: flags.FlagValues) -> dict[str, Any]:
     """Returns the values of flags as fields of `Command`."""
     known = {field.name for field in dataclasses.fields(Command)} - {"flags"}
     flag_values = {name: values[name].value for name in values if name not in ("help", "h")}
-    own = {
+    command_flags = {
         name: value for name, value in flag_values.items() if name not in (*known, "print_config")
     }
-    fields = {name: value for name, value in flag_values.items() if name in known} | {"flags": own}
+    fields = {name: value for name, value in flag_values.items() if name in known}
+    fields["flags"] = command_flags
     if fields.get("shard") is not None:
         fields["shard"] = shards.parse(fields["shard"], os.environ)
         if fields.get("workdir") is None:

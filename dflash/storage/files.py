@@ -227,10 +227,10 @@ def checksum(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
-def same_checksum(one: str, other: str) -> bool:
+def same_checksum(first: str, second: str) -> bool:
     """Returns whether checksums are equal, or of different kinds, which cannot be compared."""
-    kinds = (text.partition(":")[0] if ":" in text else "" for text in (one, other))
-    return one == other or len({*kinds}) > 1
+    kinds = (text.partition(":")[0] if ":" in text else "" for text in (first, second))
+    return first == second or len({*kinds}) > 1
 
 
 def sync(path: pathlib.Path) -> None:

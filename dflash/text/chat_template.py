@@ -46,7 +46,7 @@ class ChatTemplate:
           InputError: The template is missing, fails, or exceeds a limit.
         """
         path, source = self._with_tools if variables.get("tools") else self._default
-        given = {
+        defaults = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             # Templates test these for None, as transformers always defines them.
@@ -56,7 +56,8 @@ class ChatTemplate:
         from dflash.text import template_sandbox  # Imported late, since jinja2 takes time.
 
         try:
-            return template_sandbox.render(source, self._date, given | self._variables | variables)
+            variables = defaults | self._variables | variables
+            return template_sandbox.render(source, self._date, variables)
         except errors.InputError as error:
             reason = first_line(error)
             raise errors.InputError(f"{path}: chat template fails: {reason}") from error

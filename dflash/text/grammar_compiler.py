@@ -173,13 +173,13 @@ def inline_schema(schema: Any, *, lenient: bool = False, closed: bool = False) -
 def _plain_schema(schema: Any, closed: bool) -> Any:
     """Returns a JSON schema without annotations, which may be longer than all the rest."""
     if isinstance(schema, list):
-        return [_plain_schema(one, closed) for one in schema]
+        return [_plain_schema(item, closed) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     plain = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, Mapping):
-            plain[name] = {key: _plain_schema(one, closed) for key, one in value.items()}
+            plain[name] = {key: _plain_schema(item, closed) for key, item in value.items()}
         elif name not in _ANNOTATIONS:
             # The parts of an object that several schemas describe must not exclude each other.
             inner = closed and name != "allOf"

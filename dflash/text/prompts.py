@@ -343,9 +343,9 @@ def _encode_chat(
     """Encodes a conversation; raises InputError if the chat template ignores a variable."""
     ids = tokenizer.encode_chat(messages, **variables)
     for name in variables:
-        others = {key: value for key, value in variables.items() if key != name}
+        remaining = {key: value for key, value in variables.items() if key != name}
         try:
-            without = tokenizer.encode_chat(messages, **others)
+            without = tokenizer.encode_chat(messages, **remaining)
         except errors.InputError:
             continue  # the template needs the variable
         if without == ids:

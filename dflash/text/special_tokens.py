@@ -132,14 +132,14 @@ def complete(tokenizer: "tokenizers.Tokenizer", directory: pathlib.Path) -> None
       InputError: A file states a token that is neither a string nor a mapping with "content".
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for token in _stated(directory):
+    for token in _declared(directory):
         if token.content not in known:
             known.add(token.content)
             add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
             add([token])
 
 
-def _stated(directory: pathlib.Path) -> Iterator["tokenizers.AddedToken"]:
+def _declared(directory: pathlib.Path) -> Iterator["tokenizers.AddedToken"]:
     """Yields the tokens of the two files, those with ids first, in the order of their ids."""
     named = chat_template.named_tokens(directory)
     file = directory / chat_template.TOKENIZER_CONFIG

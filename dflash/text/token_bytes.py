@@ -81,9 +81,9 @@ def of_tokenizer_json(content: Mapping[str, Any], size: int) -> TokenBytes | Non
 def _byte_of_sign() -> dict[str, int]:
     """Returns the byte of each character in the spellings of byte-level tokenizers (GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     signs = {chr(byte): byte for byte in printable}
-    return signs | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return signs | {chr(256 + place): byte for place, byte in enumerate(unprintable)}
 
 
 def _from_byte_level(spelling: str) -> bytes:

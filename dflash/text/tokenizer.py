@@ -257,13 +257,13 @@ class IncrementalDecoder:
         self._ids.append(token)
         text = self._decode(self._ids)
         patient = len(self._ids) - self._context <= self.MAX_PENDING
-        held = min(3, len(text) - len(text.rstrip("\ufffd")))
-        if held and patient:
-            text = text[: len(text) - held]
+        incomplete = min(3, len(text) - len(text.rstrip("\ufffd")))
+        if incomplete and patient:
+            text = text[: len(text) - incomplete]
             if not text.startswith(self._shown):
                 return ""
         new, self._shown = _added(self._shown, text), text
-        if held and patient:
+        if incomplete and patient:
             return new
         if new:  # after a context without text, the next token would decode as the first one
             self._ids = self._ids[self._context :]

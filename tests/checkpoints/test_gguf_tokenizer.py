@@ -212,19 +212,3 @@ def test_what_is_wrong_is_named(tmp_path, change, message):
         unpack(tmp_path, values)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_the_template_of_a_real_file(tmp_path):
-    """Values pass through the writer and the reader of the header."""
-    import gguf
-
-    from dflash.checkpoints.gguf import file_header
-
-    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
-    original = train("smollm")
-    gguf_files.write_values(writer, byte_level_values(original, "smollm"))
-    gguf_files.finish(writer)
-    header = file_header.read_header(tmp_path / "m.gguf")
-    ours = unpack(tmp_path, header.metadata)
-    for text in TEXTS:
-        assert ours.encode(text) == original.encode(text).ids

@@ -86,7 +86,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     for key, name in family.fields.items():
         config[name] = header.require(prefix + key, int)
     config["rope_scaling"] = _rope_scaling(header, prefix, config)
-    own = family.own(header, prefix, config)
+    family_fields = family.own(header, prefix, config)
     return {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
@@ -94,7 +94,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "vocab_size": _num_rows(header),
         "tie_word_embeddings": HEAD not in header.tensors,
         **family.implied,
-        **own,
+        **family_fields,
     }
 
 
@@ -194,25 +194,25 @@ def rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
     return np.array(_divisors(config, scaling), np.float32)
 
 
-def check_known(header: GgufHeader, prefix: str, own: Collection[str]) -> None:
+def check_known(header: GgufHeader, prefix: str, family_keys: Collection[str]) -> None:
     """Checks that each option that the file states is implemented.
 
     Args:
       header: Header of the file.
       prefix: Architecture of the file and a dot.
-      own: Keys that this architecture has beside the common ones, without the prefix.
+      family_keys: Keys that this architecture has beside the common ones, without the prefix.
     Raises:
       CheckpointError: An option is not implemented.
     """
-    known = {*_INTEGERS, *own, *_ELSEWHERE}
-    stated = {
+    known = {*_INTEGERS, *family_keys, *_ELSEWHERE}
+    options = {
         key.removeprefix(prefix): value
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
     unknown = [
         f"{prefix}{key}={value!s:.40}"
-        for key, value in stated.items()
+        for key, value in options.items()
         if key not in known and value != _NEUTRAL.get(key)
     ]
     if unknown:
@@ -240,10 +240,10 @@ def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:
 
 def _check_size(header: GgufHeader, key: str, size: int) -> None:
     """Raises if a size of heads is not the head dimension."""
-    stated = header.get(key, int, size)
-    if stated != size:
+    value = header.get(key, int, size)
+    if value != size:
         raise errors.CheckpointError(
-            f"{header.file}: {key}: {stated} is not supported with heads of {size}"
+            f"{header.file}: {key}: {value} is not supported with heads of {size}"
         )
 
 
@@ -272,11 +272,11 @@ def stated_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
             f"{header.file}: {prefix}{_SCALING}type: {kind!r} is not supported, only "
             f"{' and '.join(map(repr, _SCALED))}"
         )
-    stated = {
+    fields = {
         field: header.require(f"{prefix}{_SCALING}{key}", _SCALING_TYPES[field])
         for key, field in _SCALED[kind].items()
     }
-    return {"rope_type": kind, **stated}
+    return {"rope_type": kind, **fields}
 
 
 def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:

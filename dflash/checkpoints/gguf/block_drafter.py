@@ -148,9 +148,9 @@ def _dspark_fields(header: GgufHeader) -> dict[str, Any]:
 
 def _causality(config: Mapping[str, Any]) -> bool:
     """Returns whether blocks are causal; llama.cpp has one answer for all layers."""
-    stated = config.get(_GROUP, {}).get("causal", config.get("is_causal"))
-    sliding = stated if stated is not None else not config["sliding_window_non_causal"]
-    by_type = {_FULL: bool(stated), _SLIDING: sliding}
+    causal_field = config.get(_GROUP, {}).get("causal", config.get("is_causal"))
+    sliding = causal_field if causal_field is not None else not config["sliding_window_non_causal"]
+    by_type = {_FULL: bool(causal_field), _SLIDING: sliding}
     causal = {by_type[kind] for kind in config["layer_types"]}
     if len(causal) > 1:
         raise errors.CheckpointError(

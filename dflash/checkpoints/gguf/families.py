@@ -97,12 +97,12 @@ def _gemma3(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
 
 def _pattern(header: GgufHeader, prefix: str, layers: int) -> list[str]:
     """Returns the kinds of layers, of which the file may state the interval or each one."""
-    stated = header.metadata.get(prefix + _PATTERN, _GEMMA_INTERVAL)
-    if type(stated) is int and stated > 0:
-        return _alternating(layers, stated)
-    if not isinstance(stated, list) or len(stated) < layers or not {*stated} <= {0, 1}:
-        raise file_header.corrupt(header.file, f"{prefix}{_PATTERN} is {stated!s:.40}")
-    return [_SLIDING if slides else _FULL for slides in stated[:layers]]
+    pattern = header.metadata.get(prefix + _PATTERN, _GEMMA_INTERVAL)
+    if type(pattern) is int and pattern > 0:
+        return _alternating(layers, pattern)
+    if not isinstance(pattern, list) or len(pattern) < layers or not {*pattern} <= {0, 1}:
+        raise file_header.corrupt(header.file, f"{prefix}{_PATTERN} is {pattern!s:.40}")
+    return [_SLIDING if slides else _FULL for slides in pattern[:layers]]
 
 
 def _gpt_oss(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:

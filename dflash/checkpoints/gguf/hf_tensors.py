@@ -46,8 +46,8 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
         shapes = ((path, leaf.shape) for path, leaf in parameters.readable(module).items())
         suffix = module.stored_format.scale_suffix
         scales = (name for name in tensor_map.by_tensor(module, shapes) if name.endswith(suffix))
-        kept = {name.removesuffix(suffix) + "weight" for name in scales}
-        tensors = in_eight_bits(tensors, kept)
+        eight_bit_names = {name.removesuffix(suffix) + "weight" for name in scales}
+        tensors = in_eight_bits(tensors, eight_bit_names)
     safetensors_io.load_tensors(module, tensors, (directory / WEIGHTS).resolve())
 
 
@@ -72,12 +72,12 @@ def in_eight_bits(
       tensors: Tensors of a GGUF file.
       names: Names of the tensors that stay in eight bits if they are in Q8_0.
     """
-    kept = dict(tensors)
+    result = dict(tensors)
     for name, tensor in tensors.items():
-        held = tensor.eight_bits() if name in names and hasattr(tensor, "eight_bits") else None
-        if held is not None:
-            kept |= {part.name: part for part in held}
-    return kept
+        parts = tensor.eight_bits() if name in names and hasattr(tensor, "eight_bits") else None
+        if parts is not None:
+            result |= {part.name: part for part in parts}
+    return result
 
 
 def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
@@ -96,9 +96,9 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     for name, entry in header.tensors.items():
         if config.get(families.DRAFTING_LAYERS) and _is_behind(name, config):
             continue
-        found = list(_named(header, name, entry, family, config))
-        tensors |= {tensor.name: tensor for tensor in found}
-        if not found and name != architecture.ROPE_FACTORS:
+        named = list(_named(header, name, entry, family, config))
+        tensors |= {tensor.name: tensor for tensor in named}
+        if not named and name != architecture.ROPE_FACTORS:
             unexpected.append(name)
     if unexpected:
         raise errors.CheckpointError(

@@ -93,12 +93,12 @@ def grouped_delta(name: str, shape: Shape, config: Config) -> TensorLayout:
     stem = name.rpartition("blk.")[2].partition(".")[2] or name
     if stem == "ssm_norm.weight":
         return AS_STORED
-    own = {
+    layouts = {
         "ssm_a": TensorLayout(restore=_log_negated),
         "ssm_conv1d.weight": TensorLayout(squeezed=1),
         "ffn_gate_inp_shexp.weight": TensorLayout(squeezed=0),
     }
-    return own.get(stem) or shifted_norms(name, shape, config)
+    return layouts.get(stem) or shifted_norms(name, shape, config)
 
 
 def tiled_delta(name: str, shape: Shape, config: Config) -> TensorLayout:

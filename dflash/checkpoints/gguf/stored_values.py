@@ -126,19 +126,19 @@ def _blocks(tensor: GgufTensor, begin: int, end: int, rows: int) -> np.ndarray:
     return view(tensor.file, begin, end).reshape(rows, -1, _BLOCK_BYTES[tensor.kind])
 
 
-def read_ordered(read: Callable[[int, int], np.ndarray], wanted: np.ndarray) -> np.ndarray:
+def read_ordered(read: Callable[[int, int], np.ndarray], numbers: np.ndarray) -> np.ndarray:
     """Returns rows in any order, and reads each run of neighbors at once.
 
     Args:
       read: Function from a first row and the row after the last to the rows.
-      wanted: Numbers of the rows.
+      numbers: Numbers of the rows.
     """
-    sorted_rows = np.sort(wanted)
+    sorted_rows = np.sort(numbers)
     runs = np.split(sorted_rows, np.flatnonzero(np.diff(sorted_rows) > _MAX_GAP) + 1)
     bounds = [(int(run[0]), int(run[-1]) + 1) for run in runs]
-    held = np.concatenate([np.arange(first, last) for first, last in bounds])
+    read_numbers = np.concatenate([np.arange(first, last) for first, last in bounds])
     rows = np.concatenate([read(first, last) for first, last in bounds])
-    return rows[np.searchsorted(held, wanted)]
+    return rows[np.searchsorted(read_numbers, numbers)]
 
 
 def unchanged(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -182,10 +182,10 @@ class _JoinedRows(StoredTensor):
         """Returns rows first … last - 1 of the parts, one after another."""
         read, begin = [], 0
         for part in self.parts:
-            count, *others = part.shape
+            count, *inner = part.shape
             rows = slice(max(first - begin, 0), min(last - begin, count))
             if rows.start < rows.stop:
-                read.append(part.read((rows, *(slice(0, size) for size in others))))
+                read.append(part.read((rows, *(slice(0, size) for size in inner))))
             begin += count
         return np.concatenate(read)
 
@@ -210,11 +210,13 @@ def qkvz(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     joined = dict(tensors)
     for name in [name for name in tensors if name.endswith(_QKV)]:
         parts = [joined.pop(part) for part in (name, name.replace(_QKV, _Z)) if part in joined]
-        whole = name.replace(_QKV, _QKVZ)
+        joined_name = name.replace(_QKV, _QKVZ)
         order = layouts.grouped_by_key_head(config)
         if len(order) != sum(part.shape[0] for part in parts):
-            raise ValueError(f"{whole!r}: {len(order)} rows expected in attn_qkv and attn_gate")
-        joined[whole] = _join_rows(whole, parts, order)
+            raise ValueError(
+                f"{joined_name!r}: {len(order)} rows expected in attn_qkv and attn_gate"
+            )
+        joined[joined_name] = _join_rows(joined_name, parts, order)
     return joined
 
 
@@ -261,9 +263,12 @@ def alternating_experts(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         if any(part not in joined for part in names):
             continue  # The loader names what is missing.
         parts = tuple(joined.pop(part) for part in names)
-        whole = f"{head}.experts.{_JOINED[stem]}"
-        found = [_biases(f"{whole}_bias", parts)] if tail != stem else _weights(whole, parts)
-        joined |= {tensor.name: tensor for tensor in found}
+        joined_name = f"{head}.experts.{_JOINED[stem]}"
+        if tail != stem:
+            stacks = [_biases(f"{joined_name}_bias", parts)]
+        else:
+            stacks = _weights(joined_name, parts)
+        joined |= {tensor.name: tensor for tensor in stacks}
     return joined
 
 

@@ -137,13 +137,13 @@ def spelled(piece: str, kind: int) -> str:
 
 def pre_tokenizer_name(content: Mapping[str, Any]) -> str | None:
     """Returns the name of the pre-tokenizer of a tokenizer.json; None if it is unknown."""
-    stated = content.get("pre_tokenizer") or {}
-    parts = stated.get("pretokenizers", [stated])
-    found = [_essence(part) for part in parts]
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    essences = [_essence(part) for part in parts]
     ignores = bool(content["model"].get("ignore_merges", False))
     for name, pre in _PRE_TOKENIZERS.items():
         expected = [_essence(part) for part in _splits(pre)]
-        if found == expected and ignores == pre.ignore_merges:
+        if essences == expected and ignores == pre.ignore_merges:
             return name
     return None
 

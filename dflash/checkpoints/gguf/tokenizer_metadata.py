@@ -141,7 +141,7 @@ def _sentencepiece(directory: pathlib.Path) -> dict[str, Any]:
 
 def _with_names(directory: pathlib.Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the metadata under their keys, with special tokens and chat template."""
-    found = {PREFIX + name: value for name, value in values.items()}
+    metadata = {PREFIX + name: value for name, value in values.items()}
     tokens: Sequence[str] = values["tokens"]
     spellings = chat_template.special_tokens(directory)
     ids = {
@@ -152,5 +152,5 @@ def _with_names(directory: pathlib.Path, values: Mapping[str, Any]) -> dict[str,
     ids |= dict(zip(tokenizer_files.ENDS, checkpoint.eos_token_ids(directory), strict=False))
     template = ChatTemplate(directory, {}, datetime.date.today()).source
     if template:
-        found[tokenizer_files.TEMPLATE] = template
-    return found | {f"{PREFIX}{name}_token_id": token for name, token in ids.items()}
+        metadata[tokenizer_files.TEMPLATE] = template
+    return metadata | {f"{PREFIX}{name}_token_id": token for name, token in ids.items()}

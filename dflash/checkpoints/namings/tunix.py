@@ -84,9 +84,9 @@ class TunixNames:
         if heads:
             stored, form = (stored[1], stored[0], stored[2]), TunixForm(shape, swapped=(0, 1))
             for joined in _JOINED_HEADS:
-                whole = f"{heads[1]}{joined}_einsum.w"
-                if heads[2] in joined and whole in self._names:
-                    name, stored = whole, (len(joined), *stored)
+                name_of_all = f"{heads[1]}{joined}_einsum.w"
+                if heads[2] in joined and name_of_all in self._names:
+                    name, stored = name_of_all, (len(joined), *stored)
                     form = dataclasses.replace(form, part=(0, joined.index(heads[2])))
         elif experts:
             name, stored = f"{experts[1]}gating_einsum", (shape[0], 2, shape[2], shape[1])

@@ -140,14 +140,14 @@ class Reader:
     def _cut(self, markers: tuple[str, ...]) -> tuple[str, str]:
         """Removes the final text before the first marker; returns it and the marker, or ""."""
         markers = (*markers, END)
-        found = re.search("|".join(map(re.escape, markers)), self._text)
-        if found is None:
+        match = re.search("|".join(map(re.escape, markers)), self._text)
+        if match is None:
             size = len(self._text) - unfinished(self._text, markers)
             text, self._text = self._text[:size], self._text[size:]
             return text, ""
-        text, marker = self._text[: found.start()], found[0]
+        text, marker = self._text[: match.start()], match[0]
         # The end stays, so that it is found again.
-        self._text = END if marker.endswith(END) else self._text[found.end() :]
+        self._text = END if marker.endswith(END) else self._text[match.end() :]
         return text, marker
 
 

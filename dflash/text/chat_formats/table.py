@@ -107,8 +107,10 @@ def format_of(template: str, *, tools: str = "auto", thinking: str = "auto") -> 
       thinking: "think" if answers may begin with <think>, "none", or "auto".
     """
     if tools == "auto":
-        found = (one for one in FORMATS.values() if all(sign in template for sign in one.signs))
-        chosen = next(found, None)
+        matching = (
+            entry for entry in FORMATS.values() if all(sign in template for sign in entry.signs)
+        )
+        chosen = next(matching, None)
     else:
         chosen = FORMATS.get(tools)
     thinks = CLOSE in template if thinking == "auto" else thinking == "think"
