@@ -18,12 +18,6 @@ _OVER_BUDGET = 3
 
 
 def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string(
-        "rows",
-        None,
-        "Also report the cost of verifying this many rows at once, such as 1,16,64,128.",
-        flag_values=values,
-    )
     flags.DEFINE_bool(
         "kernels",
         False,
@@ -33,8 +27,8 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool(
         "forecast",
         False,
-        "Report instead the expected speed-up of each of the config's strategies, by task, batch "
-        "and context, and the best choice; continues in --workdir.",
+        "Report instead the cost of a cycle of each of the config's strategies, by batch and "
+        "context; continues in --workdir.",
         flag_values=values,
     )
 
@@ -45,7 +39,6 @@ SUBCOMMAND = cli.Subcommand(
     "and reports the compiler's estimates of memory, time, copies and collectives.",
     examples=(
         "dflash compile configs/qwen3_4b_dflash.yml tpu.topology=v5e:1x1",
-        "dflash compile configs/qwen3_4b_dflash.yml tpu.topology=v5e:1x1 --rows 1,16",
         "dflash compile configs/train/qwen3_4b_dflash.yml mesh.fsdp=4 \\",
         "    tpu.topology=v5p:2x2x1",
         "dflash compile configs/forecast/qwen3_4b.yml --forecast --workdir w",
@@ -61,7 +54,6 @@ def run(
     config: str | os.PathLike,
     *overrides: str,
     workdir: str | os.PathLike | None = None,
-    rows: str | None = None,
     kernels: bool = False,
 ) -> "CompileReport":
     """Compiles for a TPU, as `dflash compile` does, and prints the report.
@@ -70,19 +62,18 @@ def run(
       config: Path of a YAML file, looked up as on the command line.
       *overrides: Overrides of the form `key=value`, such as "tpu.topology=v5p:2x2x1".
       workdir: Value of the flag with this name.
-      rows: Value of the flag with this name.
       kernels: Value of the flag with this name.
     Raises:
       UserError: The command would exit with an error.
     """
-    flag_values = {"workdir": workdir, "rows": rows, "kernels": kernels}
+    flag_values = {"workdir": workdir, "kernels": kernels}
     return _report(cli.parse(SUBCOMMAND, config, *overrides, **flag_values))
 
 
 def forecast(
     config: str | os.PathLike, *overrides: str, workdir: str | os.PathLike | None = None
 ) -> "Forecast":
-    """Forecasts speed-ups, as `dflash compile --forecast` does, and prints them.
+    """Forecasts costs, as `dflash compile --forecast` does, and prints them.
 
     Args:
       config: Path of a YAML file, looked up as on the command line.
@@ -106,42 +97,22 @@ def _compile(command: cli.Command) -> int:
 
 
 def _report(command: cli.Command) -> "CompileReport":
-    rows = parse_rows(command.flags["rows"])
     # jax is imported here, after the config has been validated.
     from dflash.compiler import compile_run
 
     kernels = command.flags["kernels"]
-    return compile_run.run(command.config, workdir=command.workdir, rows=rows, kernels=kernels)
+    return compile_run.run(command.config, workdir=command.workdir, kernels=kernels)
 
 
 def _forecast(command: cli.Command) -> "Forecast":
     if not isinstance(command.config, tpu_schema.CompileDecode):
         raise errors.ConfigError("--forecast: expected a decoding config, got a training config")
-    if command.flags["rows"] is not None or command.flags["kernels"]:
-        raise errors.ConfigError("--forecast: excludes --rows and --kernels")
+    if command.flags["kernels"]:
+        raise errors.ConfigError("--forecast: excludes --kernels")
     # jax is imported here, after the config has been validated.
     from dflash.compiler import forecast_run
 
     return forecast_run.run(command.config, command.workdir)
-
-
-def parse_rows(text: str | None) -> list[int]:
-    """Parses the value of --rows, such as "1,16,64".
-
-    Returns:
-      Distinct numbers, ascending; empty for None.
-    Raises:
-      ConfigError: The text is not a list of positive integers.
-    """
-    if text is None:
-        return []
-    try:
-        rows = sorted({int(item) for item in text.split(",")})
-    except ValueError:
-        rows = [0]
-    if rows[0] < 1:
-        raise errors.ConfigError(f"--rows: expected numbers such as 1,16,64, got {text!r}")
-    return rows
 
 
 main = cli.entry_point(SUBCOMMAND, _compile)

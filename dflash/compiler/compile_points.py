@@ -23,16 +23,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.compiler import costs, hlo, point_costs, programs
+from dflash.compiler import costs, forecast, hlo, programs
 from dflash.compiler.costs import ScheduledOperation
-from dflash.compiler.forecast import PLAIN, CompiledCost, DeviceMemory, StrategyPoint
-from dflash.compiler.point_costs import LayerRepeats
+from dflash.compiler.forecast import (
+    PLAIN,
+    CompiledCost,
+    DeviceMemory,
+    LayerRepeats,
+    StrategyPoint,
+)
 from dflash.compiler.report import RunAssumptions
 from dflash.compiler.topology import TpuMachine
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
 from dflash.inference.cycle import cycle
-from dflash.inference.cycle.choices import DIVIDED
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.request import Request, RequestSampling
@@ -57,31 +61,17 @@ class PointSpec:
       strategy: Name of the strategy.
       drafter: Config of the strategy.
       batch: Number of sequences.
-      choice: Choice of rows, one of `Choices.names`; empty if the strategy always has the same.
-      drafted: Rows per sequence that a cycle of the choice drafts; 0 without a choice.
     """
 
     config: CompileDecode
     strategy: str
     drafter: DrafterConfig
     batch: int
-    choice: str = ""
-    drafted: int = 0
-
-    @property
-    def name(self) -> str:
-        """Returns the name of the point: the strategy's, and its choice of rows."""
-        return f"{self.strategy} {self.choice}".rstrip()
 
     @property
     def file(self) -> str:
         """Returns the name of the file that keeps the point."""
-        return f"{self.name.replace(' ', '-')}-{self.batch}-{self.key}.json"
-
-    @property
-    def divides(self) -> bool:
-        """Returns whether its cycle divides rows among sequences."""
-        return self.choice.startswith(DIVIDED)
+        return f"{self.strategy}-{self.batch}-{self.key}.json"
 
     @property
     def key(self) -> str:
@@ -93,8 +83,6 @@ class PointSpec:
             del facts[name]
         versions = [*map(importlib.metadata.version, ("jax", "libtpu")), __version__]
         facts |= {"machine": (tpu.topology, tpu.slices), "batch": self.batch, "versions": versions}
-        facts |= {"choice": self.choice} if self.choice else {}
-        facts |= {"drafted": self.drafted} if self.divides else {}
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -106,8 +94,7 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
     """Returns the points of a forecast: plain decoding and every strategy, at every batch size.
 
     Raises:
-      ConfigError: A list is empty, a strategy has the reserved name of plain decoding, or chooses
-        among sizes of trees.
+      ConfigError: A list is empty, or a strategy has the reserved name of plain decoding.
     """
     for key in ("batches", "contexts"):
         if not getattr(config.forecast, key):
@@ -119,13 +106,6 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
         raise errors.ConfigError(
             f"strategies.{PLAIN}: this name is reserved for decoding without drafts; choose another"
         )
-    for name, drafter in strategies.items():
-        if drafter.adaptive and getattr(drafter, "tree", None) is not None:
-            group = f"strategies.{name}" if config.strategies else "drafter"
-            raise errors.ConfigError(
-                f"{group}.tree: the acceptance of trees of each size is unknown, so "
-                "block_size=auto has no forecast; leave one of them out"
-            )
     drafters = {PLAIN: DrafterConfig(), **strategies}
     batches = sorted(set(config.forecast.batches))
     return [
@@ -133,21 +113,6 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
         for name, drafter in drafters.items()
         for batch in batches
     ]
-
-
-def by_choice(specs: Sequence[PointSpec], machine: TpuMachine) -> list[PointSpec]:
-    """Replaces each point of a strategy with `block_size: auto` by one for each choice of rows."""
-    found = []
-    for spec in specs:
-        if spec.drafter.adaptive:
-            models_of = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
-            rules = _engine(*models_of, spec).rules
-            for i, name in enumerate(rules.choices.names):
-                drafted, _ = rules.choices.rows_of(i)
-                found.append(dataclasses.replace(spec, choice=name, drafted=drafted))
-        else:
-            found.append(spec)
-    return found
 
 
 def compile_points(
@@ -174,13 +139,13 @@ def compile_points(
         path = workdir and workdir / _FOLDER / spec.file
         point = path and _read(path)
         if point is None:
-            progress(f"{spec.name}, batch {spec.batch}", index / len(specs))
+            progress(f"{spec.strategy}, batch {spec.batch}", index / len(specs))
             point = compile_one(spec, machine)
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.write_whole(path, json.dumps(dataclasses.asdict(point), indent=1))
         # The strategy may have had another name when the point was compiled.
-        points[spec.name, spec.batch] = dataclasses.replace(point, strategy=spec.name)
+        points[spec.strategy, spec.batch] = dataclasses.replace(point, strategy=spec.strategy)
     return points
 
 
@@ -204,8 +169,7 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     target, drafter = programs.decoding_models(spec.config, shallow, machine.sharding)
     _truncate(target, drafter)
     engine = _engine(target, drafter, spec)
-    choice = engine.rules.choices.names.index(spec.choice) if spec.choice else 0
-    block_size, mean_rows = engine.rules.choices.rows_of(choice)
+    block_size, mean_rows = engine.rules.choices.rows_of(0)
     compiled = _compile_cycle(engine, block_size, mean_rows)
     repeats = LayerRepeats(depth / len(target.layers), draft_repeats)
     module = hlo.parse(compiled.as_text())
@@ -214,25 +178,25 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     def cost(fill: float) -> tuple[CompiledCost, list[ScheduledOperation]]:
         assumptions = RunAssumptions.of(round(fill * _CAPACITY), engine.config)
         operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
-        return point_costs.cost_of(operations, rates, chip, fill=fill, repeats=repeats), operations
+        return forecast.cost_of(operations, rates, chip, fill=fill, repeats=repeats), operations
 
     (empty, operations), (full, at_full) = cost(0.0), cost(1.0)
     per_token = _NOTHING.plus(full.plus(empty, -1), 1 / _CAPACITY)
     in_windows = {}
-    for window, own in point_costs.by_window(at_full).items():
-        of_window = point_costs.cost_of(own, rates, chip, fill=1.0, repeats=repeats)
+    for window, own in forecast.by_window(at_full).items():
+        of_window = forecast.cost_of(own, rates, chip, fill=1.0, repeats=repeats)
         in_windows[window] = _NOTHING.plus(of_window, 1 / _CAPACITY)
         per_token = per_token.plus(in_windows[window], -1)
     analysis = compiled.memory_analysis()
     extra = analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
     return StrategyPoint(
-        strategy=spec.name,
+        strategy=spec.strategy,
         batch=spec.batch,
         rows=mean_rows or block_size,
         fixed=empty,
         per_token=per_token,
         memory=DeviceMemory(memory.fixed + extra, memory.per_token),
-        collectives=point_costs.collectives(operations, repeats),
+        collectives=forecast.collectives(operations, repeats),
         in_windows=in_windows,
     )
 
@@ -267,7 +231,6 @@ def _engine(target: Decoder, drafter: Any, spec: PointSpec, capacity: int = _CAP
         drafter,
         decode,
         max_length=capacity,
-        adaptive_blocks=spec.drafter.adaptive,
         divide_rows=spec.drafter.divides_rows,
     )
 

@@ -12,14 +12,11 @@ import jax
 
 from dflash.compiler import (
     bundles,
-    curve,
     programs,
     report,
-    report_table,
     topology,
 )
 from dflash.compiler.bundles import Section
-from dflash.compiler.curve import CurvePoint
 from dflash.compiler.programs import CompiledProgram
 from dflash.compiler.report import CompileReport, ProgramReport, RunAssumptions
 from dflash.compiler.topology import TpuMachine
@@ -39,7 +36,6 @@ def run(
     config: CompileDecode | CompileTrain,
     *,
     workdir: str | None = None,
-    rows: Sequence[int] = (),
     kernels: bool = False,
 ) -> CompileReport:
     """Compiles the programs of a run, prints the report and writes it.
@@ -47,7 +43,6 @@ def run(
     Args:
       config: Config of the run, with the topology in its `tpu` group.
       workdir: Directory for `compile.json` and `config.yml`; None writes nothing.
-      rows: Numbers of rows for which the cost of verification is reported too.
       kernels: Report the static schedules of the Pallas kernels too.
     Raises:
       UserError: The config, its models or the TPU compiler is unusable.
@@ -57,49 +52,36 @@ def run(
         if kernels:
             schedules = stack.enter_context(tempfile.TemporaryDirectory())
         topology.prepare_environment(schedules)
-        return _run(config, workdir, rows, schedules)
+        return _run(config, workdir, schedules)
 
 
 def _run(
     config: CompileDecode | CompileTrain,
     workdir: str | None,
-    rows: Sequence[int],
     schedules: str | None,
 ) -> CompileReport:
     display = Display()
 
     def keep(
         run_report: CompileReport,
-        points: Sequence[CurvePoint] = (),
         kernels: Mapping[str, Sequence[Section]] | None = None,
         *,
         complete: bool = False,
     ) -> None:
         if workdir:
-            content = _to_json(run_report, points, kernels or {}, complete=complete)
+            content = _to_json(run_report, kernels or {}, complete=complete)
             write(config, paths.to_path(workdir), {"compile.json": json.dumps(content, indent=2)})
 
     with display.progress("compiling", every_s=0) as progress:
         machine = topology.find_machine(config)
         run_report = compile_programs(config, machine, progress, keep)
-    print("\n".join(report_table.lines(run_report)), flush=True)
+    print("\n".join(report.lines(run_report)), flush=True)
     kernels = {}
     if schedules:
         names = {name for program in run_report.programs.values() for name in program.kernels}
         kernels = bundles.read_schedules(pathlib.Path(schedules), sorted(names))
         print("\n".join(bundles.lines(kernels)))
-    points = []
-    if rows:
-        with display.progress("compiling by rows", every_s=0) as progress:
-            points = curve.compile_curve(
-                config,
-                rows,
-                machine,
-                progress,
-                lambda points_so_far: keep(run_report, points_so_far, kernels),
-            )
-        print("\n".join(curve.lines(points, run_report.topology.chip)))
-    keep(run_report, points, kernels, complete=True)
+    keep(run_report, kernels, complete=True)
     return run_report
 
 
@@ -169,7 +151,6 @@ def larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
 
 def _to_json(
     run_report: CompileReport,
-    points: Sequence[CurvePoint],
     kernels: Mapping[str, Sequence[Section]],
     *,
     complete: bool,
@@ -177,7 +158,6 @@ def _to_json(
     return {
         "complete": complete,
         **report.to_json(run_report),
-        "rows": curve.to_json(points),
         "kernels": {
             name: [dataclasses.asdict(section) for section in sections]
             for name, sections in kernels.items()

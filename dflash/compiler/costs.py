@@ -6,8 +6,7 @@ All figures are per device.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from dflash.compiler import loops as loops_lib
-from dflash.compiler import traffic
+from dflash.compiler import hlo, traffic
 from dflash.compiler.hlo import COLLECTIVES, HloModule, Instruction
 
 # Opcodes that move no data and take no time of their own.
@@ -70,7 +69,7 @@ def operations(
 
     Args:
       module: Program.
-      trips: Trip counts of loops that neither the compiler nor `loops` knows; None counts as 1.
+      trips: Trip counts of loops that neither the compiler nor `hlo` knows; None counts as 1.
       branch: Branches of conditionals; None selects the branch with the most cycles.
     """
     return list(_Walk(module, trips, branch).through(module.entry.name, 1, (), ""))
@@ -95,7 +94,7 @@ class _Walk:
             scoped = dataclasses.replace(instruction, op_name=own_scope)
             if instruction.opcode == "while":
                 turns = instruction.trip_count
-                turns = turns or loops_lib.trip_count(self.module, instruction, by_name)
+                turns = turns or hlo.trip_count(self.module, instruction, by_name)
                 turns = turns or self.trips(scoped) or 1
                 body = instruction.called["body"][0]
                 inner_loops = (*loops, instruction.name)

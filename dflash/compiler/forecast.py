@@ -1,17 +1,20 @@
-"""Expected speed-ups, from the compiler's cost of a cycle and known acceptance.
+"""Costs of a cycle by strategy and batch size, and where drafting begins to pay.
 
-For a strategy with batch size B and a context of c tokens,
-
-    speed-up = τ · T_plain(B, c) / T_cycle(B, c),
-
-where the mean acceptance length τ is the mean number of tokens that a cycle commits per sequence.
-Nothing was measured on a chip. Host time is neglected, because the loop over cycles runs on the
-device.
+A strategy pays where its mean acceptance length, τ, exceeds the ratio of its cycle to one of plain
+decoding. Nothing was measured on a chip. Host time is neglected, because the loop over cycles runs
+on the device.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
+
+from dflash.compiler import components
+from dflash.compiler.components import ATTENTION, DRAFTER, MLP, UNEMBED
+from dflash.compiler.costs import ScheduledOperation
+from dflash.compiler.topology import RooflineRates
+from dflash.parallel.chips import Chip
 
 # Bottlenecks of an operation in the roofline model: reading weights, reading the output head and
 # writing logits, reading the context, arithmetic, and any other memory traffic.
@@ -19,6 +22,10 @@ WEIGHTS, HEAD, CONTEXT, ARITHMETIC, REST = LIMITS = (
     "weights", "output head", "context", "arithmetic", "rest",
 )  # fmt: skip
 PLAIN = "plain"  # Name of decoding without drafts.
+# Name prefixes of the kernels whose cost is proportional to the context.
+_ATTENTION_KERNELS = ("paged_attention", "block_attention", "latent_attention")
+_WINDOW = re.compile(r"_w(\d+)")  # The window of such a kernel, in its name.
+_LAYER_SCOPES = "attention", "mlp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,107 +130,112 @@ class StrategyPoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpectedSpeedup:
-    """Expected speed-up of a strategy at one batch size and context, on one task.
-
-    Attributes:
-      strategy: Name of the strategy.
-      tokens: Mean acceptance length (τ).
-      speedup: Speed-up over plain decoding, by roofline.
-      by_cycles: Speed-up by the compiler's cycles; None if the chip's clock rate is unknown.
-      tokens_per_s: Tokens per second of the whole batch, by roofline.
-    """
-
-    strategy: str
-    tokens: float
-    speedup: float
-    by_cycles: float | None
-    tokens_per_s: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Costs and acceptance of several strategies.
+    """Costs of several strategies at several batch sizes.
 
     Attributes:
-      points: Costs of plain decoding and of every strategy, by name and batch size. Rows are
-        divided only where there are several sequences, so some strategies lack some batch sizes.
-      tokens: Mean acceptance length (τ) by strategy and task. Strategies of unknown acceptance are
-        missing.
+      points: Costs of plain decoding and of every strategy, by name and batch size.
       capacity_bytes: Memory of a device in bytes.
     """
 
     points: Mapping[tuple[str, int], StrategyPoint]
-    tokens: Mapping[str, Mapping[str, float]]
     capacity_bytes: float
 
-    @property
-    def strategies(self) -> list[str]:
-        """Returns the names of the strategies: plain decoding first, the others by rows."""
-        rows = {name: point.rows for (name, _), point in self.points.items()}
-        return sorted(rows, key=lambda name: (name != PLAIN, rows[name], name))
+    def fits(self, point: StrategyPoint, context: int) -> bool:
+        """Returns whether a strategy fits in device memory."""
+        return point.memory.at(context + point.rows) <= self.capacity_bytes
 
-    @property
-    def tasks(self) -> list[str]:
-        """Returns the tasks for which the acceptance of a strategy is known."""
-        return list(dict.fromkeys(task for by_task in self.tokens.values() for task in by_task))
-
-    @property
-    def batches(self) -> list[int]:
-        """Returns the batch sizes, ascending."""
-        return sorted({batch for _, batch in self.points})
-
-    def fits(self, strategy: str, batch: int, context: int) -> bool:
-        """Returns whether a strategy exists for this batch size and fits in device memory."""
-        point = self.points.get((strategy, batch))
-        return point is not None and point.memory.at(context + point.rows) <= self.capacity_bytes
-
-    def expected(
-        self, strategy: str, task: str, batch: int, context: int
-    ) -> ExpectedSpeedup | None:
-        """Returns a strategy's speed-up; None if its acceptance is unknown or it does not fit."""
-        tokens = 1.0 if strategy == PLAIN else self.tokens.get(strategy, {}).get(task)
-        if tokens is None or not self.fits(strategy, batch, context):
-            return None
-        own = self.points[strategy, batch].cost(context)
-        plain = self.points[PLAIN, batch].cost(context)
-        return ExpectedSpeedup(
-            strategy,
-            tokens,
-            tokens * plain.roofline_ms / own.roofline_ms,
-            tokens * plain.cycles_ms / own.cycles_ms if own.cycles_ms else None,
-            1e3 * batch * tokens / own.roofline_ms,
-        )
-
-    def best(self, task: str, batch: int, context: int) -> ExpectedSpeedup | None:
-        """Returns the fastest strategy, which may be plain decoding; None if nothing fits."""
-        choices = [self.expected(name, task, batch, context) for name in self.strategies]
-        return max(filter(None, choices), key=lambda choice: choice.speedup, default=None)
-
-    def mean(self, strategy: str, batch: int, context: int) -> float | None:
-        """Returns the mean speed-up over all tasks, by roofline; None if one of them is unknown."""
-        choices = [self.expected(strategy, task, batch, context) for task in self.tasks]
-        return _mean(choice and choice.speedup for choice in choices)
-
-    def best_on_average(self, batch: int, context: int) -> tuple[str, float] | None:
-        """Returns the strategy with the largest mean speed-up and that mean; None if none fits."""
-        means = [(name, self.mean(name, batch, context)) for name in self.strategies]
-        known = [(name, mean) for name, mean in means if mean is not None]
-        return max(known, key=lambda pair: pair[1], default=None)
-
-    def needed_tokens(
-        self, strategy: str, batch: int, context: int, speedup: float = 1.0
-    ) -> float | None:
-        """Returns the mean acceptance length (τ) that a speed-up requires, by roofline.
-
-        It is None if the strategy lacks this batch size.
-        """
-        if (strategy, batch) not in self.points:
-            return None
-        own = self.points[strategy, batch].cost(context)
-        return speedup * own.roofline_ms / self.points[PLAIN, batch].cost(context).roofline_ms
+    def over_plain(self, point: StrategyPoint, context: int) -> float:
+        """Returns a cycle's time over plain decoding's, by roofline: the τ that pays."""
+        plain = self.points[PLAIN, point.batch].cost(context)
+        return point.cost(context).roofline_ms / plain.roofline_ms
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    numbers = list(values)
-    return None if not numbers or None in numbers else sum(numbers) / len(numbers)
+@dataclasses.dataclass(frozen=True)
+class LayerRepeats:
+    """Ratio of all layers to compiled layers, by which the costs of layers are multiplied.
+
+    Attributes:
+      target: Ratio for the layers of the target.
+      drafter: Ratio for the layers of the drafter.
+    """
+
+    target: float = 1.0
+    drafter: float = 1.0
+
+    def of(self, scope: str) -> float:
+        """Returns the factor by which an operation with these jax scopes is multiplied."""
+        part = components.component_of(scope)
+        if part in (ATTENTION, MLP):
+            return self.target
+        layer = part == DRAFTER and any(components.has_word(scope, word) for word in _LAYER_SCOPES)
+        return self.drafter if layer else 1.0
+
+
+def cost_of(
+    operations: Iterable[ScheduledOperation],
+    rates: RooflineRates,
+    chip: Chip,
+    *,
+    fill: float,
+    repeats: LayerRepeats,
+) -> CompiledCost:
+    """Sums the operations of a cycle by bottleneck.
+
+    Args:
+      operations: Operations of one cycle.
+      rates: Rates of the compiler's roofline.
+      chip: Chip with the clock rate that converts cycles to time.
+      fill: Filled fraction of the caches, for which the cost of attention kernels is scaled.
+      repeats: Ratios by which the costs of layers are multiplied.
+    """
+    limits, cycles_ms = dict.fromkeys(LIMITS, 0.0), 0.0
+    for operation in operations:
+        scale = repeats.of(operation.scope) * (fill if _reads_context(operation) else 1)
+        times = operation.times * scale
+        roofline_ms = times * components.roofline_ms(operation, rates)
+        limits[_limit(operation, rates)] += roofline_ms
+        if operation.cycles and chip.clock_ghz:
+            cycles_ms += times * operation.cycles / (chip.clock_ghz * 1e6)
+        elif operation.instruction.opcode == "custom-call" and chip.clock_ghz:
+            cycles_ms += roofline_ms
+    return CompiledCost(limits, cycles_ms)
+
+
+def by_window(operations: Iterable[ScheduledOperation]) -> dict[int, list[ScheduledOperation]]:
+    """Returns the kernels that read the context through a window, by window."""
+    found: dict[int, list[ScheduledOperation]] = {}
+    for operation in filter(_reads_context, operations):
+        window = _WINDOW.search(operation.instruction.name)
+        if window:
+            found.setdefault(int(window[1]), []).append(operation)
+    return found
+
+
+def collectives(
+    operations: Iterable[ScheduledOperation], repeats: LayerRepeats
+) -> dict[str, tuple[float, float]]:
+    """Returns the number of collectives in a whole cycle and their bytes, by kind."""
+    sums: dict[str, tuple[float, float]] = {}
+    for operation in operations:
+        times = repeats.of(operation.scope)
+        for kind, (count, size) in components.collectives([operation]).items():
+            total_count, total_size = sums.get(kind, (0, 0))
+            sums[kind] = total_count + times * count, total_size + times * size
+    return sums
+
+
+def _limit(operation: ScheduledOperation, rates: RooflineRates) -> str:
+    if operation.flops / rates.flops_per_s > operation.hbm_bytes / rates.bytes_per_s:
+        return ARITHMETIC
+    if _reads_context(operation):
+        return CONTEXT
+    component = components.component_of(operation.scope)
+    if component == UNEMBED:
+        return HEAD
+    return WEIGHTS if component in (ATTENTION, MLP, DRAFTER) else REST
+
+
+def _reads_context(operation: ScheduledOperation) -> bool:
+    instruction = operation.instruction
+    return instruction.opcode == "custom-call" and instruction.name.startswith(_ATTENTION_KERNELS)

@@ -75,8 +75,7 @@ def compile_decoding(
 ) -> Iterator[CompiledProgram]:
     """Yields the cycle and the largest prefill of a decoding run, each compiled on demand."""
     target, drafter = decoding_models(config, config.drafter, sharding)
-    adaptive = config.drafter.adaptive
-    yield from _compile_decoding(target, drafter, config.decode, tpu, on_start, adaptive=adaptive)
+    yield from _compile_decoding(target, drafter, config.decode, tpu, on_start)
 
 
 def decoding_models(
@@ -110,16 +109,10 @@ def _is_selected(name: str, tpu: TpuConfig) -> bool:
 
 
 def _compile_decoding(
-    target,
-    drafter,
-    config: DecodeConfig,
-    tpu: TpuConfig,
-    on_start: OnStart,
-    *,
-    adaptive: bool = False,
+    target, drafter, config: DecodeConfig, tpu: TpuConfig, on_start: OnStart
 ) -> Iterator[CompiledProgram]:
     max_length = config.max_length or config.prefill_chunk + config.max_new_tokens
-    engine = Engine(target, drafter, config, max_length=max_length, adaptive_blocks=adaptive)
+    engine = Engine(target, drafter, config, max_length=max_length)
     max_context = max_length - drafter.block_size
     context = min(tpu.context or max_context, max_context)
     state = engine.abstract_state()

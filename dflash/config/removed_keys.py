@@ -6,6 +6,7 @@ PAGE = "docs/results/tried_and_removed.md"
 
 # What to use instead, by dotted key; empty if there is nothing. A group covers all keys below it.
 KEYS: dict[str, str] = {
+    "forecast.acceptance": "compare τ with the column “× plain”",
     "answers.tasks": "give questions in answers.files",
     "drafter.divide_rows": "only drafters with a confidence divide rows",
     "serve.role": "start one server",

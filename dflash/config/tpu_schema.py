@@ -6,7 +6,7 @@ from typing import Literal
 
 from dflash.config import schema, train_schema
 from dflash.config.benchmark_schema import overrides_of
-from dflash.config.schema import location, option
+from dflash.config.schema import option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +23,12 @@ class TpuConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ForecastConfig:
-    """Batch sizes and contexts that `--forecast` compares, and the acceptance that it assumes."""
+    """Batch sizes and contexts that `--forecast` compares."""
 
     # Numbers of sequences that are decoded at once.
     batches: tuple[int, ...] = option((1, 4, 16, 64), minimum=1, maximum=schema.MAX_BATCH)
     # Tokens of each sequence before the block.
     contexts: tuple[int, ...] = option((512, 4096, 32768), minimum=1, maximum=schema.MAX_TOKENS)
-    # JSON file of recorded acceptance: a trace, results.json of a benchmark or summary.json of a
-    # decode run. None: published acceptance.
-    acceptance: str | None = location("file")
 
 
 @dataclasses.dataclass(frozen=True)

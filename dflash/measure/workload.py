@@ -182,20 +182,18 @@ class Recording:
     Attributes:
       where: Description of the prompt's place.
       lengths: Tokens committed in each of C cycles, bonus included.
-      confidence: float32 [C, G]; the drafter's confidence in the drafts of each cycle, or None.
     """
 
     where: str
     prompt_tokens: int
     lengths: tuple[int, ...]
-    confidence: np.ndarray | None = None
 
 
 def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording]]:
     """Reads recorded acceptance lengths from a JSON list with one object per prompt.
 
     Each object has `acceptance_lengths` (tokens committed in each cycle, bonus included) and may
-    have `dataset`, `prompt_tokens`, and `confidence` (that of the drafts of each cycle).
+    have `dataset` and `prompt_tokens`.
 
     Args:
       tasks: Data sets to keep; empty keeps all.
@@ -238,23 +236,7 @@ def _recording(row: Any, where: str) -> tuple[str, Recording]:
     for name, value in (("acceptance_lengths", min(lengths)), ("prompt_tokens", size)):
         if value < 1:
             raise errors.InputError(f"{name}: expected at least 1, got {value}")
-    confidence = _confidence(row["confidence"], len(lengths)) if "confidence" in row else None
-    return task, Recording(where, size, lengths, confidence)
-
-
-def _confidence(rows: Any, cycles: int) -> np.ndarray:
-    """Returns the confidence in the drafts of each cycle of a trace, float32 [cycles, drafts]."""
-    try:
-        confidence = np.array(rows, np.float32)
-    except (TypeError, ValueError):
-        confidence = np.zeros(0)
-    shape = confidence.shape
-    if len(shape) != 2 or shape[0] != cycles or not ((confidence >= 0) & (confidence <= 1)).all():
-        raise errors.InputError(
-            f"confidence: expected {cycles} lists, one for each acceptance length, of equally many "
-            "numbers from 0 to 1"
-        )
-    return confidence
+    return task, Recording(where, size, lengths)
 
 
 def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:

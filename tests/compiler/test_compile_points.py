@@ -1,10 +1,9 @@
 """Tests of the points that a forecast compiles and stores."""
 
 import dataclasses
-import types
 
 import pytest
-from support.models import make_sharding, make_target
+from support.models import make_target
 
 from dflash import errors
 from dflash.compiler import compile_points
@@ -92,37 +91,14 @@ def test_the_key_covers_what_changes_the_program(specs):
         ),
         (["forecast.contexts=[]"], "forecast.contexts: expected at least one number"),
         (
-            ["strategies.x.block_size=auto", "strategies.x.tree.budget=8"],
-            "strategies.x.tree: the acceptance of trees of each size is unknown, so "
-            "block_size=auto has no forecast; leave one of them out",
+            ["strategies.x.block_size=auto"],
+            "strategies.x.block_size: auto depends on acceptance, which is not measured here",
         ),
     ],
 )
 def test_unusable_forecast_configs_are_rejected(overrides, message):
     with pytest.raises(errors.ConfigError, match=message):
         compile_points.point_specs(config(*overrides))
-
-
-def test_a_strategy_that_chooses_its_rows_has_a_point_for_each_choice(monkeypatch):
-    monkeypatch.setattr(compile_points.importlib.metadata, "version", lambda name: "1")
-    chosen = config("strategies.x.block_size=auto", "strategies.y.block_size=2")
-    specs = compile_points.point_specs(chosen)
-    machine = types.SimpleNamespace(sharding=make_sharding())
-    names = [
-        (spec.name, spec.batch)
-        for spec in compile_points.by_choice(specs, machine)
-        if spec.strategy != PLAIN
-    ]
-    of_one = [f"x {rows}" for rows in (1, 2, 4, 8, 12, 16)]
-    of_four = [*of_one, "x ~2", "x ~4", "x ~8"]  # A single sequence has nothing to divide.
-    rest = [("y", 1), ("y", 4)]
-    assert names == [*((name, 1) for name in of_one), *((name, 4) for name in of_four), *rest]
-    # A cycle that divides rows drafts as many as the largest share has, which costs as much.
-    divided = {
-        spec.choice: spec for spec in compile_points.by_choice(specs, machine) if spec.divides
-    }
-    assert {name: spec.drafted for name, spec in divided.items()} == {"~2": 8, "~4": 16, "~8": 16}
-    assert divided["~2"].key != dataclasses.replace(divided["~2"], drafted=16).key
 
 
 class DrafterStub:

@@ -1,8 +1,8 @@
-"""Tests of the trip counts of loops."""
+"""Tests of the trip counts of hlo."""
 
 import pytest
 
-from dflash.compiler import hlo, loops
+from dflash.compiler import hlo
 
 
 def turns(bound="constant(7)", begin="constant(1)", step="constant(2)", direction="LT", more=""):
@@ -34,7 +34,7 @@ ENTRY %main (x0: f32[4]) -> (f32[4], s32[]) {{
 }}
 """)
     by_name = module.entry.by_name()
-    return loops.trip_count(module, by_name["loop"], by_name)
+    return hlo.trip_count(module, by_name["loop"], by_name)
 
 
 def test_the_step_of_a_loop_counts():

@@ -5,11 +5,10 @@ import json
 
 import pytest
 
-from dflash.compiler import point_costs
+from dflash.compiler import forecast
 from dflash.compiler.costs import ScheduledOperation
-from dflash.compiler.forecast import CompiledCost, DeviceMemory, StrategyPoint
+from dflash.compiler.forecast import CompiledCost, DeviceMemory, LayerRepeats, StrategyPoint
 from dflash.compiler.hlo import COLLECTIVES, Instruction
-from dflash.compiler.point_costs import LayerRepeats
 from dflash.compiler.topology import RooflineRates
 from dflash.parallel.chips import Chip
 
@@ -37,7 +36,7 @@ def test_operations_are_summed_by_bottleneck():
         operation("unembed", size=4 * million, cycles=million),
         operation("", name="copy.1", opcode="copy", size=7 * million),
     ]  # fmt: skip
-    cost = point_costs.cost_of(found, RATES, CHIP, fill=0.5, repeats=LayerRepeats(3, 2))
+    cost = forecast.cost_of(found, RATES, CHIP, fill=0.5, repeats=LayerRepeats(3, 2))
     # The target's layers repeat three times, the drafter's twice; the context is half full.
     assert cost.limits == pytest.approx(
         {
@@ -58,7 +57,7 @@ def test_draft_layers_with_a_window_read_no_more_than_the_window():
         return operation("drafter/attention", name=name, opcode="custom-call", size=1)
 
     kernels = [kernel(f"block_attention_t4{end}") for end in ("", "_w64", "_w64.1", "_w256.2")]
-    found = point_costs.by_window([*kernels, operation("drafter/mlp", name="fusion_w8")])
+    found = forecast.by_window([*kernels, operation("drafter/mlp", name="fusion_w8")])
     assert found == {64: kernels[1:3], 256: kernels[3:]}
     point = StrategyPoint(
         *("a", 1, 4),
@@ -77,7 +76,7 @@ def test_collectives_are_multiplied_by_the_layers():
     def reduce(scope, times):
         return operation(scope, opcode="all-reduce", times=times)
 
-    found = point_costs.collectives(
+    found = forecast.collectives(
         [reduce("target/mlp", 2), reduce("drafter/fc", 1)], LayerRepeats(18.0)
     )
     assert found == {"all-reduce": (37, 0)}

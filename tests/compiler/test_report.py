@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 from support import hlo_snippets as snippets
 
-from dflash.compiler import curve, report, report_table
-from dflash.compiler.components import ATTENTION, MLP, REST, UNEMBED, Component, Ideal
-from dflash.compiler.curve import CurvePoint
+from dflash.compiler import report
+from dflash.compiler.components import MLP, UNEMBED, Ideal
 from dflash.compiler.programs import CYCLE, PREFILL, CompiledProgram
 from dflash.compiler.report import CompileReport, RunAssumptions
 from dflash.compiler.topology import RooflineRates, Topology
@@ -110,37 +109,15 @@ def test_two_devices_share_a_chip():
 
 
 def test_the_table_is_labeled_as_estimates():
-    text = "\n".join(report_table.lines(make_report()))
+    text = "\n".join(report.lines(make_report()))
     assert "compiler estimates: nothing here was measured on a chip" in text
     assert "42.000 GB of 95 GB: fits" in text
     assert "3 × all-reduce (0.246 MB in total)" in text
     assert "3, 149.4 MB, 0.109 ms; the largest is copy.9 of 49.8 MB" in text
     assert "outside the loop, once per 8 iterations: 0.010 ms by cycles" in text
-    refused = "\n".join(report_table.lines(make_report(refused="Ran out of memory")))
+    refused = "\n".join(report.lines(make_report(refused="Ran out of memory")))
     assert "does NOT fit" in refused
     assert "compiler error: Ran out of memory" in refused
-
-
-def test_rows_against_the_ridge():
-    def cost(cycles_ms):
-        return Component(1, 1, 1.0, 1.0, cycles_ms, 0.0)
-
-    points = [CurvePoint(1, cost(2.0)), CurvePoint(128, cost(2.1)), CurvePoint(512, cost(4.0))]
-    text = curve.lines(points, CHIP)
-    assert "the ridge is at 166" in text[1]
-    assert [line.split()[-1] for line in text[3:]] == ["flat", "flat", "flat"]
-    assert "not flat" in text[-1]
-    assert "not flat" not in text[-2]
-    assert text[-1].split()[-3] == "2.00"  # times the first
-    assert [point["rows"] for point in curve.to_json(points)] == [1, 128, 512]
-    assert curve.lines([], CHIP) == []
-
-
-def test_two_layers_are_scaled_to_the_depth():
-    """Scales attention and MLP to the target's depth, but not the head and the final norm."""
-    two = Component(1, 1, 1.0, 1.0, 1.0, 0.0)
-    whole = curve.at_depth({ATTENTION: two, MLP: two, UNEMBED: two, REST: two}, 36)
-    assert whole.cycles_ms == 18 + 18 + 1 + 1
 
 
 def test_the_json_is_plain():

@@ -83,10 +83,6 @@ def test_a_prompt_is_as_long_as_recorded_and_ends_with_its_recording(tmp_path):
         ([{"acceptance_lengths": [1], "dataset": 7}], "dataset: expected letters, digits .* not 7"),
         ([{"acceptance_lengths": [1], "dataset": "../a"}], 'dataset: .* not "../a"'),
         ([{"acceptance_lengths": [1], "dataset": ""}], 'dataset: .* not ""'),
-        *(
-            ([{"acceptance_lengths": [1, 2], "confidence": rows}], "confidence: expected 2 lists")
-            for rows in (None, 0.5, [[0.5]], [[0.5], [0.5, 0.5]], [[0.5], [1.5]], [[1], [None]])
-        ),
     ],
 )
 def test_a_damaged_recording_is_refused(tmp_path, content, message):

@@ -1,8 +1,8 @@
 """Static schedules of paged attention, of this package and of jax, by the TPU compiler.
 
-    python tools/kernel_bundles.py [TOPOLOGY]
-    python tools/kernel_bundles.py TOPOLOGY latent   # latent attention, at Kimi K2's shapes
-    python tools/kernel_bundles.py TOPOLOGY delta    # gated DeltaNet, at Qwen3.5's shapes
+    python experiments/kernel_bundles.py [TOPOLOGY]
+    python experiments/kernel_bundles.py TOPOLOGY latent   # latent attention, at Kimi K2's shapes
+    python experiments/kernel_bundles.py TOPOLOGY delta    # gated DeltaNet, at Qwen3.5's shapes
 
 Run it from the repository root, with the package and jax[tpu] installed; no TPU is needed.
 
