@@ -296,7 +296,11 @@ def test_controls_apply_alike(form):
     for (ids, reason), how, limit in zip(plain_controlled(prompts), CONTROLS, LIMITS, strict=True):
         assert len(ids) >= min(how.get("min_new_tokens", 0), limit)
         assert reason == "length" or ids[-1] in how["stop_ids"]
-    run = ragged_engine(form, "rejection")
+
+
+@each_form
+def test_controls_apply_alike_in_rejection(form):
+    prompts, run = tuple(random_prompts(ONE_BUCKET)), ragged_engine(form, "rejection")
     if weighs_drafts(run.drafter):
         assert controlled(run, prompts, greedy=True) == plain_controlled(prompts, greedy=True)
 
