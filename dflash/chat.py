@@ -189,10 +189,9 @@ class Conversation:
         """Prints an answer as its tokens are accepted, and returns its text."""
         from rich.text import Text
 
-        from dflash.runs import terminal
         from dflash.runs.result_text import visible
 
-        tally, said, wrap = Tally(), [], terminal.WordWrap()
+        tally, said = Tally(), []
         with self._err.status("compiling, if this length is new"):  # Shown on terminals only.
             stream = self._llm.stream(messages, self._sampling)
         with _stop_on_interrupt() as stopped:
@@ -201,9 +200,7 @@ class Conversation:
                 said.append(piece.text)
                 if self._out.is_terminal:
                     style = _DRAFTED if piece.drafted else _OWN
-                    for part in wrap.feed(visible(piece.text), self._out.width, style):
-                        self._out.file.write(part.control)
-                        self._out.print(Text(part.text, part.style), end="", soft_wrap=True)
+                    self._out.print(Text(visible(piece.text), style), end="", soft_wrap=True)
                 else:
                     self._out.file.write(piece.text)
                 self._out.file.flush()

@@ -56,7 +56,6 @@ class Display:
         self._held: dict[int, list[str]] = collections.defaultdict(list)
         self._summaries: dict[int, str] = {}
         self._mid_line = False  # Stdout is in the middle of a line.
-        self._wrap = terminal.WordWrap()
         self._status_open = False
 
     @classmethod
@@ -270,8 +269,7 @@ class Display:
             self._fresh_line()
         self._mid_line = not text.endswith("\n")
         if self._stdout_is_terminal:
-            pieces = self._wrap.feed(result_text.visible(text), self._console.width)
-            text = "".join(piece.control + piece.text for piece in pieces)
+            text = result_text.visible(text)
         self._stdout.write(text)
         self._stdout.flush()
 
@@ -284,7 +282,6 @@ class Display:
         self._status_open = False
         if self._stdout_is_terminal:
             self._mid_line = False
-            self._wrap.reset()
 
 
 def _tolerant(stream: TextIO) -> TextIO:

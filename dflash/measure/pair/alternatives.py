@@ -24,14 +24,12 @@ class Alternative:
       field: Field of config.json, or key of the run's config.
       change: The other value, in words.
       shape: Shape of the drafter under this reading; None if the drafter stays as it is.
-      pairs_neighbors: Rotary embedding rotates neighbors, instead of dimensions half a head apart.
       prompts: Changed fields of the config group `prompts`.
     """
 
     field: str
     change: str
     shape: Any = None
-    pairs_neighbors: bool = False
     prompts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -130,7 +128,6 @@ def _rotary(shape: Any, target: TargetArchitecture) -> Iterator[Alternative]:
             what = "the target's" if of_target is not None else "none, like the target's"
             value = f"{of_target:g} ({what})" if field == "rope_theta" else what
             yield Alternative(field, value, dataclasses.replace(shape, decoder=other))
-    yield Alternative("is_neox_style", "false (rotates neighbors)", shape, pairs_neighbors=True)
 
 
 def _masks(shape: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:

@@ -57,12 +57,6 @@ def verdict(job: Job, found: Acceptance, suspect: Reading | None) -> list[str]:
     if suspect is not None:
         alternative = suspect.alternative
         place = "the run's config"
-        if alternative.pairs_neighbors:
-            return [
-                f"suspicious: {alternative.field}. With {alternative.change}, τ is "
-                f"{suspect.acceptance.tau:.2f} instead of {found.tau:.2f}; this style is not "
-                "supported: permute the rows of q_proj and k_proj in the checkpoint"
-            ]
         if alternative.shape is not None and not alternative.field.startswith("drafter."):
             place = f"{job.drafter_source.directory}/config.json"
         return [

@@ -4,28 +4,17 @@ import json
 import shutil
 from collections import Counter
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from support import TESTS
-from support.dflash_cases import FULL, make_shape
-from support.models import make_sharding
 
 from dflash import check
 from dflash.config import loader, schema
-from dflash.drafters.dflash import DFlash
-from dflash.layers.transformer import join_projections
 from dflash.loading import job as jobs
 from dflash.measure.pair import diagnosis, replay, report
 from dflash.measure.pair.alternatives import Alternative
 from dflash.measure.pair.diagnosis import Acceptance, Reading
-from dflash.parallel import parameters
 
 DRAFTER = TESTS.parent / "dflash" / "assets" / "tiny_dflash"
-SHAPE = make_shape(FULL, attention_bias=True, partial_rotary_factor=0.5)
-ROTATED = SHAPE.rotary.head_dim
 
 
 def test_acceptance():
@@ -86,12 +75,6 @@ def diagnose(drafter, *overrides):
     return job, decoded, diagnosis.read_all(engine, job, decoded, others)
 
 
-def engine_of(drafter):
-    job = make_job(drafter)
-    job.load_weights()
-    return diagnosis.compiled_engine(job, [], lambda ready, total: None), job
-
-
 def broken(directory, change):
     """The tiny drafter with other fields in its config.json."""
     shutil.copytree(DRAFTER, directory)
@@ -138,28 +121,6 @@ def test_the_wrong_field_is_found(tmp_path, change, overrides, field, value):
     assert found == (field and (field, value))
 
 
-def test_the_other_rotary_style_is_found(tmp_path):
-    """Weights of a drafter that rotates neighboring dimensions of a head."""
-    directory = broken(tmp_path / "drafter", {})
-    width = json.loads((directory / "config.json").read_text())["head_dim"]
-    tensors = load_file(directory / "model.safetensors")
-    for name in tensors:
-        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
-            rows = tensors[name].reshape(-1, 2, width // 2, *tensors[name].shape[1:])
-            neighbors = np.ascontiguousarray(rows.swapaxes(1, 2))
-            tensors[name] = neighbors.reshape(tensors[name].shape)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    job, decoded, readings = diagnose(directory)
-    suspect = diagnosis.suspicious(decoded.acceptance, readings)
-    assert suspect.alternative.field == "is_neox_style"
-    (line,) = report.verdict(job, decoded.acceptance, suspect)
-    assert line.endswith("permute the rows of q_proj and k_proj in the checkpoint")
-    usual = diagnosis.measure(*engine_of(DRAFTER)).acceptance.cycles
-    assert suspect.acceptance.cycles == usual
-    again = diagnosis.read_all(*engine_of(directory), decoded, [suspect.alternative] * 2)
-    assert [reading.acceptance.cycles for reading in again] == [usual] * 2
-
-
 def test_a_wrong_thinking_mode_is_found(tmp_path):
     target = tmp_path / "target"
     shutil.copytree(DRAFTER.parent / "tiny_target", target)
@@ -194,44 +155,3 @@ def test_a_strategy_without_weights_is_measured(capsys):
     out = capsys.readouterr().out
     assert "drafter     ngram, without weights" in out
     assert "τ" in out
-
-
-def make_drafter(seed=0, **mesh):
-    drafter = DFlash(SHAPE, dtype=jnp.float32, sharding=make_sharding(**mesh))
-    parameters.init_fast_random(drafter, seed)
-    return drafter
-
-
-def values_of(drafter):
-    return {path: np.asarray(p.get_value()) for path, p in parameters.named_parameters(drafter)}
-
-
-def as_neighbors(values):
-    """The weights of a drafter that computes the same by rotating neighboring dimensions."""
-    width, half = SHAPE.decoder.head_dim, ROTATED // 2
-    changed = {}
-    for path, value in values.items():
-        if any(part in path for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
-            heads = value.reshape(*value.shape[:-1], -1, width).copy()
-            first, second = heads[..., :half].copy(), heads[..., half:ROTATED].copy()
-            heads[..., 0:ROTATED:2], heads[..., 1:ROTATED:2] = first, second
-            value = heads.reshape(value.shape)
-        changed[path] = jnp.asarray(value)
-    return changed
-
-
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}], ids=str)
-@pytest.mark.parametrize("joined", [False, True])
-def test_weights_of_the_other_style_become_ones_of_this(mesh, joined):
-    usual, other = make_drafter(**mesh), make_drafter(seed=1, **mesh)
-    places = {path: p.get_value().sharding for path, p in parameters.named_parameters(other)}
-    values = as_neighbors(values_of(usual))
-    parameters.assign(other, {p: jax.device_put(v, places[p]) for p, v in values.items()})
-    if joined:
-        join_projections(usual)
-        join_projections(other)
-    assert diagnosis.can_pair_neighbors(other)
-    diagnosis.pair_neighbors(other, ROTATED)
-    found = values_of(other)
-    for path, value in values_of(usual).items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
