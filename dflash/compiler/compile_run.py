@@ -102,7 +102,7 @@ def compile_programs(
       ConfigError: The models do not fit each other or the mesh.
     """
     tpu, rates = machine.topology, machine.rates
-    mesh = {axis: size for axis, size in dataclasses.asdict(config.mesh).items() if size}
+    mesh = dataclasses.asdict(config.mesh)
     trains = isinstance(config, CompileTrain)
     decode = config.evaluation_decode if trains else config.decode
     capacity = tpu.chip.hbm_gb * 1e9 / tpu.chip.devices

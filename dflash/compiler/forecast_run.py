@@ -1,5 +1,6 @@
 """The forecast command: compiles every strategy at every batch size, and reports their costs."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 from dflash.compiler import compile_points, compile_run, topology
 from dflash.compiler.forecast import CompiledCost, Forecast
 from dflash.compiler.topology import TpuMachine
-from dflash.config.schema import MeshConfig, subset
 from dflash.config.tpu_schema import CompileDecode
 from dflash.measure import table
 from dflash.runs.display import Display
@@ -45,7 +45,7 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
 
 
 def _machine_line(machine: TpuMachine, config: CompileDecode) -> str:
-    sizes = subset(config.mesh, MeshConfig)
+    sizes = dataclasses.asdict(config.mesh)
     axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
     chips = machine.topology
     name = f"{chips.slices} × {chips.name}" if chips.slices > 1 else chips.name

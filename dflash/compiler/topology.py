@@ -12,7 +12,6 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from dflash import errors
-from dflash.config.schema import MeshConfig, subset
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
 from dflash.parallel import chips, host, sharding
 from dflash.parallel.sharding import Sharding
@@ -210,7 +209,7 @@ def find_machine(config: CompileDecode | CompileTrain) -> TpuMachine:
       ConfigError: The topology is unknown, or the mesh does not fit it.
     """
     topology = find(config.tpu.topology, config.tpu.slices)
-    axis_sizes = subset(config.mesh, MeshConfig)
+    axis_sizes = dataclasses.asdict(config.mesh)
     return TpuMachine(
         topology,
         make_sharding(topology, axis_sizes, config.sharding_rules),

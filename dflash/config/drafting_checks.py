@@ -59,8 +59,8 @@ def _overlap(config: Any) -> Iterator[Problem]:
     """Checks that a drafter on devices of its own decodes, and drafts what overlap supports."""
     drafter = config.drafter
     if not drafter.overlaps:
-        if getattr(config.mesh, "drafter", None) is not None:
-            keys = "mesh.drafter", "drafter.overlap"
+        if getattr(drafter, "devices", 1) > 1:
+            keys = "drafter.devices", "drafter.overlap"
             yield keys, "needs drafter.overlap=ssd; leave it out"
         return
     if any(hasattr(config, group) for group in ("train", "answers", "tpu")):
@@ -90,5 +90,5 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("drafter", "decode"), _divide_rows),
     (("drafter", "decode"), _block_verification),
     (("drafter", "decode"), _lookup),
-    (("drafter", "mesh"), _overlap),
+    (("drafter",), _overlap),
 )

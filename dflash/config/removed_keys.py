@@ -9,6 +9,7 @@ KEYS: dict[str, str] = {
     "forecast.acceptance": "compare τ with the column “× plain”",
     "answers.tasks": "give questions in answers.files",
     "drafter.divide_rows": "only drafters with a confidence divide rows",
+    "mesh.drafter": "use drafter.devices",
     "serve.role": "start one server",
     "serve.prefill": "start one server",
     "serve.prefill_s": "start one server",

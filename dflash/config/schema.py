@@ -198,6 +198,12 @@ class DrafterConfig:
         """Returns whether the drafter runs on devices of its own, while the target verifies."""
         return getattr(self, "overlap", None) == "ssd"
 
+    def as_chain(self) -> "DrafterConfig":
+        """Returns the config of chains with a fixed block size, on the target's devices."""
+        keys = {"tree": None, "overlap": "none"} | ({"block_size": None} if self.adaptive else {})
+        changes = {key: value for key, value in keys.items() if hasattr(self, key)}
+        return dataclasses.replace(self, **changes)
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
@@ -279,14 +285,6 @@ class MeshConfig:
     expert: int = option(1, minimum=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeMesh(MeshConfig):
-    """Mesh of the target, and devices beside it."""
-
-    # Further devices, which hold only the drafter; with drafter.overlap. None: 1.
-    drafter: int | None = option(None, minimum=1)
-
-
 # Mesh axes over which each logical axis is sharded. "batch" is the slot axis of the decode loop.
 SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
@@ -309,6 +307,6 @@ class DecodeRun:
     drafter: DrafterConfig = dataclasses.field(default_factory=DrafterConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
-    mesh: DecodeMesh = dataclasses.field(default_factory=DecodeMesh)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sharding_rules: Mapping[str, tuple[str, ...]] = option(SHARDING_RULES)
     dtype: DType = "bfloat16"

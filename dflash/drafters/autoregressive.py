@@ -15,7 +15,7 @@ from dflash import errors
 from dflash.config.schema import TargetArchitecture
 from dflash.drafters import base_config
 from dflash.drafters.autoregressive_config import AutoregressiveConfig, DraftModelArchitecture
-from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters.base import Drafter
 from dflash.drafters.parts import chain
 from dflash.layers.cache import PagedCache, batch_axes
 
@@ -31,7 +31,7 @@ class DraftModelState:
       cache: Cache of the draft model; sequence b owns pages b·M … b·M + M - 1. Rows past the anchor
         are stale.
       hidden: Hidden state of the anchor after the final norm, [B, D]; it predicts the first draft.
-      table: Pages of forked sequences, int32 [B, M]; None if each sequence owns its pages.
+      table: Pages of each sequence, int32 [B, M]; None if it owns them as above.
     """
 
     cache: PagedCache
@@ -110,7 +110,7 @@ class Autoregressive(Drafter):
         cache = self.model.new_cache(
             batch=batch,
             pages_per_sequence=pages,
-            num_pages=batch * (pages + self.num_forks * self._fork_pages),
+            num_pages=batch * pages,
             page_size=self.page_size,
         )
         hidden = sharding.abstract((batch, arch.hidden_size), (name, None), self.model.dtype)
@@ -146,50 +146,6 @@ class Autoregressive(Drafter):
         hidden, state = self.run(state, tokens, position)
         newest = jnp.take_along_axis(hidden, num_committed[:, None, None], axis=1)[:, 0]
         return dataclasses.replace(state, hidden=newest)
-
-    def follow(self, state, anchor, position, sampler, heads):
-        """Runs the whole chain in one pass; see `Drafter.follow`."""
-        hidden, state = self.run(state, sampler.chain[:, :-1], position + 1)
-        rows = jnp.concatenate([state.hidden[:, None], hidden], axis=1)
-        positions = position[:, None] + 1 + jnp.arange(rows.shape[1])
-        tokens, probs = sampler.propose(self.model.unembed(rows), positions)
-        return Proposal(tokens, probs=probs), state
-
-    def fork(self, state, position, tokens, num_committed, features, heads):
-        """Shares all pages but the last ones, and runs the bonus tokens; see `Drafter.fork`.
-
-        `follow` has already run over the drafts, so a continuation lacks only its last row. The
-        pages that its rows may fill, and those of earlier rows in the first of them, are copies.
-        """
-        batch, count = num_committed.shape
-        own, last = self._fork_pages, state.cache.page_table.shape[1] - 1
-        trunk = self._table(state)
-        first = (position + 1) // self.page_size
-        index = first[:, None] + jnp.arange(own)
-        sources = jnp.take_along_axis(trunk, jnp.minimum(index, last), axis=1)
-        copies = batch * (last + 1) + jnp.arange(batch * count * own).reshape(batch * count, own)
-        table, index, sources = (jnp.repeat(x, count, axis=0) for x in (trunk, index, sources))
-        rows = jnp.arange(batch * count)[:, None]
-        table = table.at[rows, index].set(copies.astype(table.dtype), mode="drop")
-        layers = jax.tree.map(
-            lambda pool: pool.at[:, copies].set(pool[:, sources]), state.cache.layers
-        )
-        cache = dataclasses.replace(state.cache, layers=layers)
-        ends = num_committed.reshape(-1)
-        bonus = jnp.take_along_axis(tokens, num_committed[..., None], axis=2).reshape(-1, 1)
-        forked = DraftModelState(cache, jnp.repeat(state.hidden, count, axis=0), table)
-        hidden, forked = self.run(forked, bonus, jnp.repeat(position, count) + ends)
-        return dataclasses.replace(forked, hidden=hidden[:, 0])
-
-    def close_forks(self, state, forked):
-        """Keeps the pool of pages, which the forks share; see `Drafter.close_forks`."""
-        cache = dataclasses.replace(state.cache, layers=forked.cache.layers)
-        return dataclasses.replace(state, cache=cache)
-
-    @property
-    def _fork_pages(self) -> int:
-        """Returns the number of pages that the new rows of a continuation may touch."""
-        return 1 + -(-2 * self.block_size // self.page_size)
 
     def run(
         self, state: DraftModelState, tokens: jax.Array, start: jax.Array

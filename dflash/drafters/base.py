@@ -94,7 +94,6 @@ class Drafter(nnx.Module):
         none. It has an effect where the rows of cycles are chosen.
       windows: Windows of the context that are chosen from for each sequence, ascending, beside the
         whole context; see `within`. Empty for no choice.
-      num_forks: Number of continuations per sequence that `fork` is called with; 0 if it never is.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ()
@@ -106,7 +105,6 @@ class Drafter(nnx.Module):
     rows_ahead: ClassVar[int] = 0
     longest_context: int | None = None
     windows: tuple[int, ...] = ()
-    num_forks: int = 0
 
     @classmethod
     def create(
@@ -245,54 +243,6 @@ class Drafter(nnx.Module):
           The state, covering the positions before position + num_committed.
         """
         raise TypeError(f"{type(self).__name__} must define observe")
-
-    # --- Drafts for blocks that are still being verified; see `inference.overlap` ----------------
-
-    def follow(
-        self, state: Any, anchor: jax.Array, position: jax.Array, sampler: Sampler, heads: Heads
-    ) -> tuple[Proposal, Any]:
-        """Returns what `draft` does, and a state for `fork`, when the chain is known already.
-
-        The default calls `draft`; override it if known tokens cost less.
-
-        Args:
-          sampler: Draws the chain, whatever the logits are; its attribute `chain` holds it, int32
-            [B, num_draft_tokens].
-        """
-        return self.draft(state, anchor, position, sampler, heads)
-
-    def fork(
-        self,
-        state: Any,
-        position: jax.Array,
-        tokens: jax.Array,
-        num_committed: jax.Array,
-        features: jax.Array,
-        heads: Heads,
-    ) -> Any:
-        """Returns the state of B·N sequences: N possible continuations of each, to draft from.
-
-        The default copies the state N times and lets each copy observe its continuation.
-
-        Args:
-          state: State that `follow` returned.
-          position: Positions of the anchors, int32 [B].
-          tokens: Anchor, accepted drafts and bonus token of each continuation, int32 [B, N, T + 1].
-          num_committed: Number of its tokens after the anchor, int32 [B, N].
-          features: Features [B, C·D] of the last observed rows; the new rows have none yet.
-          heads: Embedding and output head of the target.
-        """
-        count, rows = num_committed.shape[1], tokens.shape[2] - 1
-        state, position, last = jax.tree.map(
-            lambda x: jnp.repeat(x, count, axis=0), (state, position, features)
-        )
-        stale = jnp.broadcast_to(last[:, None], (last.shape[0], rows, last.shape[1]))
-        tokens = tokens.reshape(-1, rows + 1)
-        return self.observe(state, position, tokens, num_committed.reshape(-1), stale, heads)
-
-    def close_forks(self, state: Any, forked: Any) -> Any:
-        """Returns the state once its forks are used up; the default's forks are copies."""
-        return state
 
     def loss(
         self,

@@ -68,8 +68,10 @@ class OverlapKeys:
     """Keys of drafters that may draft while the target verifies."""
 
     # ssd: draft for the likely outcomes of a verification while the target verifies, on devices of
-    # the drafter's own (mesh.drafter).
+    # the drafter's own.
     overlap: Literal["none", "ssd"] = "none"
+    # Devices that hold only the drafter, with ssd.
+    devices: int = option(1, minimum=1)
     # Bonus tokens that ssd foresees for each number of accepted drafts.
     fan_out: int = option(3, minimum=1, maximum=64)
 

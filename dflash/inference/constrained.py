@@ -20,7 +20,7 @@ def generate(
     engine: Engine,
     state: DecodeState,
     ready: Mapping[int, ActiveRequest],
-    others: Callable[[DecodeState], tuple[DecodeState, Report]] | None,
+    others: Callable[[DecodeState], tuple[DecodeState, Report | list[Report]]] | None,
 ) -> tuple[DecodeState, list[Report]]:
     """Runs one dispatch; consumes `state`.
 
@@ -30,7 +30,8 @@ def generate(
       ready: Constrained sequences by slot, with matchers that have consumed all of their output.
         Other constrained sequences wait, and so does a sequence whose matcher raises an exception,
         which becomes the sequence's error.
-      others: Runs the dispatch of unconstrained sequences; None if there are none.
+      others: Runs the dispatch of unconstrained sequences, perhaps in parts; None if there are
+        none.
     Returns:
       The new state, and the reports of the parts of the dispatch.
     """
@@ -40,7 +41,7 @@ def generate(
         reports.append(report)
     if others:
         state, report = others(state)
-        reports.append(report)
+        reports += report if isinstance(report, list) else [report]
     return state, reports
 
 

@@ -45,8 +45,6 @@ NO_STOP = -1  # Pads the stop ids of a request.
 class Engine:
     """Programs over one target and one drafter; holds their weights, but no sequence state."""
 
-    table: Mapping[str, program_table.Program] = program_table.TABLE  # By name.
-
     def __init__(
         self,
         target: Decoder,
@@ -101,7 +99,7 @@ class Engine:
             rules=self.rules,
             num_stop_ids=num_stop_ids,
         )
-        self._programs = program_table.Programs(self.shapes, self.table)
+        self._programs = program_table.Programs(self.shapes, program_table.TABLE)
         self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
         # Seconds per cycle by batch bucket, length and choice of rows, [W, 2, S], or by its last
         # axes only; see `ChosenRows`.
@@ -422,6 +420,10 @@ class Engine:
     def abstract_state(self) -> DecodeState:
         """Returns the shapes, dtypes and shardings of the state, without allocating it."""
         return self.shapes.state()
+
+    def beside(self) -> tuple[int, dict[str, Any]]:
+        """Returns the number of devices of a drafter apart, and abstract arrays on them by kind."""
+        return 0, {}
 
     def _wrapped(self, drafter: Drafter) -> Drafter:
         return wrapped(drafter, copies=self.config.lookup, sharding=self.target.sharding)

@@ -167,13 +167,7 @@ def count_cycles(report: Report) -> dict[str, int]:
     """Returns the counts of a dispatch's cycles by name; see `SchedulerStats`."""
     cycles = int(report.cycles)
     counts = {"cycles": cycles, "slot_cycles": np.count_nonzero(report.num_committed[:cycles])}
-    if report.foreseen is not None:
-        found = report.foreseen[:cycles]
-        counts |= {
-            "speculation_lookups": np.count_nonzero(found >= 0),
-            "speculation_hits": np.count_nonzero(found == 1),
-            "redrafted_cycles": np.count_nonzero((found == 0).any(axis=1)),
-        }
+    counts |= {name: number[:cycles].sum() for name, number in report.events.items()}
     return {name: int(count) for name, count in counts.items()}
 
 

@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from dflash.inference import program_arguments, programs
+from dflash.inference import first_token, programs
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import nonfinite
 from dflash.inference.shapes import Shapes, places
 from dflash.layers.products import matmul_precision
-from dflash.parallel.sharding import zeros
+from dflash.parallel.compiler_options import loop_options
+from dflash.parallel.sharding import Sharding, zeros
 from dflash.runs import cpu_kernels
 
 Name = tuple  # Entry of the table, followed by its sizes.
@@ -30,47 +32,51 @@ _MAX_THREADS = 4  # Most programs that compile at once.
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Function with the way it is compiled; all fields but the last two take shapes and sizes.
+    """Pure function over arrays of known shapes, with the way it is compiled.
 
     Attributes:
-      function: Returns the pure function, bound to what is static.
-      arguments: Returns its abstract arguments.
-      results: Returns the shardings of its results, or a pytree prefix of them.
+      function: Function, bound to what is static.
+      arguments: Abstract arguments.
+      results: Shardings of the results, or a pytree prefix of them. None: the results are the
+        donated arguments, changed, with one more result for each of `extra`.
       donated: Indices of the arguments whose buffers the results take over, so that caches are
         updated in place rather than copied.
+      extra: Number of results behind the donated arguments, which every device holds whole.
       loops: The function loops over cycles and needs the compiler options for loops.
     """
 
-    function: Callable[..., Callable]
-    arguments: Callable[..., tuple]
-    results: Callable[..., Any]
+    function: Callable
+    arguments: tuple
+    results: Any = None
     donated: tuple[int, ...] = ()
+    extra: int = 0
     loops: bool = False
 
-    def compile(self, shapes: Shapes, *sizes: int) -> jax.stages.Compiled:
-        """Compiles the function for the shapes of an engine."""
-        if shapes.sharding.platform == "cpu":
+    def compile(self, sharding: Sharding, dtype: jnp.dtype) -> jax.stages.Compiled:
+        """Compiles the function for a mesh; the models' dtype decides the precision of products."""
+        if sharding.platform == "cpu":
             cpu_kernels.tune_malloc()
-        jitted = jax.jit(
-            self.function(shapes, *sizes),
-            donate_argnums=self.donated,
-            out_shardings=self.results(shapes, *sizes),
-        )
-        options = shapes.loop_options if self.loops else None
-        with jax.default_matmul_precision(matmul_precision(shapes.dtype)):
-            lowered = jitted.lower(*self.arguments(shapes, *sizes))
+        results = self.results
+        if results is None:
+            changed = (places(self.arguments[i]) for i in self.donated)
+            results = *changed, *(sharding.replicated(),) * self.extra
+            results = results if len(results) > 1 else results[0]
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=results)
+        options = loop_options(sharding, dtype) if self.loops else None
+        with jax.default_matmul_precision(matmul_precision(dtype)):
+            lowered = jitted.lower(*self.arguments)
             return lowered.compile(compiler_options=options or None)
 
 
 class Programs:
     """Programs of one engine, each compiled at its first use."""
 
-    def __init__(self, shapes: Any, table: Mapping[str, Program]):
+    def __init__(self, shapes: Any, table: Mapping[str, Callable[..., Program]]):
         """Starts with the programs of a table, none of them compiled.
 
         Args:
-          shapes: Argument of the fields of every `Program`.
-          table: Programs by name.
+          shapes: First argument of the functions in the table.
+          table: Functions by name that return a program for the sizes behind its name.
         """
         self._shapes = shapes
         self._table = dict(table)
@@ -84,13 +90,14 @@ class Programs:
         """
         if name in TABLE:
             raise ValueError(f"program {name!r} is built in; give the added program another name")
-        self._table[name] = over_state(self._shapes, function)
+        self._table[name] = functools.partial(_over_state, function)
 
     def get(self, kind: str, *sizes: int) -> jax.stages.Compiled:
         """Returns the compiled program of this name."""
         name = (kind, *sizes)
         if name not in self._compiled:
-            self._compiled[name] = self._table[kind].compile(self._shapes, *sizes)
+            program = self._table[kind](self._shapes, *sizes)
+            self._compiled[name] = program.compile(self._shapes.sharding, self._shapes.dtype)
         return self._compiled[name]
 
     def for_requests(self, kind: str, *sizes: int, greedy: bool) -> jax.stages.Compiled:
@@ -106,7 +113,11 @@ class Programs:
         """Returns the names of the programs that are not compiled yet."""
         return [name for name in names if name not in self._compiled]
 
-    def compile_all(self, names: Sequence[Name], progress: Callable[[int, int], None]) -> None:
+    def compile_all(
+        self,
+        names: Sequence[Name],
+        progress: Callable[[int, int], None] = lambda ready, total: None,
+    ) -> None:
         """Compiles programs in parallel threads; the compiler works while others are traced.
 
         Args:
@@ -178,172 +189,159 @@ def replays(shapes: Shapes) -> bool:
     return shapes.layout.prefix_cache and shapes.drafter.prefix_cache_mode == "tokens"
 
 
-def over_state(shapes: Shapes, function: Callable) -> Program:
+def _over_state(function: Callable, shapes: Shapes) -> Program:
     """Returns the program of a function of (target, drafter, state); see `Engine.add_program`."""
     arguments = *shapes.weights, shapes.state()
-    program = shapes.over_models(function)
+    run = shapes.over_models(function)
 
     def place(result):
         return places(shapes.state()) if _is_state(result) else shapes.replicated
 
-    results = jax.eval_shape(program, *arguments)
+    results = jax.eval_shape(run, *arguments)
     consumes = any(map(_is_state, jax.tree.leaves(results, is_leaf=_is_state)))
-    return Program(
-        lambda _: program,
-        lambda _: arguments,
-        lambda _: jax.tree.map(place, results, is_leaf=_is_state),
-        donated=(2,) if consumes else (),
-        loops=True,
-    )
+    placed = jax.tree.map(place, results, is_leaf=_is_state)
+    return Program(run, arguments, placed, donated=(2,) if consumes else (), loops=True)
 
 
 def _is_state(x: Any) -> bool:
     return isinstance(x, DecodeState)
 
 
-def _state_and_report(shapes: Shapes, *_: int) -> tuple:
-    return places(shapes.state()), shapes.replicated
+# --- the table ----------------------------------------------------------------------------------
 
 
-def _conclude(shapes: Shapes) -> Callable:
-    return shapes.over_models(functools.partial(dispatch.conclude, rules=shapes.rules))
+def zeros_of(abstract: Any) -> Program:
+    """Returns the program that creates zeros in place of abstract arrays."""
+    return Program(lambda: zeros(abstract), (), places(abstract))
 
 
-def _prefill_results(shapes: Shapes, rows: int) -> tuple:
-    replicated = shapes.replicated
-    return places(shapes.state().cache), places(shapes.prefill_state()), replicated, replicated
+def _new_state(shapes: Shapes) -> Program:
+    function = functools.partial(programs.new_state, shapes)
+    return Program(function, (shapes.seconds(),), places(shapes.state()))
 
 
-def _store(shapes: Shapes) -> Callable:
-    function = functools.partial(programs.store, shapes)
-    return _per_device(shapes, function, program_arguments.store(shapes), places(shapes.context()))
+def _insert(shapes: Shapes) -> Program:
+    number, anchors = shapes.scalar(), shapes.whole((shapes.num_prefill_slots,))
+    stop_ids = shapes.whole((shapes.num_stop_ids,))
+    where = number, number, shapes.table_row(), number, number, stop_ids
+    default = shapes.constraints(1).controls
+    of_request = default, shapes.one_sampling(), number if shapes.target.adapters else None
+    arguments = shapes.state(), shapes.prefill_state(), anchors, *where, *of_request
+    return Program(functools.partial(programs.insert, shapes.drafter), arguments, donated=(0,))
 
 
-def _restore(shapes: Shapes) -> Callable:
-    function = functools.partial(programs.restore, shapes)
-    return _per_device(
-        shapes, function, program_arguments.restore(shapes), places(shapes.prefill_state())
-    )
-
-
-def _per_device(shapes: Shapes, function: Callable, arguments: tuple, results: Any) -> Callable:
-    """Returns a function that each device runs on its own shards."""
-    if shapes.sharding.mesh.size == 1:
-        return function
-    in_specs, out_specs = jax.tree.map(lambda sharding: sharding.spec, (places(arguments), results))
-    return jax.shard_map(
-        function,
-        mesh=shapes.sharding.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
-
-
-def _generate(**how: bool) -> Program:
+def _generate(shapes: Shapes, *bucket: int, greedy: bool = False) -> Program:
     """Returns the program of a dispatch; its size is a batch bucket, or missing for all slots."""
-    return Program(
-        lambda shapes, *bucket: shapes.over_models(programs.generate(shapes, *bucket, **how)),
-        lambda shapes, *_: (*shapes.weights, shapes.state(), shapes.scalar()),
-        _state_and_report,
-        donated=(2,),
-        loops=True,
-    )
+    function = shapes.over_models(programs.generate(shapes, *bucket, greedy=greedy))
+    arguments = *shapes.weights, shapes.state(), shapes.scalar()
+    return Program(function, arguments, donated=(2,), extra=1, loops=True)
 
 
-TABLE: dict[str, Program] = {
-    "new_state": Program(
-        lambda shapes: functools.partial(programs.new_state, shapes),
-        lambda shapes: (shapes.seconds(),),
-        lambda shapes: places(shapes.state()),
-    ),
-    "insert": Program(
-        lambda shapes: functools.partial(programs.insert, shapes.drafter),
-        program_arguments.insert,
-        lambda shapes: places(shapes.state()),
-        donated=(0,),
-    ),
-    "generate": _generate(),
-    "generate" + FOR_GREEDY: _generate(greedy=True),
-    "release": Program(
-        lambda shapes: programs.release,
-        lambda shapes: (shapes.state().occupancy, shapes.scalar()),
-        lambda shapes: places(shapes.state().occupancy),
-        donated=(0,),
-    ),
-    "set_pages": Program(
-        lambda shapes: programs.set_pages,
-        lambda shapes: (
-            shapes.state(),
-            shapes.whole((shapes.layout.batch_size, shapes.layout.pages_per_sequence)),
-        ),
-        lambda shapes: places(shapes.state()),
-        donated=(0,),
-    ),
-    "occupied": Program(
-        programs.occupied,
-        lambda shapes: (shapes.state(), shapes.seconds(), shapes.scalar()),
-        lambda shapes: places(shapes.state()),
-        donated=(0,),
-    ),
-    # Grammars: the host reads the proposal and answers with masks.
-    "draft": Program(
-        Shapes.propose,
-        lambda shapes: (*shapes.weights, shapes.state()),
-        lambda shapes: places((shapes.state(), shapes.proposal(shapes.propose()))),
-        donated=(2,),
-    ),
-    "conclude": Program(
-        _conclude, program_arguments.conclude, _state_and_report, donated=(2,), loops=True
-    ),
-    # Prompts.
-    "new_prefill_state": Program(
-        lambda shapes: lambda: zeros(shapes.prefill_state()),
-        lambda shapes: (),
-        lambda shapes: places(shapes.prefill_state()),
-    ),
-    "unconstrained": Program(
-        lambda shapes, count: functools.partial(programs.unconstrained, shapes, count),
-        lambda shapes, count: (),
-        lambda shapes, count: shapes.replicated,
-    ),
-    "prefill": Program(
-        lambda shapes, rows: shapes.over_models(programs.prefill),
-        program_arguments.prefill,
-        _prefill_results,
-        donated=(2, 3),
-    ),
+def _release(shapes: Shapes) -> Program:
+    return Program(programs.release, (shapes.state().occupancy, shapes.scalar()), donated=(0,))
+
+
+def _set_pages(shapes: Shapes) -> Program:
+    table = shapes.whole((shapes.layout.batch_size, shapes.layout.pages_per_sequence))
+    return Program(programs.set_pages, (shapes.state(), table), donated=(0,))
+
+
+def _occupied(shapes: Shapes) -> Program:
+    arguments = shapes.state(), shapes.seconds(), shapes.scalar()
+    return Program(programs.occupied(shapes), arguments, donated=(0,))
+
+
+def _draft(shapes: Shapes) -> Program:
+    """Returns the first half of a cycle with grammars: the host reads the proposal."""
+    results = places((shapes.state(), shapes.proposal(shapes.propose())))
+    return Program(shapes.propose(), (*shapes.weights, shapes.state()), results, donated=(2,))
+
+
+def _conclude(shapes: Shapes) -> Program:
+    """Returns the second half of a cycle with grammars: the host has answered with masks."""
+    function = shapes.over_models(functools.partial(dispatch.conclude, rules=shapes.rules))
+    layout, words = shapes.layout, first_token.num_words(shapes.vocab_size)
+    allowed = shapes.whole((layout.batch_size, layout.block_size, words))
+    ready = shapes.whole((layout.batch_size,), jnp.bool_)
+    proposal = shapes.proposal(shapes.propose())
+    arguments = *shapes.weights, shapes.state(), proposal, allowed, ready
+    return Program(function, arguments, donated=(2,), extra=1, loops=True)
+
+
+def _unconstrained(shapes: Shapes, count: int) -> Program:
+    return Program(functools.partial(programs.unconstrained, shapes, count), (), shapes.replicated)
+
+
+def _prefill(shapes: Shapes, rows: int) -> Program:
+    count = shapes.num_prefill_slots
+    of_prompts = shapes.chunk(rows), shapes.constraints(count), shapes.sampling(count)
+    arguments = *shapes.weights, shapes.state().cache, shapes.prefill_state(), *of_prompts
+    return Program(shapes.over_models(programs.prefill), arguments, donated=(2, 3), extra=2)
+
+
+def _store(shapes: Shapes) -> Program:
+    slot = shapes.scalar(), shapes.table_row(), shapes.scalar()
+    arguments = shapes.context(), shapes.state().drafter, *slot
+    return _per_device(shapes, functools.partial(programs.store, shapes), arguments)
+
+
+def _restore(shapes: Shapes) -> Program:
+    slot = shapes.scalar(), shapes.table_row(), shapes.scalar()
+    arguments = shapes.prefill_state(), shapes.context(), *slot
+    return _per_device(shapes, functools.partial(programs.restore, shapes), arguments)
+
+
+def _per_device(shapes: Shapes, function: Callable, arguments: tuple) -> Program:
+    """Returns a program that each device runs on its own shards, and that changes the first one."""
+    if shapes.sharding.mesh.size > 1:
+        specs = jax.tree.map(lambda sharding: sharding.spec, places(arguments))
+        function = jax.shard_map(
+            function,
+            mesh=shapes.sharding.mesh,
+            in_specs=specs,
+            out_specs=specs[0],
+            check_vma=False,
+        )
+    return Program(function, arguments, donated=(0,))
+
+
+def _replay(shapes: Shapes, rows: int) -> Program:
+    arguments = *shapes.weights, shapes.prefill_state(), shapes.chunk(rows)
+    return Program(shapes.over_models(programs.replay), arguments, donated=(2,))
+
+
+def _new_examined(shapes: Shapes) -> Program:
+    function = functools.partial(programs.new_examined, shapes)
+    return Program(function, (), places(shapes.examined()))
+
+
+def _examine(shapes: Shapes, rows: int) -> Program:
+    """Returns the program that runs one sequence again, alone, to find non-finite logits."""
+    number, tokens = shapes.scalar(), shapes.whole((1, rows))
+    arguments = shapes.weights[0], shapes.examined(), tokens, number, number, number
+    function = shapes.over_target(nonfinite.examine_chunk)
+    return Program(function, arguments, donated=(1,), extra=1)
+
+
+TABLE: dict[str, Callable[..., Program]] = {
+    "new_state": _new_state,
+    "insert": _insert,
+    "generate": _generate,
+    "generate" + FOR_GREEDY: functools.partial(_generate, greedy=True),
+    "release": _release,
+    "set_pages": _set_pages,
+    "occupied": _occupied,
+    "draft": _draft,
+    "conclude": _conclude,
+    "new_prefill_state": lambda shapes: zeros_of(shapes.prefill_state()),
+    "unconstrained": _unconstrained,
+    "prefill": _prefill,
     # The prefix cache.
-    "new_context": Program(
-        lambda shapes: lambda: zeros(shapes.context()),
-        lambda shapes: (),
-        lambda shapes: places(shapes.context()),
-    ),
-    "store": Program(
-        _store, program_arguments.store, lambda shapes: places(shapes.context()), donated=(0,)
-    ),
-    "restore": Program(
-        _restore,
-        program_arguments.restore,
-        lambda shapes: places(shapes.prefill_state()),
-        donated=(0,),
-    ),
-    "replay": Program(
-        lambda shapes, rows: shapes.over_models(programs.replay),
-        lambda shapes, rows: (*shapes.weights, shapes.prefill_state(), shapes.chunk(rows)),
-        lambda shapes, rows: places(shapes.prefill_state()),
-        donated=(2,),
-    ),
-    # Non-finite logits: one sequence runs again, alone.
-    "new_examined": Program(
-        lambda shapes: functools.partial(programs.new_examined, shapes),
-        lambda shapes: (),
-        lambda shapes: places(shapes.examined()),
-    ),
-    "examine": Program(
-        lambda shapes, rows: shapes.over_target(nonfinite.examine_chunk),
-        program_arguments.examine,
-        lambda shapes, rows: (places(shapes.examined()), shapes.replicated),
-        donated=(1,),
-    ),
+    "new_context": lambda shapes: zeros_of(shapes.context()),
+    "store": _store,
+    "restore": _restore,
+    "replay": _replay,
+    # Non-finite logits.
+    "new_examined": _new_examined,
+    "examine": _examine,
 }

@@ -137,6 +137,7 @@ class Scheduler:
             running=len(self._batch.running),
             **self._batch.pages(),
             **{name: self._counts[name] for name in COUNTERS},
+            events={name: self._counts[name] for name in self._counts.keys() - set(COUNTERS)},
         )
 
     @property

@@ -23,7 +23,6 @@ from dflash.inference.prefill import ChunkInputs
 from dflash.inference.request import RequestSampling
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
-from dflash.parallel.compiler_options import loop_options
 
 
 class Shapes:
@@ -78,11 +77,6 @@ class Shapes:
     def dtype(self) -> jnp.dtype:
         """Dtype that decides the precision of products."""
         return self.target.dtype
-
-    @property
-    def loop_options(self) -> dict[str, str]:
-        """Compiler options of programs that loop over cycles."""
-        return loop_options(self.sharding, self.target.dtype)
 
     # --- single arrays --------------------------------------------------------------------------
 

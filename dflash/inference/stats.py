@@ -1,6 +1,7 @@
 """Statistics of a scheduler."""
 
 import dataclasses
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,7 @@ class SchedulerStats:
       slot_cycles: Cycles that committed tokens, counted per slot.
       queued_cycles: Part of `cycles` in dispatches during which requests waited for a slot.
       queued_slot_cycles: Part of `slot_cycles` in the same dispatches.
-      speculation_lookups: Verifications whose outcome was looked up in the speculation cache.
-      speculation_hits: Part of `speculation_lookups` whose outcome had been foreseen.
-      redrafted_cycles: Part of `cycles` after which all sequences drafted anew, because an outcome
-        had not been foreseen.
+      events: Counts that the kind of engine takes itself, by name; see `Report`.
     """
 
     waiting: int
@@ -56,9 +54,7 @@ class SchedulerStats:
     slot_cycles: int = 0
     queued_cycles: int = 0
     queued_slot_cycles: int = 0
-    speculation_lookups: int = 0
-    speculation_hits: int = 0
-    redrafted_cycles: int = 0
+    events: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 # Names of the statistics that are summed up over time, unlike the current load.

@@ -9,7 +9,6 @@ import jax
 from flax import nnx
 
 from dflash.inference.engine import Engine
-from dflash.inference.overlap.engine import OverlappedEngine
 from dflash.parallel import parameters
 
 
@@ -75,13 +74,10 @@ def make_plan(
         "drafter weights": measure(nnx.state(drafter, nnx.Param)),
         "drafter state": measure((state.drafter, state.choice)),
     }
-    beside: dict[str, Share] = {}
-    drafter_devices = 0
-    if isinstance(engine, OverlappedEngine):
-        heads, states = engine.abstract_drafting()
-        of_drafter["drafter state"] = measure(states)
-        beside = of_drafter | {"target's heads": measure(heads)}
-        of_drafter, drafter_devices = {}, engine.drafting_shapes.sharding.mesh.size
+    drafter_devices, arrays = engine.beside()
+    beside = {kind: measure(each) for kind, each in arrays.items()}
+    if drafter_devices:
+        of_drafter = {}
     return Plan(
         mesh=dict(engine.sharding.mesh.shape),
         target_parameters=parameters.count(target),

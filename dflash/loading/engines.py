@@ -5,7 +5,6 @@ from dflash.config.schema import DecodeRun
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
 from dflash.inference.overlap.engine import OverlappedEngine
-from dflash.inference.overlap.overlap import Overlap
 from dflash.models.decoder import Decoder
 from dflash.parallel import sharding
 from dflash.parallel.sharding import Sharding
@@ -19,7 +18,7 @@ def drafter_sharding(config: DecodeRun, target: Decoder) -> Sharding:
     """
     if not config.drafter.overlaps:
         return target.sharding
-    return sharding.beside(target.sharding, config.mesh.drafter or 1)
+    return sharding.beside(target.sharding, config.drafter.devices)
 
 
 def make_engine(
@@ -29,8 +28,7 @@ def make_engine(
     *,
     max_length: int,
     num_stop_ids: int,
-    there: Sharding | None = None,
-) -> Engine:
+) -> Engine | OverlappedEngine:
     """Returns an engine over two models, which may be abstract.
 
     Args:
@@ -39,30 +37,30 @@ def make_engine(
       drafter: Drafter.
       max_length: Length of the longest sequence in tokens, prompt and output together.
       num_stop_ids: Number of stop ids that a request may have.
-      there: Placement of a drafter that overlaps; None is `drafter_sharding`.
     """
     sizes = {"max_length": max_length, "num_stop_ids": num_stop_ids}
-    overlap = Overlap.of(config.drafter)
-    if overlap is None:
-        return Engine(
+    if config.drafter.overlaps:
+        return OverlappedEngine(
             target,
             drafter,
             config.decode,
-            adaptive_blocks=config.drafter.adaptive,
-            divide_rows=config.drafter.divides_rows,
+            fan_out=config.drafter.fan_out,
+            drafter_sharding=drafter_sharding(config, target),
             **sizes,
         )
-    there = there or drafter_sharding(config, target)
-    return OverlappedEngine(
-        target, drafter, config.decode, overlap=overlap, drafter_sharding=there, **sizes
+    return Engine(
+        target,
+        drafter,
+        config.decode,
+        adaptive_blocks=config.drafter.adaptive,
+        divide_rows=config.drafter.divides_rows,
+        **sizes,
     )
 
 
 def longest_path(config: DecodeRun, drafter: Drafter) -> int:
     """Returns the most tokens that a cycle can commit."""
-    overlap = Overlap.of(config.drafter)
-    fewer = 0 if overlap is None else drafter.num_draft_tokens - overlap.num_verified(drafter)
-    return drafter.longest_path - fewer
+    return drafter.longest_path - config.drafter.overlaps
 
 
 def check_drafter(config: DecodeRun, target: Decoder, drafter: Drafter) -> None:
@@ -73,9 +71,8 @@ def check_drafter(config: DecodeRun, target: Decoder, drafter: Drafter) -> None:
             f"decode.lookup: copies replace chains, and drafter.name={config.drafter.name} drafts "
             "trees; leave decode.lookup out"
         )
-    overlap = Overlap.of(config.drafter)
-    if overlap is not None and overlap.fan_out:
-        _check_speculation(overlap, target, drafter)
+    if config.drafter.overlaps:
+        _check_speculation(config.drafter.fan_out, target, drafter)
 
 
 def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
@@ -89,26 +86,30 @@ def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
         )
 
 
-def _check_speculation(overlap: Overlap, target: Decoder, drafter: Drafter) -> None:
+def _check_speculation(fan_out: int, target: Decoder, drafter: Drafter) -> None:
     """Raises ConfigError if a drafter cannot draft for the outcomes of a verification."""
     if drafter.num_draft_tokens < 2:
         raise errors.ConfigError(
             "drafter.overlap: ssd verifies all drafts but the last, and there is only one; draft "
             "more, or leave it out"
         )
-    if overlap.fan_out >= target.arch.vocab_size:
+    if fan_out >= target.arch.vocab_size:
         raise errors.ConfigError(
-            f"drafter.fan_out: {overlap.fan_out} is not below the target's vocabulary of "
+            f"drafter.fan_out: {fan_out} is not below the target's vocabulary of "
             f"{target.arch.vocab_size}; lower it"
         )
 
 
 def notes(config: DecodeRun) -> list[str]:
     """Returns lines on settings that have no effect on overlapped decoding."""
-    kind, decode = f"drafter.overlap={getattr(config.drafter, 'overlap', None)}", config.decode
-    lines = []
-    if config.drafter.overlaps and decode.prefix_cache:
-        lines.append(f"decode.prefix_cache: off, because {kind} does not support it")
-    if config.drafter.overlaps and decode.partial_dispatches:
-        lines.append(f"decode.partial_dispatches: off, because {kind} computes all slots")
-    return lines
+    if not config.drafter.overlaps:
+        return []
+    keys = {
+        "prefix_cache": "drafter.overlap=ssd does not support it",
+        "partial_dispatches": "drafter.overlap=ssd computes all slots",
+    }
+    return [
+        f"decode.{key}: off, because {why}"
+        for key, why in keys.items()
+        if getattr(config.decode, key)
+    ]

@@ -301,8 +301,7 @@ def report(
     if job.shard.count > 1:
         facts["shard"] = str(job.shard)
     records.drafted.write_results(summary, **facts)
-    overlaps = job.config.drafter.overlaps and "mean_cycle_ms" in facts
-    display.results(summary, result_text.overlap_rows(facts) if overlaps else ())
+    display.results(summary, result_text.event_rows(facts))
     if cycle_ms:
         display.block_sizes(cycle_ms, summary.block_size_histogram)
     if records.baseline is not None:

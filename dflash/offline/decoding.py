@@ -17,20 +17,24 @@ class Usage:
     Attributes:
       seconds: Time from the first prompt to the last token without compiling, in seconds.
       counts: Counts of the scheduler by name; see `SchedulerStats`.
+      events: Counts of the engine by name; see `SchedulerStats`.
     """
 
     slots: int = 0
     tokens: int = 0
     seconds: float = 0.0
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
+    events: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, stats: SchedulerStats, *, slots: int, tokens: int, seconds: float) -> None:
         """Adds the counts of a round."""
         self.slots = slots
         self.tokens += tokens
         self.seconds += seconds
-        for name, value in dataclasses.asdict(stats).items():
-            self.counts[name] = self.counts.get(name, 0) + value
+        counts = dataclasses.asdict(stats)
+        for all_counts, more in ((self.events, counts.pop("events")), (self.counts, counts)):
+            for name, value in more.items():
+                all_counts[name] = all_counts.get(name, 0) + value
 
     def facts(self) -> dict[str, Any]:
         """Returns the figures for results.json; empty if nothing was decoded."""
@@ -51,19 +55,7 @@ class Usage:
             },
             "tokens_per_second_end_to_end": self.tokens / self.seconds if self.seconds else None,
             "mean_cycle_ms": self._ratio(1e3 * counts["decode_seconds"], "cycles"),
-            **self._speculation(),
-        }
-
-    def _speculation(self) -> dict[str, Any]:
-        lookups = self.counts["speculation_lookups"]
-        if not lookups:
-            return {}
-        return {
-            "speculation": {
-                "lookups": lookups,
-                "hit_rate": self._ratio(self.counts["speculation_hits"], "speculation_lookups"),
-                "redrafted_share": self._ratio(self.counts["redrafted_cycles"], "cycles"),
-            }
+            **({"events": self.events} if self.events else {}),
         }
 
     def _ratio(self, amount: float, count: str) -> float | None:

@@ -200,13 +200,13 @@ def beside(sharding: Sharding, count: int) -> Sharding:
         return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), sharding.rules)
     if jax.process_count() > 1:
         raise errors.ConfigError(
-            "mesh.drafter: devices of the drafter's own need a run of one process; leave it out"
+            "drafter.devices: devices of the drafter's own need a run of one process; leave it out"
         )
     present = jax.devices()
     free = [device for device in present if device not in sharding.devices]
     if count > len(free):
         raise errors.ConfigError(
-            f"mesh.drafter: {count}, but the target's mesh leaves {len(free)} of {len(present)} "
+            f"drafter.devices: {count}, but the target's mesh leaves {len(free)} of {len(present)} "
             f"device{'s' if len(present) > 1 else ''}; use fewer, or leave drafter.overlap out"
         )
     return Sharding(

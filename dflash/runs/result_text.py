@@ -60,15 +60,11 @@ def result_rows(summary: outputs.Summary) -> list[tuple[str, str]]:
     ]
 
 
-def overlap_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the names and values that describe overlapped drafting; see `Usage.facts`."""
-    rows = [("time per cycle", number(facts.get("mean_cycle_ms"), " ms (mean)"))]
-    if speculation := facts.get("speculation"):
-        again = number(100 * speculation["redrafted_share"], " %", 1)
-        hits = number(100 * speculation["hit_rate"], " %", 1)
-        rows.append(("outcomes foreseen", f"{hits} of {speculation['lookups']}"))
-        rows.append(("drafted anew", f"after {again} of cycles"))
-    return rows
+def event_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the names and values of an engine's own counts; see `Usage.facts`."""
+    events = facts.get("events", {})
+    rows = [(name.replace("_", " "), str(count)) for name, count in sorted(events.items())]
+    return [("time per cycle", number(facts["mean_cycle_ms"], " ms (mean)")), *rows] if rows else []
 
 
 def comparison_rows(

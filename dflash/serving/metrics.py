@@ -1,5 +1,6 @@
 """Prometheus metrics: those that vLLM's dashboards and clients expect, and dflash's own."""
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,9 +52,7 @@ _COUNTERS = {
     "dflash:dispatches": ("Dispatches of decode cycles.", ()),
     "dflash:cycles": ("Decode cycles.", ()),
     "dflash:cycle_seconds": ("Time of decode cycles in seconds.", ()),
-    "dflash:speculation_lookups": ("Verifications looked up in the speculation cache.", ()),
-    "dflash:speculation_hits": ("Verifications whose outcome the drafter had foreseen.", ()),
-    "dflash:redrafted_cycles": ("Decode cycles after which all sequences drafted anew.", ()),
+    "dflash:events": ("What the kind of engine counts itself, by event.", ("event",)),
     "dflash:block_sizes": ("Decode cycles by number of verified rows.", ("size",)),
     # The mean acceptance length of an adapter is the ratio of these two.
     "dflash:adapter_tokens": ("Output tokens of cycles with drafts, by adapter.", ("adapter",)),
@@ -67,9 +66,6 @@ _SCHEDULER_COUNTS = {
     "dflash:dispatches": "dispatches",
     "dflash:cycles": "cycles",
     "dflash:cycle_seconds": "decode_seconds",
-    "dflash:speculation_lookups": "speculation_lookups",
-    "dflash:speculation_hits": "speculation_hits",
-    "dflash:redrafted_cycles": "redrafted_cycles",
 }
 _GAUGES = {
     "vllm:num_requests_running": ("Requests that hold a slot.", ()),
@@ -152,7 +148,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.totals = Totals()
         # Totals of the schedulers that counters include already.
-        self._reported: dict[str, float] = {}
+        self._reported: dict[tuple[str, ...], float] = {}
         self._labels = {"model_name": "", "engine": "0"}
         self._served_names: tuple[str, ...] = ("",)
         self._metrics: dict[str, Any] = {}
@@ -217,9 +213,18 @@ class Metrics:
         self._metric("vllm:num_requests_waiting").set(sum(stats.waiting for stats in schedulers))
         self._metric("vllm:kv_cache_usage_perc").set(used / pages if pages else 0)
         for name, count in _SCHEDULER_COUNTS.items():
-            total = sum(getattr(stats, count) for stats in schedulers)
-            self._metric(name).inc(total - self._reported.get(name, 0))
-            self._reported[name] = total
+            self._count_to(sum(getattr(stats, count) for stats in schedulers), name)
+        events: collections.Counter[str] = collections.Counter()
+        for each in schedulers:
+            events.update(each.events)
+        for event, total in events.items():
+            self._count_to(total, "dflash:events", event=event)
+
+    def _count_to(self, total: float, name: str, **labels: str) -> None:
+        """Raises a counter to the total of all schedulers."""
+        series = name, *labels.values()
+        self._metric(name, **labels).inc(total - self._reported.get(series, 0))
+        self._reported[series] = total
 
     def tokens(self, served: ServedRequest, event: Tokens, now: float) -> None:
         """Counts new tokens of a request; call it before `served.count`."""

@@ -61,8 +61,8 @@ def load(tmp_path, monkeypatch):
          "drafter.block_size: 17 exceeds drafter.architecture.block_size=16"),
         ("drafter.architecture.block_size=4 drafter.block_size=5",
          "drafter.block_size: 5 exceeds drafter.architecture.block_size=4"),
-        ("mesh.drafter=1",
-         "mesh.drafter: needs drafter.overlap=ssd; leave it out"),
+        ("drafter.devices=2",
+         "drafter.devices: needs drafter.overlap=ssd; leave it out"),
         ("drafter.overlap=ssd drafter.block_size=auto", "drafter.block_size: auto is not "
          "supported with drafter.overlap=ssd; give a number, or leave it out"),
         ("drafter.overlap=ssd drafter.window=auto", "drafter.window: auto is not "

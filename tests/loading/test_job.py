@@ -45,7 +45,7 @@ def test_speculation_needs_two_drafts_and_other_tokens(overrides, message):
 
 
 def test_a_drafter_of_its_own_devices_is_planned_apart():
-    beside, together = prepared("drafter.overlap=ssd", "mesh.drafter=2"), prepared()
+    beside, together = prepared("drafter.overlap=ssd", "drafter.devices=2"), prepared()
     plan = beside.plan()
     assert plan.lines()[0].endswith("1 device, and 2 for the drafter")
     assert "drafter weights" in plan.drafter_memory

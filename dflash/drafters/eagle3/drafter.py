@@ -38,12 +38,10 @@ class Eagle3State:
       cache: Keys and values, in one layer, of the pairs before the anchor's position.
       hidden: Output of the last cached pair before the final norm, [B, D]; it predicts the first
         draft.
-      trail: Outputs that predict each of the G drafts, [B, G, D], for `fork`; None in other states.
     """
 
     cache: kv.StaticCache
     hidden: jax.Array
-    trail: jax.Array | None = None
 
 
 class Eagle3(WeightedDrafter):
@@ -142,52 +140,20 @@ class Eagle3(WeightedDrafter):
         """
         if self.tree is not None:
             return super().draft_fewer(count, state, anchor, position, sampler, heads)
-        proposal, forked = self._draft_chain(count, state, position, sampler, heads)
-        return proposal, dataclasses.replace(forked, trail=None)
 
-    def follow(self, state, anchor, position, sampler, heads):
-        """Runs over the chain and keeps the output of every pair; see `Drafter.follow`."""
-        return self._draft_chain(self.num_draft_tokens, state, position, sampler, heads)
+        def extend(hidden, tokens, cache, step):
+            return self.run(hidden, heads.embed(tokens), cache, position + step)
 
-    def _draft_chain(self, count, state, position, sampler, heads):
-        """Drafts a chain, and returns a state with its trail."""
-
-        def extend(hidden, tokens, carried, step):
-            cache, trail = carried
-            hidden, cache = self.run(hidden, heads.embed(tokens), cache, position + step)
-            return hidden, (cache, trail.at[:, step + 1].set(hidden[:, 0]))
-
-        trail = jnp.repeat(state.hidden[:, None], count, axis=1)
-        proposal, (cache, trail) = chain.draft(
+        proposal, cache = chain.draft(
             state.hidden[:, None],
-            (state.cache, trail),
+            state.cache,
             position,
             num_draft_tokens=count,
             logits=self.draft_logits,
             extend=extend,
             sampler=sampler.among(self.vocabulary()),
         )
-        return proposal, Eagle3State(cache, state.hidden, trail)
-
-    def fork(self, state, position, tokens, num_committed, features, heads):
-        """Runs the pairs of the bonus tokens, with outputs as features; see `Drafter.fork`.
-
-        `follow` has already run the pairs of the drafts.
-        """
-        count = num_committed.shape[1]
-        before = jnp.take_along_axis(state.trail, num_committed[..., None] - 1, axis=1)
-        bonus = jnp.take_along_axis(tokens, num_committed[..., None], axis=2)
-        cache, position = jax.tree.map(
-            lambda x: jnp.repeat(x, count, axis=0), (state.cache, position)
-        )
-        start = position + num_committed.reshape(-1) - 1
-        rows = before.reshape(-1, 1, before.shape[-1])
-        hidden, cache = self.run(rows, heads.embed(bonus.reshape(-1, 1)), cache, start)
-        return Eagle3State(cache, hidden[:, 0])
-
-    def close_forks(self, state, forked):
-        """Drops the trail; see `Drafter.close_forks`."""
-        return dataclasses.replace(state, trail=None)
+        return proposal, Eagle3State(cache, state.hidden)
 
     def _draft_tree(self, state, position, sampler, heads):
         """Drafts a tree.

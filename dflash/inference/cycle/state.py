@@ -1,7 +1,7 @@
 """Device state of the decode loop, and the report of one dispatch."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,8 +105,7 @@ class Report:
       logprobs: Log-probabilities of the tokens; None if they were dropped before the transfer.
       rejected: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they
         were dropped before the transfer.
-      foreseen: int32 [C, B]; 1 if the drafter had foreseen the outcome of the cycle, 0 if it had
-        not, -1 where nothing was looked up; None without speculation.
+      events: int32 [C] each; counts of each cycle that a kind of engine takes itself, by name.
     """
 
     cycles: jax.Array
@@ -118,7 +117,7 @@ class Report:
     nonfinite_at: jax.Array
     logprobs: Logprobs | None
     rejected: jax.Array | None
-    foreseen: jax.Array | None = None
+    events: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def joined(cls, reports: Sequence["Report"]) -> "Report":

@@ -1,82 +1,81 @@
-"""Relay: stands in the target's programs for a drafter that runs on other devices.
-
-The target's programs are those of any drafter. A relay proposes what the drafter has sent, and
-keeps what the drafter has to observe, for the host to send.
-"""
+"""Drafter on the target's devices: it proposes drafts from elsewhere, and hands rows on."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Proposal
+from dflash.models.decoder import Decoder
+from dflash.parallel.sharding import Sharding
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Mail:
-    """Rows for the drafter of B sequences to observe; see `Drafter.observe`.
-
-    Attributes:
-      position: Position of the first row, int32 [B].
-      tokens: Tokens of the rows, and the token after them, int32 [B, T + 1].
-      num_committed: Number of valid rows, int32 [B].
-      features: Features of the rows, [B, T, C·D].
-    """
+class Rows(NamedTuple):
+    """Rows of B sequences to observe; see the arguments of `Drafter.observe`."""
 
     position: jax.Array
     tokens: jax.Array
     num_committed: jax.Array
     features: jax.Array
 
+    def first(self, count: int) -> "Rows":
+        """Returns the first `count` rows of each sequence."""
+        tokens, features = self.tokens[:, : count + 1], self.features[:, :count]
+        return self._replace(tokens=tokens, features=features)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """State of a relay during one cycle: what it proposes, and what it keeps."""
+class RelayState:
+    """Drafts to propose, see `speculation`, and the rows of the last cycle or prefill chunk."""
 
-    proposal: Proposal
-    mail: Mail
+    ranked: jax.Array
+    rows: Rows
 
 
 class Relay(Drafter):
-    """Drafter that proposes what it was given; it has no state between cycles."""
+    """Drafter that proposes the drafts in its state, and observes by keeping the newest rows."""
 
-    def __init__(self, drafter: Drafter, num_draft_tokens: int):
-        """Takes the static attributes of a drafter, with another number of drafts."""
+    def __init__(self, drafter: Drafter, target: Decoder, fan_out: int, longest_chunk: int):
+        """Takes the place of a drafter of chains, all of whose drafts but the last are verified.
+
+        `fan_out` is as in `OverlappedEngine`; a prompt runs `longest_chunk` rows at once at most.
+        """
         self.feature_layers = drafter.feature_layers
-        self.num_draft_tokens = num_draft_tokens
-        self.is_tree = drafter.drafts_trees
-        self.path = drafter.longest_path
+        self.num_draft_tokens = drafter.num_draft_tokens - 1
+        self.width, self.dtype = len(drafter.feature_layers) * target.arch.hidden_size, target.dtype
+        self.sharding, self.fan_out, self.longest_chunk = target.sharding, fan_out, longest_chunk
 
-    @property
-    def longest_path(self) -> int:
-        """Rows on the longest path, anchor included."""
-        return self.path if self.is_tree else self.block_size
+    def init_state(self, batch: int, max_length: int) -> RelayState:
+        """Returns an abstract state, which every device holds whole."""
+        return self.state(batch, self.sharding)
 
-    def init_state(self, batch: int, max_length: int) -> Any:
-        """Returns the state between cycles, which is empty."""
-        return ()
+    def state(self, batch: int, sharding: Sharding) -> RelayState:
+        """Returns an abstract state on the devices of a sharding.
 
-    def proposal(self, batch: int, place: Callable[..., Any]) -> Proposal:
-        """Returns the abstract proposal of `batch` sequences; `place` makes (shape) an array."""
-        tokens = place((batch, self.num_draft_tokens))
-        return Proposal(tokens, tokens if self.is_tree else None)
+        As many sequences as there are replicas may be prompts, which need room for a chunk.
+        """
 
-    def mail(
-        self, batch: int, rows: int, width: int, dtype: jnp.dtype, place: Callable[..., Any]
-    ) -> Mail:
-        """Returns abstract mail of `rows` rows with `width` features; `place` makes arrays."""
-        count = place((batch,))
-        return Mail(count, place((batch, rows + 1)), count, place((batch, rows, width), dtype))
+        def whole(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return sharding.abstract(shape, (None,) * len(shape), dtype)
 
-    def draft(self, state: Exchange, anchor, position, sampler, heads):
-        """Returns the proposal of the other devices."""
-        return state.proposal, state
+        prompts, count = batch == self.sharding.size("pages"), self.block_size
+        size = max(self.longest_chunk, count) if prompts else count
+        features = whole(batch, size, self.width, dtype=self.dtype)
+        rows = Rows(whole(batch), whole(batch, size + 1), whole(batch), features)
+        return RelayState(whole(batch, count, self.fan_out + 1), rows)
+
+    def draft(self, state, anchor, position, sampler, heads):
+        """Returns the drafts of the other devices."""
+        return Proposal(state.ranked[:, :-1, 0]), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Keeps the rows; without a state (in prefill), returns them alone."""
-        mail = Mail(position, tokens, num_committed, features)
-        return mail if state == () else dataclasses.replace(state, mail=mail)
+        """Keeps the rows."""
+        tokens = jax.lax.dynamic_update_slice(state.rows.tokens, tokens, (0, 0))
+        features = jax.lax.dynamic_update_slice(state.rows.features, features, (0, 0, 0))
+        return RelayState(state.ranked, Rows(position, tokens, num_committed, features))
+
+    def insert(self, state, other, row, slot):
+        """Returns the state unchanged, which tells nothing about a sequence."""
+        return state

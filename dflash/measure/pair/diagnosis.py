@@ -4,12 +4,10 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
 
-from dflash.config.schema import DrafterConfig
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
@@ -106,7 +104,7 @@ def prepare(job: Job) -> Job:
     prompts = config.prompts
     if len(prompts.text) <= 1 and prompts.file is None and prompts.dataset is None:
         prompts = dataclasses.replace(prompts, text=PROMPTS, chat=None)
-    drafter = _as_chain(config.drafter)
+    drafter = config.drafter.as_chain()
     config = dataclasses.replace(config, decode=decoding, prompts=prompts, drafter=drafter)
     return _at_once(_with_prompts(job.with_drafter(config)))
 
@@ -226,18 +224,6 @@ def suspicious(found: Acceptance, readings: Sequence[Reading]) -> Reading | None
     gain, drafts = best.acceptance.tau - found.tau, best.acceptance.tau - 1
     clear = gain >= _AT_LEAST and drafts >= _CLEARLY * (found.tau - 1)
     return best if clear else None
-
-
-def _as_chain(drafter: DrafterConfig) -> DrafterConfig:
-    """Returns the config of a drafter of chains with a fixed block size, beside the target."""
-    changes: dict[str, Any] = {}
-    if getattr(drafter, "tree", None) is not None:
-        changes["tree"] = None
-    if drafter.adaptive:
-        changes["block_size"] = None
-    if drafter.overlaps:
-        changes["overlap"] = "none"
-    return dataclasses.replace(drafter, **changes)
 
 
 def _at_once(job: Job) -> Job:

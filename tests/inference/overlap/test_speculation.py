@@ -1,38 +1,35 @@
-"""Tests of the speculation cache: every outcome that it holds is found, and no other one."""
+"""Tests of speculation: every foreseen outcome is found, and no other one."""
 
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash.inference.overlap import speculation
-from dflash.inference.overlap.speculation import SpeculationCache
 
 VOCABULARY = 9
 
 
 @st.composite
 def rounds(draw):
-    """Drafts [1, K], and distinct best tokens after each row [1, K + 1, F + 1]."""
+    """Distinct best tokens after the anchor and after each draft, [1, K + 1, F + 1]."""
     count, fan_out = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    tokens = st.integers(0, VOCABULARY - 1)
-    drafts = draw(st.lists(tokens, min_size=count, max_size=count))
     ranked = [draw(st.permutations(range(VOCABULARY)))[: fan_out + 1] for _ in range(count + 1)]
-    return np.array([drafts], np.int32), np.array([ranked], np.int32)
+    return np.array([ranked], np.int32)
 
 
 @given(rounds())
-def test_exactly_the_guessed_outcomes_are_found_each_with_its_own_drafts(case):
-    drafts, ranked = case
-    bonus = np.asarray(speculation.guess(ranked, drafts))
+def test_exactly_the_guessed_outcomes_are_found_each_with_its_own_drafts(ranked):
+    drafts, bonus = ranked[:, :-1, 0], np.asarray(speculation.guess(ranked))
     count, fan_out = drafts.shape[1], bonus.shape[2]
     numbers = np.arange(bonus.size * count, dtype=np.int32).reshape(*bonus.shape, count)
-    cache = SpeculationCache(bonus, numbers)
     for accepted in range(count + 1):
         draft = drafts[0, accepted] if accepted < count else -1
         wanted = [token for token in ranked[0, accepted] if token != draft][:fan_out]
         assert bonus[0, accepted].tolist() == wanted
         for token in range(VOCABULARY):
-            found, ahead = cache.find(np.array([accepted]), np.array([token]))
+            outcome = np.array([accepted]), np.array([token])
+            found, ahead = speculation.look_up(jnp.asarray(bonus), jnp.asarray(numbers), *outcome)
             assert bool(found[0]) == (token in wanted)
             if token in wanted:
                 own = numbers[0, accepted, wanted.index(token)]
@@ -43,5 +40,5 @@ def test_a_continuation_is_the_accepted_drafts_and_the_bonus_token():
     anchor, drafts = np.array([7], np.int32), np.array([[1, 2]], np.int32)
     bonus = np.array([[[3, 4], [5, 6], [8, 0]]], np.int32)
     tokens, counts = map(np.asarray, speculation.continuations(anchor, drafts, bonus))
-    outcomes = [row[: n + 1].tolist() for row, n in zip(tokens[0], counts[0], strict=True)]
+    outcomes = [row[: n + 1].tolist() for row, n in zip(tokens, counts, strict=True)]
     assert outcomes == [[7, 3], [7, 4], [7, 1, 5], [7, 1, 6], [7, 1, 2, 8], [7, 1, 2, 0]]
