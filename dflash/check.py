@@ -7,7 +7,7 @@ SUBCOMMAND = cli.Subcommand(
     "check",
     "Diagnoses a pair of target and drafter. It prints the fields that must fit, decodes up to 16 "
     "prompts, shows the acceptance by draft position, and then tries other readings of single "
-    "fields with the same weights: taps, causality, windows, rotary base and style, mask token, "
+    "fields with the same weights: taps, causality, windows, rotary base, mask token, "
     "chat template, thinking mode. A field whose other reading accepts clearly more is suspicious.",
     examples=(
         "dflash check configs/tiny_dflash.yml",
