@@ -77,4 +77,4 @@ def test_programs_are_those_that_the_config_asks_for():
 def test_lines_are_for_people():
     lines = make_plan("train.steps=null", "train.epochs=2.5")[1].lines()
     assert "duration     2.5 epochs of rows of 64 tokens" in lines
-    assert plans._readable(3 * 2**29) == "1.50 GiB"
+    assert plans.readable(3 * 2**29) == "1.50 GiB"
