@@ -222,7 +222,7 @@ def groups(plot: GroupPlot, rows: Sequence[Sequence[str]]) -> bytes:
         drawn = axes.bar(places, heights, 0.92 * width, label=name, color=color)
         axes.bar_label(drawn, padding=2, fontsize=7)
     if plot.even is not None:
-        axes.axhline(plot.even, color=plots.LIGHT.ink, linewidth=0.9, linestyle=":")
+        axes.axhline(plot.even, color=plots.INK, linewidth=0.9, linestyle=":")
     middle = 0.4 - width / 2
     names = [textwrap.fill(row[plot.name].strip("`").rpartition("=")[2], 16) for row in rows]
     axes.set_xticks([group + middle for group in range(len(rows))], names)
@@ -239,8 +239,8 @@ def _colors(names: Iterable[str]) -> dict[str, str]:
     colors = {}
     for name in names:
         strategy = name.partition(",")[0]
-        own = plots.color_of(plots.LIGHT, slots.get(strategy))
-        colors[name] = plots.shade(plots.LIGHT, own, min(0.3 * seen[strategy], 0.75))
+        own = plots.color_of(slots.get(strategy))
+        colors[name] = plots.shade(own, min(0.3 * seen[strategy], 0.75))
         seen[strategy] += 1
     return colors
 

@@ -158,8 +158,8 @@ def plot(recipes: Sequence[Recipe]) -> bytes:
     slots = plots.line_slots(recipe.name for recipe in timed)
     for recipe in timed:
         slot = slots.get(recipe.name)
-        color = plots.color_of(plots.LIGHT, slot)
-        marker = plots.marker_of(plots.LIGHT, slot)  # Colors repeat after ten.
+        color = plots.color_of(slot)
+        marker = plots.marker_of(slot)  # Colors repeat after ten.
         hours, taus = zip(*recipe.points, strict=True)
         axes.scatter(hours, taus, label=recipe.name, color=color, marker=marker)
     axes.set_xlabel("hours of training")

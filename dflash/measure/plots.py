@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.text import Annotation
 
 from dflash.measure.cells import Cell
 from dflash.measure.warnings import COST, MARK, SPEEDUP
@@ -31,34 +31,12 @@ _KNOWN = (
 _PLAIN = "none"
 
 
-@dataclasses.dataclass(frozen=True)
-class Theme:
-    """Colors of a plot.
-
-    Attributes:
-      ink: Color of text and axes, and of plain decoding.
-      quiet: Color of marks that stand for no strategy.
-    """
-
-    ink: str
-    paper: str
-    warning: str
-    quiet: str
-    colors: tuple[str, ...]
-
-
-# Paul Tol's "bright" scheme, which color-blind readers can tell apart, and four of his "muted" one;
-# lighter if the page is dark.
-LIGHT = Theme(
-    "#1c2430", "#ffffff", "#a03028", "#bbbbbb",
-    ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377",
-     "#44aa99", "#332288", "#999933", "#cc6677"),
-)  # fmt: skip
-DARK = Theme(
-    "#e7eaee", "#14181d", "#ff9a8a", "#77808c",
-    ("#77aadd", "#ff8899", "#55bb66", "#ddcc66", "#88ddff", "#dd77aa",
-     "#77ccbb", "#9999ee", "#cccc66", "#eeaabb"),
-)  # fmt: skip
+INK, PAPER, GRAY, RED = "#1c2430", "#ffffff", "#bbbbbb", "#a03028"
+# Paul Tol's "bright" scheme, which color-blind readers can tell apart, and four of his "muted" one.
+_COLORS = (
+    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"),
+    *("#44aa99", "#332288", "#999933", "#cc6677"),
+)
 
 
 def strategy_slots(names: Iterable[str]) -> dict[str, int]:
@@ -83,23 +61,19 @@ def line_slots(names: Iterable[str]) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def color_of(theme: Theme, slot: int | None) -> str:
+def color_of(slot: int | None) -> str:
     """Returns the color of a number; None is plain decoding."""
-    return theme.ink if slot is None else theme.colors[slot % len(theme.colors)]
+    return INK if slot is None else _COLORS[slot % len(_COLORS)]
 
 
-def marker_of(theme: Theme, slot: int | None) -> str:
+def marker_of(slot: int | None) -> str:
     """Returns the marker of a number, which tells strategies of the same color apart."""
-    return "os^D"[(slot or 0) // len(theme.colors) % 4]
+    return "os^D"[(slot or 0) // len(_COLORS) % 4]
 
 
-def shade(theme: Theme, start: str, amount: float) -> str:
-    """Returns a color mixed with the paper's; `amount` 0 is the color itself, and 1 the paper."""
-    mixed = (
-        round(int(start[i : i + 2], 16) * (1 - amount) + int(theme.paper[i : i + 2], 16) * amount)
-        for i in (1, 3, 5)
-    )
-    return "#" + "".join(f"{part:02x}" for part in mixed)
+def shade(color: str, amount: float) -> tuple[float, ...]:
+    """Returns a color mixed with white; `amount` 0 is the color itself, and 1 is white."""
+    return tuple(part + (1 - part) * amount for part in to_rgb(color))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +93,7 @@ class Line:
     roofline_of: str | None = None
 
 
-def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme = LIGHT) -> bytes:
+def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
     """Plots the speed-up by task as bars, with intervals, and the ideal as a tick on each.
 
     The value is written below each bar. Bars with a warning are hatched, and ideals with a warning
@@ -129,30 +103,30 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
     strategies = [
         name for name in dict.fromkeys(cell.strategy for cell in cells) if name != baseline
     ]
-    figure, axes = _figure(theme, max(6.0, 1.6 + 0.7 * len(tasks) * max(len(strategies), 1)))
+    figure, axes = _figure(max(6.0, 1.6 + 0.7 * len(tasks) * max(len(strategies), 1)))
     width = 0.8 / max(len(strategies), 1)
     ideal_label = "ideal: τ·T₁ / (draft + verify)"
     for number, strategy in enumerate(strategies):
         drawn = [cell for cell in cells if cell.strategy == strategy and cell.speedup]
         offset = (number - (len(strategies) - 1) / 2) * width
         places = [tasks.index(cell.task) + offset for cell in drawn]
-        color = color_of(theme, strategy_slots(strategies)[strategy])
+        color = color_of(strategy_slots(strategies)[strategy])
         bars = axes.bar(places, [cell.speedup for cell in drawn], 0.92 * width, yerr=_reach(drawn),
-                        label=strategy, color=color, ecolor=theme.ink, capsize=3)  # fmt: skip
+                        label=strategy, color=color, ecolor=INK, capsize=3)  # fmt: skip
         for bar, cell, place in zip(bars, drawn, places, strict=True):
             flagged = cell.has_warning(SPEEDUP)
             height = f"{cell.speedup:.2f}×{MARK if flagged else ''}"
             # An annotation, because of ticks at the same place only one is drawn.
             axes.annotate(height, (place, 0), (0, -4), xycoords=("data", "axes fraction"),
                           textcoords="offset points", ha="center", va="top", fontsize=8,
-                          color=theme.ink)  # fmt: skip
+                          color=INK)  # fmt: skip
             if flagged:
-                bar.set(hatch=_HATCH, edgecolor=theme.paper)
+                bar.set(hatch=_HATCH, edgecolor=PAPER)
             if cell.ideal_speedup and not cell.has_warning(COST):
-                axes.scatter([place], [cell.ideal_speedup], marker="_", s=160, color=theme.ink,
+                axes.scatter([place], [cell.ideal_speedup], marker="_", s=160, color=INK,
                              label=ideal_label, zorder=3)  # fmt: skip
                 ideal_label = None
-    _even(axes, theme, 1.0, f"1×: {baseline}")
+    _even(axes, 1.0, f"1×: {baseline}")
     narrow = len(tasks) > 5 and len(strategies) == 1
     axes.set_xticks(range(len(tasks)), tasks, rotation=30 if narrow else 0)
     axes.tick_params(axis="x", length=0, pad=18)
@@ -160,7 +134,7 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"speed-up over {baseline}")
     hatched = any(cell.has_warning(SPEEDUP) for cell in cells)
-    _finish(axes, theme, "Speed-up by task", [note, _hatch_note(hatched)], below=True)
+    _finish(axes, "Speed-up by task", [note, _hatch_note(hatched)], below=True)
     return png(figure)
 
 
@@ -176,24 +150,24 @@ def _reach(cells: Sequence[Cell]) -> list[list[float]]:
     return [np.maximum(below, 0).tolist(), np.maximum(above, 0).tolist()]
 
 
-def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> bytes:
+def survival(cells: Sequence[Cell], note: str = "") -> bytes:
     """Plots the fraction of cycles that accepted each draft position and all before it.
 
     The color is the strategy's; tasks differ in shade, line style and marker.
     """
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
-    figure, axes = _figure(theme, 7.0 if len(drafting) <= _WITHIN else 9.6)
+    figure, axes = _figure(7.0 if len(drafting) <= _WITHIN else 9.6)
     slots = strategy_slots(cell.strategy for cell in cells)
     tasks = list(dict.fromkeys(cell.task for cell in drafting))
     styles = ("-", "--", ":", "-.")
     for cell in drafting:
         task = tasks.index(cell.task)
-        base_color = color_of(theme, slots.get(cell.strategy))
+        base_color = color_of(slots.get(cell.strategy))
         axes.plot(
             range(len(cell.joint_acceptance) + 1),
             (1.0, *cell.joint_acceptance),
             styles[task % len(styles)],
-            color=shade(theme, base_color, 0.6 * task / len(tasks)),
+            color=shade(base_color, 0.6 * task / len(tasks)),
             marker="os^Dv*"[task % 6],
             markersize=3,
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",
@@ -202,49 +176,44 @@ def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> byt
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_xlabel("draft position (0: the anchor)")
     axes.set_ylabel("share of cycles that accept up to here")
-    _finish(axes, theme, "Acceptance by draft position", [note])
+    _finish(axes, "Acceptance by draft position", [note])
     return png(figure)
 
 
-def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
+def costs(cells: Sequence[Cell]) -> bytes:
     """Plots the parts of a cycle as stacked bars, with the plain token of the task as a tick.
 
     Each bar is as long as its cycle and has the color of its strategy, in three shades. Parts with
     a warning are not drawn.
     """
     shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
-    figure, axes = _figure(theme, 8.0, 1.7 + 0.36 * len(shown))
+    figure, axes = _figure(8.0, 1.7 + 0.36 * len(shown))
     names = [f"{cell.task}, {cell.strategy}" for cell in shown]
     trusted = [0.0 if cell.has_warning(COST) else 1.0 for cell in shown]
     begin = np.zeros(len(shown))
     slots = strategy_slots(cell.strategy for cell in cells)
-    base_colors = [color_of(theme, slots.get(cell.strategy)) for cell in shown]
+    base_colors = [color_of(slots.get(cell.strategy)) for cell in shown]
     for part, amount in PARTS.items():
         widths = np.array([getattr(cell.cost_ms, part) for cell in shown]) * trusted
-        colors = [shade(theme, color, amount) for color in base_colors]
+        colors = [shade(color, amount) for color in base_colors]
         axes.barh(names, widths, 0.7, left=begin, color=colors)
         begin += widths
     flagged = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
                 if cell.has_warning(COST)]  # fmt: skip
     if flagged:
         lengths, which = zip(*flagged, strict=True)
-        axes.barh(which, lengths, 0.7, color=theme.paper, edgecolor=theme.quiet, hatch=_HATCH,
+        axes.barh(which, lengths, 0.7, color=PAPER, edgecolor=GRAY, hatch=_HATCH,
                   label="cycle, parts not trustworthy")  # fmt: skip
-    labels = []
     for place, cell in enumerate(shown):
         label = "plain token (T₁)" if place == 0 else None
-        axes.plot([cell.baseline_cycle_ms] * 2, [place - 0.42, place + 0.42], color=theme.ink,
+        axes.plot([cell.baseline_cycle_ms] * 2, [place - 0.42, place + 0.42], color=INK,
                   linewidth=1.6, label=label)  # fmt: skip
-        text = f"{cell.cost_ms.cycle:.2f} ms{MARK if cell.has_warning(COST) else ''}"
-        end = max(cell.cost_ms.cycle, cell.baseline_cycle_ms)
-        labels.append(_label(axes, theme, text, (end, place), (5, 0), va="center"))
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds of a cycle")
-    _make_room(figure, axes, labels)
-    parts = [Patch(color=shade(theme, theme.ink, amount), label=part)
+    parts = [Patch(color=shade(INK, amount), label=part)
              for part, amount in PARTS.items()]  # fmt: skip
-    _finish(axes, theme, "Cost of a cycle", [_hatch_note(bool(flagged))], below=True, more=parts)
+    _finish(axes, "Cost of a cycle", [_hatch_note(bool(flagged))], below=True, more=parts)
     return png(figure)
 
 
@@ -257,7 +226,6 @@ def curves(
     log: bool | Literal["x"] = False,
     even: float | None = None,
     note: str = "",
-    theme: Theme = LIGHT,
 ) -> bytes:
     """Plots several lines over the same axes.
 
@@ -266,11 +234,11 @@ def curves(
       log: Whether both axes are logarithmic; "x" for the x-axis alone.
       even: Height of a thin horizontal line; None draws no line.
     """
-    figure, axes = _figure(theme, 7.0 if len(lines) <= _WITHIN else 9.6)
+    figure, axes = _figure(7.0 if len(lines) <= _WITHIN else 9.6)
     slots = line_slots(line.name for line in lines if line.roofline_of is None)
     for line in lines:
         slot = slots.get(line.roofline_of or line.name)
-        color, marker = color_of(theme, slot), marker_of(theme, slot)
+        color, marker = color_of(slot), marker_of(slot)
         if line.roofline_of is not None:
             axes.plot(line.places, line.values, "--", color=color, label=line.name)
             continue
@@ -278,9 +246,9 @@ def curves(
                   label=line.name)  # fmt: skip
         flagged = [place for place, flagged in enumerate(line.flagged or ()) if flagged]
         axes.plot([line.places[i] for i in flagged], [line.values[i] for i in flagged], "o",
-                  color=color, markerfacecolor=theme.paper, markersize=6)  # fmt: skip
+                  color=color, markerfacecolor=PAPER, markersize=6)  # fmt: skip
     if even is not None:
-        _even(axes, theme, even, f"{even:g}×")
+        _even(axes, even, f"{even:g}×")
     if log:
         axes.set_xscale("log", base=2)
     if log is True:
@@ -295,7 +263,7 @@ def curves(
     axes.set_ylabel(y)
     hollow = any(any(line.flagged or ()) for line in lines)
     words = "hollow: not trustworthy, see the notes" if hollow else ""
-    _finish(axes, theme, title, [note, words])
+    _finish(axes, title, [note, words])
     return png(figure)
 
 
@@ -306,33 +274,15 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(theme: Theme, width: float, height: float = 4.2) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=theme.paper)
-    axes = figure.add_subplot(facecolor=theme.paper)
-    axes.tick_params(colors=theme.ink, which="both")
+def _figure(width: float, height: float = 4.2) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
+    axes = figure.add_subplot(facecolor=PAPER)
+    axes.tick_params(colors=INK, which="both")
     return figure, axes
 
 
-def _label(axes: Axes, theme: Theme, text: str, place, offset, **how) -> Annotation:
-    return axes.annotate(text, place, offset, textcoords="offset points", fontsize=8,
-                         color=theme.ink, **how)  # fmt: skip
-
-
-def _make_room(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> None:
-    for _ in range(4):  # Wider axes have smaller units, so each label then spans more of them.
-        figure.draw_without_rendering()
-        boxes = [label.get_window_extent().transformed(axes.transData.inverted())
-                 for label in labels]  # fmt: skip
-        right = max([axes.get_xlim()[1], *(box.x1 for box in boxes)])
-        low, high = sorted(axes.get_ylim())
-        top = max([high, *(max(box.y0, box.y1) for box in boxes)])
-        axes.set_xlim(right=right)
-        if not axes.yaxis_inverted():
-            axes.set_ylim(low, top)
-
-
-def _even(axes: Axes, theme: Theme, height: float, label: str) -> None:
-    axes.axhline(height, color=theme.ink, linewidth=0.9, linestyle=(0, (1, 2)), label=label)
+def _even(axes: Axes, height: float, label: str) -> None:
+    axes.axhline(height, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label=label)
 
 
 def _plain_ticks(axis) -> None:
@@ -342,7 +292,7 @@ def _plain_ticks(axis) -> None:
 
 
 def _finish(
-    axes: Axes, theme: Theme, title: str, notes: Sequence[str], *, below: bool = False,
+    axes: Axes, title: str, notes: Sequence[str], *, below: bool = False,
     more: Sequence[Patch] = (),
 ) -> None:  # fmt: skip
     """Adds title, notes, grid and legend.
@@ -353,16 +303,16 @@ def _finish(
       more: Entries of the legend before those of the axes.
     """
     note = "; ".join(text for text in notes if text)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=theme.ink,
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK,
                    pad=18 if note else 8)  # fmt: skip
     if note:
         axes.annotate(note, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points",
-                      fontsize=8, color=theme.warning)  # fmt: skip
+                      fontsize=8, color=RED)  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
     for spine in axes.spines.values():
-        spine.set_color(theme.ink)
-    axes.xaxis.label.set_color(theme.ink)
-    axes.yaxis.label.set_color(theme.ink)
+        spine.set_color(INK)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     handles = [*more, *axes.get_legend_handles_labels()[0]]
@@ -370,4 +320,4 @@ def _finish(
         beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
         under = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncol": 4}
         place = under if below else beside if len(handles) > _WITHIN else {}
-        axes.legend(handles=handles, fontsize=8, frameon=False, labelcolor=theme.ink, **place)
+        axes.legend(handles=handles, fontsize=8, frameon=False, labelcolor=INK, **place)

@@ -24,7 +24,6 @@ from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
 PAGE = "report.html"
 _TEMPLATE = "page.html"
-_THEMES = {"light": plots.LIGHT, "dark": plots.DARK}
 _PLACEHOLDER = "@DATA@"
 
 
@@ -112,19 +111,6 @@ def split(
     return len(taken), [token for draft, token in enumerate(drafted) if draft not in taken]
 
 
-@dataclasses.dataclass(frozen=True)
-class TimedReplay:
-    """Replay with the times to play it at.
-
-    Attributes:
-      cycle_ms: Time of each cycle after it.
-    """
-
-    replay: Replay
-    ttft_ms: float
-    cycle_ms: float
-
-
 def write(
     bench: Bench,
     cells: Sequence[Cell],
@@ -133,74 +119,47 @@ def write(
     notes: Sequence[str],
     directory: RunDirectory,
 ) -> None:
-    """Writes the plots and the page, which holds each plot in a light and a dark theme."""
+    """Writes the plots and the page."""
     note = workload.forced_note(bench.config)
     drawn = {
-        name: {
-            "speedup": plots.speedups(cells, bench.baseline, note, theme),
-            "acceptance": plots.survival(cells, note, theme),
-            "cost": plots.costs(cells, theme),
-        }
-        for name, theme in _THEMES.items()
+        "speedup": plots.speedups(cells, bench.baseline, note),
+        "acceptance": plots.survival(cells, note),
+        "cost": plots.costs(cells),
     }
-    for name, png in drawn["light"].items():
+    for name, png in drawn.items():
         directory.write(f"{name}.png", png)
     replays = _record_replays(bench, cells, done) if jax.process_count() == 1 else {}
-    directory.write(PAGE, render_page(values, notes=notes, plots=drawn, replays=replays))
-
-
-def _colors(strategies: Sequence[str]) -> dict[str, dict[str, str]]:
-    slots = plots.strategy_slots(strategies)
-    return {
-        name: {theme: plots.color_of(colors, slots.get(name)) for theme, colors in _THEMES.items()}
-        for name in dict.fromkeys(strategies)
-    }
+    directory.write(PAGE, render_page(values, notes=notes, pictures=drawn, replays=replays))
 
 
 def render_page(
     results: Mapping[str, Any],
     *,
     notes: Sequence[str],
-    plots: Mapping[str, Mapping[str, bytes]],
-    replays: Mapping[str, tuple[str, Mapping[str, TimedReplay]]],
+    pictures: Mapping[str, bytes],
+    replays: Mapping[str, Mapping[str, Any]],
 ) -> str:
     """Returns the page as HTML.
 
     Args:
       results: Content of results.json.
       notes: Sentences to show with the figures.
-      plots: PNG files, by theme ("light", "dark") and by the name of the figure.
-      replays: By task, the prompt's text and the replay of each strategy.
+      pictures: PNG files by the name of the figure.
+      replays: Result of `_record_replays`.
     """
+    strategies = [cell["strategy"] for cell in results.get("cells", ())]
+    slots = plots.strategy_slots(strategies)
     data = {
         "results": results,
         "notes": list(notes),
-        "colors": _colors([cell["strategy"] for cell in results.get("cells", ())]),
-        "plots": {
-            theme: {name: base64.b64encode(png).decode("ascii") for name, png in figures.items()}
-            for theme, figures in plots.items()
-        },
-        "replays": {
-            task: {
-                "prompt": prompt,
-                "strategies": {name: _replay_values(timed) for name, timed in by_strategy.items()},
-            }
-            for task, (prompt, by_strategy) in replays.items()
-        },
+        "colors": {name: plots.color_of(slots.get(name)) for name in strategies},
+        "plots": {name: base64.b64encode(png).decode() for name, png in pictures.items()},
+        "replays": replays,
     }
     # Escape "<", because only "</" and "<!--" have a meaning inside a script element.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     template = importlib.resources.files("dflash.measure").joinpath(_TEMPLATE)
     return template.read_text(encoding="utf-8").replace(_PLACEHOLDER, text)
-
-
-def _replay_values(timed: TimedReplay) -> dict[str, Any]:
-    return {
-        "first": timed.replay.first,
-        "frames": [dataclasses.asdict(frame) for frame in timed.replay.frames],
-        "ttft_ms": timed.ttft_ms,
-        "cycle_ms": timed.cycle_ms,
-    }
 
 
 def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRound]) -> dict:
@@ -221,10 +180,12 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
                 continue  # A replay runs single cycles, which cannot choose block sizes.
             cell = next(cell for cell in cells if (cell.task, cell.strategy) == (task, name))
             tokenizer = bench.jobs[name].tokenizer
-            recorded = record(engine, request, item.lengths or (), tokenizer)
-            cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
-            by_strategy[name] = TimedReplay(recorded, cell.ttft_ms, cycle_ms)
-        replays[task] = (_as_text(item.prompt), by_strategy)
+            by_strategy[name] = {
+                **dataclasses.asdict(record(engine, request, item.lengths or (), tokenizer)),
+                "ttft_ms": cell.ttft_ms,
+                "cycle_ms": cell.cost_ms.cycle if cell.cost_ms else 0.0,
+            }
+        replays[task] = {"prompt": _as_text(item.prompt), "strategies": by_strategy}
     return replays
 
 

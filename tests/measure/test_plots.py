@@ -62,7 +62,7 @@ def hues(png: bytes, tmp_path) -> set[str]:
 def test_a_strategy_has_one_color_everywhere(tmp_path):
     """Also where it is drawn with others."""
     alone, together = every_cell(("none", "eagle3"), ("math",)), every_cell(tasks=("math",))
-    color = plots.color_of(plots.LIGHT, plots.strategy_slots(STRATEGIES)["eagle3"])
+    color = plots.color_of(plots.strategy_slots(STRATEGIES)["eagle3"])
     lines = [Line(name, (1, 2), (height, height)) for height, name in enumerate(STRATEGIES, 1)]
     drawn = [
         *(plots.speedups(some, "none") for some in (alone, together)),
@@ -84,6 +84,5 @@ def test_known_strategies_keep_their_colors_and_others_share_none():
     assert plots.line_slots(["batch 1", "batch 8"]) == {"batch 1": 0, "batch 8": 1}
     assert plots.line_slots(["none", "dflash2"]) == {"dflash2": 4}
     numbers = plots.strategy_slots(map(str, range(20))).values()
-    for theme in (plots.LIGHT, plots.DARK):
-        looks = {(plots.color_of(theme, n), plots.marker_of(theme, n)) for n in numbers}
-        assert len(looks) == 20
+    looks = {(plots.color_of(n), plots.marker_of(n)) for n in numbers}
+    assert len(looks) == 20

@@ -1,5 +1,6 @@
 """The page holds its data whatever the text, and nothing from elsewhere."""
 
+import dataclasses
 import json
 import re
 
@@ -13,23 +14,22 @@ NASTY = '</script><script>alert("x")</script><!-- \u2028 "\\'
 
 def test_text_of_a_model_cannot_leave_its_place():
     frames = (Frame(tokens=2, accepted=(NASTY,), bonus=NASTY, rejected=(NASTY,)),)
-    timed = report.TimedReplay(Replay(NASTY, frames), ttft_ms=1.0, cycle_ms=2.0)
+    replay = dataclasses.asdict(Replay(NASTY, frames))
     text = report.render_page(
         {"cells": []},
         notes=[NASTY],
-        plots={"light": {"a": b"png"}},
-        replays={"t": (NASTY, {"s": timed})},
+        pictures={"a": b"png"},
+        replays={"t": {"prompt": NASTY, "strategies": {"s": replay}}},
     )
     assert text.count("<script") == 2
     found = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     assert found["notes"] == [NASTY]
     lane = found["replays"]["t"]["strategies"]["s"]
     assert lane["frames"][0]["accepted"] == [NASTY]
-    assert (lane["ttft_ms"], lane["cycle_ms"]) == (1.0, 2.0)
 
 
 def test_the_page_asks_for_nothing_else():
-    text = report.render_page({}, notes=[], plots={}, replays={})
+    text = report.render_page({}, notes=[], pictures={}, replays={})
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(""", text)
 
 
