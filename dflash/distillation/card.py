@@ -22,7 +22,6 @@ class DistillationFigures:
     """Figures of a finished distillation for its model card.
 
     Attributes:
-      answers: Number of answers in the training data.
       answer_tokens: Number of tokens of these answers, without the questions.
       steps: Number of training steps.
       best: Step and goal of the best evaluation during training; None without evaluation.
@@ -46,12 +45,7 @@ class DistillationFigures:
 
 
 def write(config: DistillRun, figures: DistillationFigures) -> str:
-    """Returns the text of the card.
-
-    Args:
-      config: Config of the distillation.
-      figures: Figures of the distillation.
-    """
+    """Returns the text of the card."""
     target = hub.pinned(config.target.checkpoint)
     licence = target_licence(target)
     lines = [

@@ -33,8 +33,6 @@ class StageEstimate:
     """Time and disk space of a stage.
 
     Attributes:
-      name: Name of the stage.
-      amount: Amount of work, as text.
       seconds: Lower bound of its time, in seconds; None if the chip is unknown.
       disk_bytes: Upper bound of the bytes that it leaves on disk.
     """
@@ -49,11 +47,7 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
     """Builds and checks the models of all stages without weights, and plans the stages.
 
     Args:
-      config: Config of the run.
-      answers: Path of the file of answers.
       dry: Use no device and download nothing; the chip is then `plan.chip` or unknown.
-    Returns:
-      Lines of the plan.
     Raises:
       UserError: The models do not fit each other or the config.
     """
@@ -112,11 +106,7 @@ def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> Sta
 
 
 def _num_questions(config: DistillRun) -> int:
-    """Returns the number of questions of all files, or of existing answers.
-
-    Raises:
-      InputError: A file cannot be read.
-    """
+    """Returns the number of questions of all files, or of existing answers."""
     if config.answers.made is not None:
         return sum(1 for _ in jsonl.entries(config.answers.made))
     return sum(1 for file in config.answers.files for _ in jsonl.entries(file))

@@ -16,7 +16,6 @@ def describe(config: DistillRun, job: Job) -> Iterator[str]:
     """Yields the sources of the questions, how texts are formatted, and one rendered prompt.
 
     Args:
-      config: Config of the distillation.
       job: Decode job of the answers, without prompts.
     Raises:
       ConfigError: Texts are to go through a chat template that the checkpoint lacks.

@@ -56,10 +56,8 @@ class Distillation:
     """Distillation in its work directory.
 
     Attributes:
-      config: Config of the run.
       path: Absolute path of the work directory, which this run has locked.
       date: Date of the run, which chat templates may print.
-      display: Display for lines of progress.
     """
 
     config: DistillRun
@@ -109,7 +107,6 @@ class Stage:
     """Stage of a distillation.
 
     Attributes:
-      name: Name of its result.
       end: Last file or directory, which exists once the stage is done.
       run: Runs the stage, and returns an exit status; it is not 0 if a signal stopped it.
     """
@@ -122,11 +119,6 @@ class Stage:
 def run(config: DistillRun, directory: RunDirectory, date: datetime.date, display: Display) -> int:
     """Runs the unfinished stages.
 
-    Args:
-      config: Config of the run.
-      directory: Work directory, which this run has locked.
-      date: Date of the run.
-      display: Display for lines of progress.
     Returns:
       Exit status: 0 if all stages are done, or 128 + the number of the signal that stopped
       training.
@@ -254,8 +246,6 @@ class _Progress(Display):
         """Creates the display.
 
         Args:
-          name: Name of the run.
-          total: Number of prompts.
           done: Number of prompts that earlier starts have finished.
         """
         super().__init__(stream=False)

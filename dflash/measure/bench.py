@@ -29,10 +29,6 @@ BASELINE = DrafterConfig()  # The default strategy drafts nothing.
 Progress = Callable[[str, float], None]
 
 
-def quiet(what: str, done: float) -> None:
-    """Ignores the progress of a run; the default `Progress`."""
-
-
 class Bench:
     """One target with its weights, and an engine for each strategy, the baseline first.
 
@@ -186,14 +182,11 @@ class Bench:
             for item, completion in zip(queue, done, strict=True)
         )
 
-    def run(self, progress: Progress = quiet) -> Iterator[TaskRound]:
+    def run(self, progress: Progress = lambda what, done: None) -> Iterator[TaskRound]:
         """Yields the measurements of every task in every round.
 
         Strategies take turns queue by queue, and their parts are timed between the queues, so that
         drift of the machine affects all strategies equally.
-
-        Args:
-          progress: Called before each step, with its description and the completed fraction.
         """
         tasks = self.workload.tasks
         steps = self.config.rounds * sum(len(self.queues(task)) for task in tasks)
@@ -255,7 +248,6 @@ def make_engine(
     Args:
       script: Number of sequences, and of cycles per sequence, for which acceptance lengths can be
         forced; None leaves acceptance to verification.
-      num_stop_ids: Number of stop ids that a request may have.
     """
     drafter = job.drafter
     if script is not None and drafter.num_draft_tokens:

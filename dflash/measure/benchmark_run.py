@@ -78,7 +78,6 @@ def run(
     The run that finishes the last shard also combines the figures of all shards.
 
     Args:
-      workdir: Directory for the files; None writes no files.
       shard: Part to measure. None measures everything, or combines the shards in `workdir`.
       wide: Print all figures, not only those that fit into 80 columns.
     Returns:
@@ -97,7 +96,8 @@ def run(
     with frame.open_run(directory, profile_dir=profile_dir) as display:
         if config.study is not None:
             return run_study(config, directory, display, wide=wide)
-        if shard is None and _is_divided(path):
+        divided = distributed.compute_on_first(lambda: shards.is_divided(path, ROUNDS))
+        if shard is None and divided:
             return sum_up(benches.prepare(config), directory, display, wide=wide)
         values = measure(benches.prepare(config), directory, display, wide=wide, shard=shard)
     if shard is None or workdir is None:
@@ -109,10 +109,6 @@ def run(
     directory = results.open_directory(path, config)
     with frame.open_run(directory) as display:
         return sum_up(benches.prepare(config), directory, display, wide=wide)
-
-
-def _is_divided(path: pathlib.Path | None) -> bool:
-    return distributed.compute_on_first(lambda: shards.is_divided(path, ROUNDS))
 
 
 def measure(
@@ -128,8 +124,6 @@ def measure(
     Args:
       bench: Prepared benchmark, nothing loaded.
       shard: Part to measure; plots, tables and page are then left to `sum_up`.
-    Returns:
-      The content of results.json.
     """
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)
@@ -204,8 +198,7 @@ def _finish(
     categories = speed_bench.by_task(bench.workload.tasks, done)
     if categories:
         directory.write_json(results.CATEGORIES, categories)
-    lines = table.lines(figures.cells, figures.averages, wide=wide)
-    table.show([*lines, *speed_bench.lines(categories)], [words, *figures.notes])
+    table.show(table.lines(figures.cells, figures.averages, wide=wide), [words, *figures.notes])
     if directory.writes:
         with display.status("plots and page"):
             report.write(bench, figures.cells, done, values, figures.notes, directory)
@@ -213,11 +206,7 @@ def _finish(
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Figures of the completed rounds.
-
-    Attributes:
-      cells, averages: Figures of each cell, and of each strategy over all tasks.
-    """
+    """Figures of the completed rounds."""
 
     cells: list[cells.Cell]
     averages: list[cells.Average]
@@ -252,11 +241,7 @@ def figures_of(
 
 
 def save_shard(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
-    """Writes the measurements of shard i of n: prompts i, i + n, … of every task.
-
-    Raises:
-      WorkdirError: The file cannot be written.
-    """
+    """Writes the measurements of shard i of n: prompts i, i + n, … of every task."""
     rounds = [dataclasses.asdict(round_) for round_ in done]
     directory.write(shard.file(ROUNDS), json.dumps({"rounds": rounds}))
 

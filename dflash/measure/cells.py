@@ -57,21 +57,16 @@ class Cell:
       rounds, prompts: Number of rounds, and of prompts; every turn of a conversation is a prompt.
       groups: Number of conversations, which the bootstrap resamples.
       busy_slots: Number of sequences in flight, averaged over the decode time.
-      block_size: Rows per sequence that the target verifies.
       output_tokens, cycles: Totals over all rounds, without the first token of each prompt.
       joint_acceptance: For each draft position, the fraction of cycles that accepted it.
       conditional_acceptance: The same fraction among cycles that accepted all positions before it.
       ttft_ms: Median time from a prompt's dispatch to its first token, over prompts and rounds.
       tpot_ms: Time of a prompt per token after the first.
-      tokens_per_second: Throughput of all slots together.
       speedup: Tokens per second relative to the baseline.
       speedup_interval: Ends of the bootstrap interval; None with too few conversations.
-      speedup_with_prefill: Speed-up with the time to first token added to both sides.
       identical_share: Fraction of outputs that equal the baseline's, token for token.
       checked: Number of outputs, over all rounds, whose prompt has a right answer.
       correct_share: Fraction of these outputs that have it; None without any.
-      baseline_cycle_ms: T_1.
-      ideal_speedup: Ideal speed-up, as defined in the module's docstring.
       losses: Factors by which the speed-up is below τ: "verify" is T_verify / T_1, "draft" is
         (T_draft + T_verify) / T_verify, "rest" is a cycle over T_draft + T_verify.
       roofline_ms: Lower bound of T_verify by the roofline.
@@ -95,7 +90,6 @@ class Cell:
     tokens_per_second: float | None
     speedup: float | None
     speedup_interval: tuple[float, float] | None
-    speedup_with_prefill: float | None
     identical_share: float | None
     checked: int
     correct_share: float | None
@@ -117,10 +111,8 @@ class Setting:
     """Properties of a run that determine how its figures are judged.
 
     Attributes:
-      baseline: Name of the strategy that the others are compared with.
       block_sizes: Rows per sequence that the target verifies, by strategy.
       longest_paths: Most tokens that a cycle may commit, by strategy.
-      slots: Number of sequences decoded at once.
       forced: Whether acceptance lengths are forced, so outputs are meaningless and not compared.
       exact: Whether every output must equal the baseline's.
       least_ms: Maps a strategy and its context length in tokens to the roofline of a verification;
@@ -273,9 +265,6 @@ def _cell(
         tokens_per_second=None if speed is None else 1e3 * speed,
         speedup=speedup,
         speedup_interval=bootstrap([samples], [plain])[1] if speedup else None,
-        speedup_with_prefill=ratio(
-            tokens_per_ms(samples, prefill=True), tokens_per_ms(plain, prefill=True)
-        ),
         identical_share=None if setting.forced else identical_share(samples, plain),
         checked=len(marks),
         correct_share=_mean(marks),

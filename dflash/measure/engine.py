@@ -206,11 +206,7 @@ class Probe:
     """
 
     def __init__(self, engine: MeasuredEngine, state: DecodeState):
-        """Initializes the probe.
-
-        Args:
-          state: State with the context in every slot; the probe consumes it.
-        """
+        """Initializes the probe."""
         self._engine = engine
         self._state = state
         self.context_tokens = int(jnp.max(state.length)) - 1

@@ -9,22 +9,16 @@ _STAT = pathlib.Path("/proc/stat")
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Load of the processor over some time; None where the system does not report it.
-
-    Attributes:
-      load_average: Processes running or waiting to run, averaged over the last minute.
-    """
+    """Load of the processor over some time; None where the system does not report it."""
 
     cores: int | None
     others_share: float | None
-    load_average: float | None
 
 
 class LoadMeter:
     """Meter of the load since its construction."""
 
     def __init__(self):
-        """Starts the measurement."""
         self._begin = _seconds()
 
     def read(self) -> Load:
@@ -36,8 +30,7 @@ class LoadMeter:
                 after - before for before, after in zip(begin, end, strict=True)
             )
             others_share = min(max(busy - own_time, 0.0) / total, 1.0) if total > 0 else None
-        average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        return Load(os.cpu_count(), others_share, average)
+        return Load(os.cpu_count(), others_share)
 
 
 def _seconds() -> tuple[float, float, float] | None:

@@ -8,7 +8,6 @@ not import jax, so that it leaves the processor to the server.
 
 import asyncio
 import dataclasses
-import itertools
 import json
 import random
 import sys
@@ -62,11 +61,6 @@ class Answer:
     def last(self) -> float:
         """Time at which the last token arrived, or 0."""
         return self.arrivals[-1] if self.arrivals else 0.0
-
-    @property
-    def gaps(self) -> list[float]:
-        """Times between arrivals that follow each other."""
-        return [after - before for before, after in itertools.pairwise(self.arrivals)]
 
 
 async def run(plan: LoadPlan) -> list[Answer]:

@@ -230,7 +230,6 @@ def curves(
     """Plots several lines over the same axes.
 
     Args:
-      lines: Lines to draw; a roofline takes the color of its line.
       log: Whether both axes are logarithmic; "x" for the x-axis alone.
       even: Height of a thin horizontal line; None draws no line.
     """

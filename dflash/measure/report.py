@@ -57,7 +57,6 @@ def record(
     """Decodes a prompt cycle by cycle.
 
     Args:
-      engine: Compiled engine of the strategy.
       lengths: Acceptance lengths to force; empty leaves acceptance to verification.
     """
     engine.follow([lengths])
@@ -139,14 +138,7 @@ def render_page(
     pictures: Mapping[str, bytes],
     replays: Mapping[str, Mapping[str, Any]],
 ) -> str:
-    """Returns the page as HTML.
-
-    Args:
-      results: Content of results.json.
-      notes: Sentences to show with the figures.
-      pictures: PNG files by the name of the figure.
-      replays: Result of `_record_replays`.
-    """
+    """Returns the page as HTML."""
     strategies = [cell["strategy"] for cell in results.get("cells", ())]
     slots = plots.strategy_slots(strategies)
     data = {

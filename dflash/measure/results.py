@@ -33,9 +33,6 @@ def open_directory(
 ) -> RunDirectory:
     """Opens a directory for a benchmark; results of the same config are replaced.
 
-    Args:
-      path: Directory; None writes no files.
-      shard: Part that this run measures; None is all of it.
     Raises:
       WorkdirError: The directory cannot be written, is in use, or belongs to a run with another
         config.
@@ -70,7 +67,7 @@ def _values(figures: Cell | Average) -> dict[str, Any]:
 FIGURES = (
     *("rounds", "prompts", "busy_slots", "block_size", "output_tokens", "cycles", "tau"),
     *("ttft_ms", "tpot_ms", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
-    *("speedup_with_prefill", "identical_share", "checked", "correct_share", "cycle_ms"),
+    *("identical_share", "checked", "correct_share", "cycle_ms"),
     *("draft_ms", "verify_ms", "rest_ms", "roofline_ms", "ideal_speedup", "share_of_ideal"),
     *("acceptance", warnings.KEY),
 )

@@ -50,11 +50,6 @@ class Machine:
         fastest = self.cached_rates[0][1] if self.cached_rates else self.bytes_per_s
         return size_bytes / (smaller[-1] if smaller else fastest)
 
-    @property
-    def ridge_rows(self) -> float:
-        """Returns the number of rows at which compute takes as long as reading 2-byte weights."""
-        return self.flops_per_s / self.bytes_per_s
-
 
 @dataclasses.dataclass(frozen=True)
 class ForwardWork:

@@ -153,15 +153,9 @@ def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float
     return statistics.fmean(equal)
 
 
-def tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:
-    """Returns tokens per millisecond; `prefill` includes first tokens and the time to them."""
-    tokens = sum(sample.tokens for sample in samples)
-    clock = sum(sample.clock_ms for sample in samples)
-    if prefill:
-        completions = [completion for sample in samples for completion in sample.completions]
-        tokens += len(completions)
-        clock += sum(completion.prefill_ms for completion in completions)
-    return ratio(tokens, clock)
+def tokens_per_ms(samples: Sequence[Sample]) -> float | None:
+    """Returns tokens after the first per millisecond of decoding."""
+    return ratio(sum(s.tokens for s in samples), sum(s.clock_ms for s in samples))
 
 
 def cycle_ms(samples: Sequence[Sample]) -> float | None:
@@ -183,9 +177,6 @@ def bootstrap(
     a random round of its own, except that conversations decoded together share one, since whatever
     slowed one of them slowed all. Strategy and baseline use the same draws, as they ran in turns.
 
-    Args:
-      samples: Samples of the strategy, by task.
-      plain: Samples of the baseline, by task.
     Returns:
       The mean, and the two ends of its interval; the interval is None if a task has fewer
       conversations than `MIN_GROUPS`.

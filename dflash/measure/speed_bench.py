@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from dflash.inference.request import RequestOutput
-from dflash.measure import table
 from dflash.measure.samples import Sample, TaskRound
 from dflash.measure.workload import Item
 
@@ -126,25 +125,3 @@ def _statistics(values: Iterable[float]) -> Values:
 
 def _completions(samples: Iterable[Sample]) -> Iterable[RequestOutput]:
     return (completion for sample in samples for completion in sample.completions)
-
-
-def lines(tasks: Mapping[str, Values]) -> list[str]:
-    """Returns a table of each task, with a line per category and a column per strategy."""
-    text_lines: list[str] = []
-    for task, strategies in tasks.items():
-        categories = sorted(
-            {name for figures in strategies.values() for name in figures["Category_AL"]}
-        )
-        rows = [("", *strategies)]
-        for name in categories:
-            values = (_shown(figures["Category_AL"].get(name)) for figures in strategies.values())
-            rows.append((name, *values))
-        rows.append(
-            ("Average_AL", *(_shown(figures["Average_AL"]) for figures in strategies.values()))
-        )
-        text_lines += ["", f"{task}: acceptance length by category", *table.aligned(rows)]
-    return text_lines
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

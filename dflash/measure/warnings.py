@@ -59,12 +59,8 @@ def of_forward(
     """Warns if a forward was faster than the machine's peak rates allow."""
     if not measured_ms or not roofline_ms or measured_ms >= LEAST_OVER_ROOFLINE * roofline_ms:
         return ()
-    return (
-        FigureWarning(
-            COST,
-            f"{what} took {measured_ms:.3g} ms, less than the {roofline_ms:.3g} ms of the roofline",
-        ),
-    )
+    words = f"{what} took {measured_ms:.3g} ms, less than the {roofline_ms:.3g} ms of the roofline"
+    return (FigureWarning(COST, words),)
 
 
 def of_prompts(groups: int) -> tuple[FigureWarning, ...]:
@@ -72,13 +68,11 @@ def of_prompts(groups: int) -> tuple[FigureWarning, ...]:
     if groups >= MIN_GROUPS:
         return ()
     plural = "" if groups == 1 else "s"
-    return (
-        FigureWarning(
-            SPEEDUP,
-            f"{groups} prompt{plural} (or conversation{plural}): an interval needs {MIN_GROUPS} "
-            "or more; raise prompts_per_task",
-        ),
+    words = (
+        f"{groups} prompt{plural} (or conversation{plural}): an interval needs {MIN_GROUPS} "
+        "or more; raise prompts_per_task"
     )
+    return (FigureWarning(SPEEDUP, words),)
 
 
 def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[FigureWarning, ...]:
@@ -90,25 +84,19 @@ def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[FigureWar
     """
     if not exact or identical_share is None or identical_share == 1:
         return ()
-    return (
-        FigureWarning(
-            SPEEDUP,
-            f"{100 * (1 - identical_share):.0f} % of the outputs differ from those of plain "
-            "decoding; in float32 none may",
-        ),
+    words = (
+        f"{100 * (1 - identical_share):.0f} % of the outputs differ from those of plain "
+        "decoding; in float32 none may"
     )
+    return (FigureWarning(SPEEDUP, words),)
 
 
 def of_slots(busy: float | None, slots: int) -> tuple[FigureWarning, ...]:
     """Warns if a speed-up was measured with a queue too short to fill the slots."""
     if busy is None or busy >= LEAST_BUSY_SLOTS * slots:
         return ()
-    return (
-        FigureWarning(
-            SPEEDUP,
-            f"{busy:.1f} of {slots} slots were in use on average; raise prompts_per_task",
-        ),
-    )
+    words = f"{busy:.1f} of {slots} slots were in use on average; raise prompts_per_task"
+    return (FigureWarning(SPEEDUP, words),)
 
 
 def of_load(others_share: float | None) -> tuple[FigureWarning, ...]:
@@ -119,9 +107,5 @@ def of_load(others_share: float | None) -> tuple[FigureWarning, ...]:
     """
     if others_share is None or others_share <= MAX_OTHERS_SHARE:
         return ()
-    return (
-        FigureWarning(
-            EVERYTHING,
-            f"other processes took {100 * others_share:.0f} % of the processor during the run",
-        ),
-    )
+    words = f"other processes took {100 * others_share:.0f} % of the processor during the run"
+    return (FigureWarning(EVERYTHING, words),)

@@ -29,7 +29,6 @@ class BlockAcceptance:
         """Estimates the speed-up over plain decoding of shorter blocks.
 
         Args:
-          block_size: Rows of the shorter blocks.
           cost: Measured time of a cycle, in plain tokens. That of shorter blocks is interpolated.
         """
         part = (block_size - 1) / max(1, self.block_size - 1)

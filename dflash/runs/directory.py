@@ -37,9 +37,7 @@ class RunDirectory:
     Only the first process locks and writes the directory; the others may read it.
 
     Attributes:
-      path: Path of the directory; None for a run that writes no files.
       writes: This process writes to the directory.
-      config_hash: `loader.config_hash` of the run's config.
     """
 
     def __init__(
@@ -89,21 +87,13 @@ class RunDirectory:
             agreement.barrier("work directory taken")
 
     def write(self, name: str, content: str | bytes) -> None:
-        """Writes a file atomically.
-
-        Raises:
-          WorkdirError: The file cannot be written.
-        """
+        """Writes a file atomically."""
         if self.writes:
             with files.explained(self.path / name):
                 files.write_whole(self.path / name, content)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Writes values as a JSON file, atomically.
-
-        Raises:
-          WorkdirError: The file cannot be written.
-        """
+        """Writes values as a JSON file, atomically."""
         self.write(name, files.to_json(values))
 
     def close(self) -> None:
@@ -126,7 +116,6 @@ def check_config(
     defaults.
 
     Args:
-      directory: Directory that may hold a config.yml.
       may_change: Returns whether the value of a dotted key may differ.
     Raises:
       WorkdirError: The configs differ, in keys that the message names; or config.yml is not a
@@ -202,11 +191,7 @@ def _show(values: Mapping[str, Any], key: str) -> str:
 
 @contextlib.contextmanager
 def _locked(directory: pathlib.Path, name: str) -> Iterator[None]:
-    """Locks a directory by the file `name` in it.
-
-    Raises:
-      WorkdirError: Another run has locked the directory.
-    """
+    """Locks a directory by the file `name` in it."""
     try:
         descriptor = files.lock(directory / name, _PATIENCE_S)
     except BlockingIOError as error:

@@ -41,8 +41,6 @@ class Display:
 
         Args:
           stream: Show generated text; otherwise show only one line per finished prompt.
-          stdout: Stream for generated text; None is `sys.stdout`.
-          stderr: Stream for everything else; None is `sys.stderr`.
         """
         self._stream = stream
         self._stdout = _tolerant(stdout or sys.stdout)
@@ -70,7 +68,6 @@ class Display:
         """Announces the prompts to come.
 
         Args:
-          prompt_tokens: Length of each prompt in tokens, by index.
           prompts: Text of prompts, by index, to show before their answers.
         """
         self._prompt_tokens.update(prompt_tokens)
@@ -151,7 +148,6 @@ class Display:
         A terminal shows a bar. Otherwise a line now and then shows in a log that the run is alive.
 
         Args:
-          message: Name of the task.
           every_s: Minimum seconds between lines without a terminal; None is `QUIET_S`.
         Yields:
           Function to call before each step, with its name and the completed fraction, 0 to 1.

@@ -19,11 +19,7 @@ def open_display(*, stream: bool = False) -> Display:
 def open_run(
     directory: RunDirectory, *, profile_dir: str | os.PathLike | None = None
 ) -> Iterator[Display]:
-    """Holds a work directory while a run writes to it, and yields the run's display.
-
-    Args:
-      directory: Work directory, which is released at the end.
-    """
+    """Holds a work directory while a run writes to it, and yields the run's display."""
     trace = jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext()
     with directory, contextlib.closing(open_display()) as display, trace:
         yield display

@@ -77,7 +77,6 @@ def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
     on unfinished prompts counts, too, so the throughput of a resumed run may be underestimated.
 
     Args:
-      records: Finished prompts, in any order.
       block_size: Longest possible acceptance length.
     Raises:
       ValueError: An acceptance length is outside 1 … block_size.

@@ -30,11 +30,7 @@ def has_outputs(directory: pathlib.Path) -> bool:
 
 
 def check_division(path: pathlib.Path, shard: shards.Shard) -> None:
-    """Raises if the prompts in a directory are divided differently, or not at all.
-
-    Raises:
-      WorkdirError: The directory belongs to a run without shards, or with another number of them.
-    """
+    """Raises if the prompts in a directory are divided differently, or not at all."""
     shards.check_count(path, OUTPUTS, shard)
     undivided = path / OUTPUTS
     if undivided.exists() and undivided.stat().st_size:
@@ -96,11 +92,7 @@ class Records:
         return record
 
     def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
-        """Writes the summary and further `facts` (devices, versions) as results.json, atomically.
-
-        Raises:
-          WorkdirError: The file cannot be written.
-        """
+        """Writes the summary and `facts` (devices, versions) as results.json, atomically."""
 
     def close(self) -> None:
         """Closes the file of records."""
@@ -124,8 +116,6 @@ def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS
     A process that does not write the directory has its records in memory only. An incomplete last
     line of a killed run is dropped.
 
-    Args:
-      directory: Directory that this run has locked.
     Raises:
       WorkdirError: The file cannot be written, or holds damaged records.
     """
@@ -136,7 +126,6 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
     """Joins the records of all shards of a run, with their clocks added up.
 
     Args:
-      directory: Work directory of the shards.
       name: Name that the file of records has in a run without shards.
     Raises:
       WorkdirError: A file cannot be read, or holds damaged records.

@@ -77,11 +77,7 @@ def shards_in(directory: pathlib.Path, name: str) -> list[Shard]:
 
 
 def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
-    """Raises if a directory is divided into another number of shards.
-
-    Raises:
-      WorkdirError: The directory holds files of shards with another count.
-    """
+    """Raises if a directory is divided into another number of shards."""
     other_counts = {other.count for other in shards_in(directory, name)} - {shard.count}
     if other_counts:
         raise errors.WorkdirError(
@@ -102,11 +98,7 @@ def missing(directory: pathlib.Path, name: str, count: int) -> list[Shard]:
 
 
 def check_finished(directory: pathlib.Path, unfinished: Sequence[Shard]) -> None:
-    """Raises if any shards of a directory are unfinished.
-
-    Raises:
-      WorkdirError: Shards are unfinished; the message lists them.
-    """
+    """Raises if any shards of a directory are unfinished."""
     if unfinished:
         raise errors.WorkdirError(
             f"{directory}: not all shards have finished: {listed(unfinished)}: run each of these "

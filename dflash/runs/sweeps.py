@@ -65,11 +65,7 @@ class Runner(abc.ABC):
     def draw(
         self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
     ) -> None:
-        """Draws a heat map of every shown figure.
-
-        Raises:
-          OSError: A file cannot be written.
-        """
+        """Draws a heat map of every shown figure."""
         for metric in columns(self, rows.values()):
             draw(sweep, metric, rows, directory / f"{metric}.png")
 
@@ -80,7 +76,6 @@ class SweepOutcome:
 
     Attributes:
       rows: Values of the axes' keys and metrics of finished points, by name.
-      failed: Error messages of failed points, by name.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
@@ -99,8 +94,6 @@ def run(
     """Runs the unfinished points of a sweep; if one fails, the others still run.
 
     Args:
-      directory: Work directory; created if missing.
-      display: Display for one line per point.
       index: Index of the only point to run, from 0; None runs all.
     Returns:
       Finished points, including those of earlier runs, and failed points.
@@ -178,8 +171,6 @@ def add_rows(path: pathlib.Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
     Args:
       rows: Figures of each point, by its name; missing columns are added.
-    Raises:
-      OSError: The file cannot be written.
     """
     with files.waiting_lock(path.with_name(f".{path.name}.lock")):
         table = {line["name"]: line for line in read_rows(path)}
@@ -300,13 +291,9 @@ def draw(
 
     Args:
       metric: Key of a number in each row; a value of None leaves the cell blank.
-      rows: Figures of finished points, by name.
-      path: PNG file, replaced atomically.
     Returns:
       True if a file was written; False if there is nothing to draw, or if the map would be
       illegible, with too many panels or too long labels.
-    Raises:
-      OSError: The file cannot be written.
     """
     panels = panels_of(sweep, metric, rows)
     values = itertools.chain.from_iterable(line for panel in panels.values() for line in panel)

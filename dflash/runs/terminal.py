@@ -15,7 +15,6 @@ def table_lines(
     Columns that do not fit follow below, beside the key columns once more.
 
     Args:
-      rows: Heads and rows, all of the same length.
       keys: Number of leading columns that name a row; they are aligned left, all others right.
       width: Characters of a line; None for lines of any length.
     """

@@ -69,7 +69,6 @@ class Checkpoints:
 
         Args:
           directory: Directory for checkpoints only; damaged/ is created beside it.
-          keep_last: Number of checkpoints to keep, besides the best.
         Raises:
           WorkdirError: The directory cannot be read or created.
         """
@@ -119,7 +118,6 @@ class Checkpoints:
 
         Args:
           state: Training state; may be donated as soon as this method returns.
-          best: Step of the best checkpoint, which is kept; None if there is none.
         Raises:
           WorkdirError: This or an earlier checkpoint cannot be written.
         """
@@ -144,11 +142,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the last save is finished.
-
-        Raises:
-          WorkdirError: The checkpoint cannot be written.
-        """
+        """Waits until the last save is finished."""
         if self._in_flight is None:
             return
         with self._explained("written"):
@@ -207,11 +201,7 @@ class Checkpoints:
         self.close()
 
     def _try(self, step: int, like: TrainState) -> tuple[RestoredCheckpoint | None, str]:
-        """Returns a restored checkpoint, or None and its damage, equal on all processes.
-
-        Raises:
-          WorkdirError: The checkpoint cannot be read although it is not damaged.
-        """
+        """Returns a restored checkpoint, or None and its damage, equal on all processes."""
         path = self._directory / str(step)
         # Agree on damage first, since restoring is a collective operation of all processes.
         damage = next(filter(None, agreement.gather("damage", _find_damage(path))), None)

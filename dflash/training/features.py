@@ -44,8 +44,6 @@ class _Part:
     """Rows `begin` to `end` of a cache, stored in the batches that computed them.
 
     Attributes:
-      begin: Number of the first row.
-      end: Number after the last row.
       batch_size: Rows per batch; the last batch may extend beyond `end`.
       rows: Rows of a batch that each process has written, by process.
       sizes: Sizes of the files in bytes, by name.
@@ -105,11 +103,7 @@ class FeatureCache:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, number: int) -> Arrays:
-        """Returns the arrays of a row, without a row axis.
-
-        Raises:
-          InputError: A file is damaged.
-        """
+        """Returns the arrays of a row, without a row axis."""
         part = bisect.bisect_right(self._ends, number)
         process, row = self._parts[part].find(number)
         return {name: stored.row(row) for name, stored in self._files(part, process).items()}
@@ -124,12 +118,7 @@ class CachedBatches:
     """Batches of a mixture, with cached features."""
 
     def __init__(self, batches: Batches, mixture: Mixture, caches: Sequence[FeatureCache]):
-        """Starts at the current position of `batches`.
-
-        Args:
-          batches: Batches of the mixture, without features.
-          caches: Features of every corpus; see `open_cache`.
-        """
+        """Starts at the current position of `batches`."""
         self._batches, self._mixture, self._caches = batches, mixture, caches
         self._numbers = [_inverse(mixture.order(corpus, 0)) for corpus in range(len(caches))]
 

@@ -94,7 +94,6 @@ def _orthogonalized(x: jax.Array, epsilon: float) -> jax.Array:
 
     Args:
       x: Momentum, float32 [M, N].
-      epsilon: Added to its norm.
     """
     tall = x.shape[0] > x.shape[1]
     x = x / (jnp.linalg.norm(x) + epsilon)

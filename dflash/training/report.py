@@ -40,9 +40,7 @@ class TrainReport:
 
         Args:
           directory: Work directory; None disables all output.
-          first_step: Number of steps already done.
           evaluate_every: Steps between evaluations, whose time counts; 0 without any.
-          stderr: Stream for lines and bar; None is `sys.stderr`.
         Raises:
           WorkdirError: The directory cannot be written.
         """
@@ -93,11 +91,7 @@ class TrainReport:
             self._bar.update(self._task, metrics="evaluating")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Reports mean metrics of the steps since the last call.
-
-        Raises:
-          WorkdirError: The metrics cannot be written.
-        """
+        """Reports mean metrics of the steps since the last call."""
         since, then = self._mark
         now = time.perf_counter()
         self._mark = (step, now)
@@ -119,11 +113,7 @@ class TrainReport:
         self._write("train", step, {**metrics, "tokens_per_second": tokens_per_second})
 
     def evaluation(self, step: int, metrics: Metrics, seconds: float) -> None:
-        """Reports the results of an evaluation that took `seconds`.
-
-        Raises:
-          WorkdirError: The metrics cannot be written.
-        """
+        """Reports the results of an evaluation that took `seconds`."""
         self._evaluated, self._evaluation_s = step, seconds
         self.note(f"step {step} · held out: {describe(metrics)} · {seconds:.1f} s")
         self._write("evaluation", step, {**metrics, "seconds": seconds})

@@ -41,7 +41,6 @@ def make_train_step(
     The step donates the state.
 
     Args:
-      loss: Loss of one microbatch.
       schedule: Maps a step to its learning rate, for the metrics.
       dtype: Compute dtype; gradients and weights stay float32.
       accumulate_steps: Number of microbatches per batch, computed one after the other.
@@ -93,7 +92,6 @@ def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
 
     Args:
       batch: Arrays [rows of this process, …], in the order of `rows_of_process`.
-      rows: Rows of the batch over all processes.
     """
     own_rows = rows_of_process(sharding, rows)
 
@@ -121,9 +119,6 @@ def rows_by_process(sharding: Sharding, rows: int) -> dict[int, tuple[int, ...]]
 
     The devices of a mesh need not be in the order of processes, so the rows of a process need not
     be contiguous, and several processes may hold the same rows.
-
-    Returns:
-      Row indices by process.
     """
     row_sets: dict[int, set[int]] = {}
     layout = sharding.named((rows,), ("batch",))

@@ -196,11 +196,7 @@ class DrafterTask(Task):
 
 
 def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) -> Task:
-    """Builds the models of a run.
-
-    Raises:
-      UserError: The config does not fit the checkpoints.
-    """
+    """Builds the models of a run."""
     target_source = models.find_target(config.target, download=download)
 
     def build_target(dtype: str) -> Decoder:

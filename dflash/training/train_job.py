@@ -74,20 +74,12 @@ class TrainJob:
 
     @functools.cached_property
     def training_rows(self) -> Mixture:
-        """All training rows.
-
-        Raises:
-          InputError: The data are malformed.
-        """
+        """All training rows."""
         return self._open("train")
 
     @functools.cached_property
     def held_out_rows(self) -> Mixture:
-        """All validation rows.
-
-        Raises:
-          InputError: The data are malformed.
-        """
+        """All validation rows."""
         return self._open("validation")
 
     def _open(self, split: Split) -> Mixture:
@@ -144,11 +136,7 @@ class TrainJob:
 
     @functools.cached_property
     def held_out_prompts(self) -> dict[str, list[tuple[int, ...]]]:
-        """Token ids of the prompts for measuring mean acceptance length (τ), by data set.
-
-        Raises:
-          InputError: The prompt file is unusable.
-        """
+        """Token ids of the prompts for measuring mean acceptance length (τ), by data set."""
         config = self.config.evaluation
         if config.prompts_file is not None:
             source = PromptsConfig(file=config.prompts_file, chat=None)
@@ -191,7 +179,6 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     """Builds and checks everything that a run needs, except its weights.
 
     Args:
-      date: Date that chat templates print; None is today.
       dry: Prepare a plan only: use no device and download nothing.
     Raises:
       UserError: The config, data or checkpoints are unusable.

@@ -29,7 +29,6 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
     """Trains, from scratch or from the newest checkpoint in the directory.
 
     Args:
-      directory: Work directory, held by this run.
       drafting_test: Measures the mean acceptance length (τ); None skips the measurement.
     Raises:
       UserError: The data, weights or files are unusable, or training diverges.

@@ -97,7 +97,6 @@ class LoopConfig:
     """Length and cadence of a run, from the config's `train` and `evaluation` groups.
 
     Attributes:
-      rows: Rows per batch, over all processes.
       evaluate_every: Steps between two evaluations; 0 disables evaluation.
       goal: Metric that selects the best checkpoint. "loss" is minimized, all others are maximized.
       evaluation: Fingerprint of the evaluation settings and data. Scores are comparable only if
@@ -135,7 +134,6 @@ class TrainOutcome:
     """Result of a training run.
 
     Attributes:
-      state: State after the last finished step.
       best: {"goal", "evaluation", "step", "score"} of the best evaluation; None without any.
       exit_status: 0 for a complete run, else 128 + the number of the signal that stopped it.
       stalled: Early stopping ended the run before its last step.
@@ -271,11 +269,7 @@ class Trainer:
         self._report.step(self._step)
 
     def _check_oldest(self) -> None:
-        """Checks the metrics of the oldest pending step and adds them to the window.
-
-        Raises:
-          TrainingError: The loss or the gradient norm is non-finite.
-        """
+        """Checks the metrics of the oldest pending step and adds them to the window."""
         step, metrics, signals = self._pending.popleft()
         self._stop.record(signals)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}

@@ -56,18 +56,6 @@ def test_a_cell_says_what_happened():
     assert cell.identical_share == 1.0
 
 
-def test_the_speedup_with_prefill_counts_first_tokens_and_the_time_to_them():
-    """Outputs of other lengths, so that first tokens do not cancel."""
-    done = task_round(
-        "math", 0, {"none": ([[1] * 4, [1] * 2], 3.0), "dflash": (LENGTHS, 6.0)},
-        {"none": (0.0, 2.5), "dflash": (1.0, 4.0)},
-    )  # fmt: skip
-    cell = cells_of([done])["dflash"]
-    # 24 tokens and 2 first ones in 48 + 10 ms, against 6 and 2 in 18 + 10 ms.
-    assert cell.speedup_with_prefill == pytest.approx((26 / 58) / (8 / 28))
-    assert cell.speedup == pytest.approx((24 / 48) / (6 / 18))
-
-
 def test_the_baseline_is_its_own_measure():
     cell = cells_of(rounds(pairs=3))["none"]
     assert cell.tau == cell.speedup == 1.0

@@ -125,12 +125,7 @@ def alternatives_of(job: Job) -> list[Alternative]:
 
 
 def measure(engine: Engine, job: Job) -> Decoded:
-    """Decodes a job's prompts.
-
-    Args:
-      engine: Engine of the job's models, with compiled programs for its prompts.
-      job: Job with prompts and loaded weights.
-    """
+    """Decodes a job's prompts."""
     events = decode(engine, job.requests(job.prompts))
     done = {event.id: event for event in events if isinstance(event, RequestOutput)}
     lengths = (done[prompt.index].acceptance_lengths for prompt in job.prompts)
@@ -159,12 +154,6 @@ def read_all(
 
     Another reading of the drafter is measured on the texts that are decoded already. Other prompts
     are decoded.
-
-    Args:
-      engine: Engine that decoded the texts; see `compiled_engine`.
-      job: Job with loaded weights.
-      decoded: Result of `measure`.
-      tell: Called after each of them.
     """
     shapes = [one.shape for one in others if one.shape is not None]
     layers = {layer for shape in shapes for layer in getattr(shape, "target_layer_ids", None) or ()}
@@ -187,11 +176,7 @@ def read_all(
 def compiled_engine(
     job: Job, others: Sequence[Alternative], progress: Callable[[int, int], None]
 ) -> Engine:
-    """Returns an engine for a job's prompts, and for those of its alternatives.
-
-    Args:
-      progress: Called with the numbers of programs that are ready and of all.
-    """
+    """Returns an engine for a job's prompts, and for those of its alternatives."""
     more = (
         with_prompts(job, alternative).prompts
         for alternative in others

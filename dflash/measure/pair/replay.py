@@ -87,11 +87,7 @@ class _Step(NamedTuple):
 
 
 def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Texts:
-    """Returns the texts with the target's features.
-
-    Args:
-      texts: Texts, at least one.
-    """
+    """Returns the texts with the target's features."""
     longest = max(len(text.prompt) + len(text.answer) for text in texts)
     tokens = np.zeros((len(texts), -(-longest // _MULTIPLE) * _MULTIPLE), np.int32)
     for row, text in zip(tokens, texts, strict=True):
@@ -124,7 +120,6 @@ def cycles(
 
     Args:
       target: Target, whose embedding and output head the drafter may use.
-      texts: Texts with the features that the drafter needs.
       everywhere: Begin a cycle at every token of the answers, as if each committed only one.
       make_sampler: Hashable function that returns a sampler for the texts' tokens, int32 [B, L];
         None to draft greedily.

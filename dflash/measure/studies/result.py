@@ -15,13 +15,8 @@ class StudyResult:
     """Answer to a study's question.
 
     Attributes:
-      title: Question that the study answers.
       rows: Figures by column; all rows have the same columns, `warnings.KEY` among them.
-      lines: Lines of the plot.
-      x, y: Labels of the plot's axes.
-      log: Whether both axes are logarithmic.
       even: Height of no gain and no loss, such as a speed-up of 1; None if there is none.
-      notes: Sentences to show with the figures.
       narrow: Columns for a narrow terminal; empty selects all.
     """
 
@@ -76,7 +71,6 @@ class Step:
 
     Attributes:
       what: Description of what the study does next.
-      done: Completed fraction of the study.
       result: Result so far; None if it has not changed.
     """
 

@@ -168,7 +168,6 @@ def _verify_result(
     notes = [
         f"batch {config.decode.batch_size}; over_one_row compares with {counts[0]} row(s) at the "
         "same context",
-        f"the ridge of two-byte weights is at {machine.ridge_rows:.0f} rows in all",
         machine_note(machine),
     ]
     title, x = "Cost of verification by rows", "rows per sequence"
