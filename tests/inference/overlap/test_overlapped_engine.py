@@ -7,6 +7,7 @@ from flax import nnx
 from support import models
 from support.engines import (
     check_plain_outputs,
+    count_compilations,
     engine,
     expected,
     make_requests,
@@ -54,7 +55,10 @@ def test_a_drafter_that_is_the_target_foresees_every_outcome():
     drafter = Autoregressive(model, block_size=4)
     run = overlapped(drafter, fan_out=1, batch_size=2, sync_every=2)
     prompts, limits, stats = PROMPTS[:3], [9, 4, 7], []
-    events = decode(run, make_requests(prompts, limits), stats.append)
+    run.compile(map(len, prompts))
+    with count_compilations() as compilations:
+        events = list(decode(run, make_requests(prompts, limits), stats.append))
+    assert compilations == []
     done = {event.id: event for event in events if isinstance(event, RequestOutput)}
     assert [(done[i].output_ids, done[i].finish_reason) for i in range(3)] == expected(
         prompts, limits
