@@ -201,14 +201,11 @@ DATASETS: dict[str, str] = {
 
 # Commands that a sweep can run at each point: a `Runner` of dflash/runs/sweeps.py, and the schema
 # of its config.
-RUNS: Mapping[str, Entry] = {
+RUNS: dict[str, Entry] = {
     "decode": Entry("dflash.offline.decode_sweep:DecodePoints", "dflash.config.schema:DecodeRun"),
     "benchmark": Entry(
         "dflash.measure.benchmark_run:BenchmarkPoints",
         "dflash.config.benchmark_schema:BenchmarkRun",
-    ),
-    "distill": Entry(
-        "dflash.distillation.distill_sweep:DistillPoints", "dflash.config.distill_schema:DistillRun"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Runs a command of dflash with the generated data sets, in place of the shipped ones.
+"""Runs a command of dflash with the generated data sets, and with sweeps of distillations.
 
 python -m experiments.tiny_family train experiments/tiny_family/train/target.yml --workdir DIR
 """
@@ -10,6 +10,9 @@ from dflash.config import registry
 from experiments.tiny_family.datasets import DATASETS
 
 registry.DATASETS.update(DATASETS)
+registry.RUNS["distill"] = registry.Entry(
+    "experiments.tiny_family.distill_sweep:DistillPoints", "dflash.config.distill_schema:DistillRun"
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,11 +8,12 @@ from typing import Any
 from dflash.config.distill_schema import DistillRun
 from dflash.config.schema import PromptsConfig
 from dflash.config.sweep_points import Sweep
-from dflash.distillation import distill_plan, recipe_comparison, stages
+from dflash.distillation import distill_plan, stages
 from dflash.loading import job as decode_jobs
 from dflash.runs import dates, sweeps
 from dflash.runs.sweeps import Runner
 from dflash.storage import files
+from experiments.tiny_family import recipe_comparison
 
 TABLE, PLOT = "recipes.md", "tau_by_training_time.png"
 
