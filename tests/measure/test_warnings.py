@@ -151,7 +151,7 @@ def test_the_page_has_the_warnings():
     facts = {"acceptance": {"source": "measured"}}
     found, _, words = CASES["one prompt"]
     values = results.as_values([found], [], facts, complete=True)
-    text = report.render_page(values, notes=table.warning_lines([found]), plots={}, replays={})
+    text = report.render_page(values, notes=table.warning_lines([found]), pictures={}, replays={})
     assert text.count(words) == 2  # of its cell, and among the notes
 
 
