@@ -114,7 +114,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
             points_by_problem.setdefault(problem, []).append(name)
         points[name] = SweepPoint(name, values, config)
     if points_by_problem:
-        raise errors.ConfigError(*_attributed(points_by_problem, count))
+        raise errors.ConfigError(*attributed(points_by_problem, count))
     return Sweep(run, tuple(axis.keys for axis in axes), points)
 
 
@@ -267,7 +267,7 @@ def label(value: Any) -> str:
     return str(value)
 
 
-def _attributed(points_by_problem: Mapping[str, Sequence[str]], count: int) -> Iterator[str]:
+def attributed(points_by_problem: Mapping[str, Sequence[str]], count: int) -> Iterator[str]:
     """Yields each problem with its points, unless all points have it."""
     for problem, names in points_by_problem.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

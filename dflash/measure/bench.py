@@ -108,7 +108,10 @@ class Bench:
         self.jobs = {name: jobs.with_prompts(job, turns) for name, job in self.jobs.items()}
 
     def compile(self, progress=lambda ready, total: None) -> None:
-        """Builds all engines and compiles all their programs; see `Engine.compile`."""
+        """Builds all engines, compiles all their programs, and times cycles if a choice needs it.
+
+        See `Engine.compile` and `Engine.time_cycles`.
+        """
         lengths = [len(item.prompt.ids) for item in self.workload.items]
         self.engines = {name: self._engine(job) for name, job in self.jobs.items()}
         counts = {
@@ -122,17 +125,8 @@ class Bench:
                 lambda ready, _, before=before: progress(before + ready, total),
                 greedy=engine.is_greedy,
             )
-            before += counts[name]
-
-    @property
-    def must_time_cycles(self) -> bool:
-        """Returns whether `time_cycles` takes time."""
-        return any(engine.must_time_cycles for engine in self.engines.values())
-
-    def time_cycles(self) -> None:
-        """Measures cycles for the strategies that choose how many rows to verify."""
-        for engine in self.engines.values():
             engine.time_cycles()
+            before += counts[name]
 
     def _engine(self, job: jobs.Job) -> MeasuredEngine:
         if not self.workload.forced:

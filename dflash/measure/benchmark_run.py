@@ -137,9 +137,6 @@ def measure(
             bench.decode_later_turns()
     with display.compiling() as compiling:
         bench.compile(compiling)
-    if bench.must_time_cycles:
-        with display.status("timing cycles"):
-            bench.time_cycles()
     with display.status("warming up"):
         bench.warm_up()
     done: list[TaskRound] = []

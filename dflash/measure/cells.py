@@ -8,7 +8,6 @@ is the remainder of the cycle. Then
 """
 
 import dataclasses
-import functools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,10 +100,6 @@ class Cell:
     roofline_ms: float | None = None
     warnings: tuple[FigureWarning, ...] = ()
 
-    def has_warning(self, about: str) -> bool:
-        """Returns whether a warning concerns these figures; see `FigureWarning.about`."""
-        return warnings.concern(self.warnings, about)
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -146,13 +141,13 @@ def cells(rounds: Sequence[TaskRound], setting: Setting) -> list[Cell]:
 
 
 def setting_of(
-    bench: Bench, machine: Machine | None = None, about_run: tuple[FigureWarning, ...] = ()
+    bench: Bench, machine: Machine, about_run: tuple[FigureWarning, ...] = ()
 ) -> Setting:
     """Returns the properties of a benchmark that determine how its figures are judged."""
     config = bench.config
     coupled = config.decode.verify == "coupled" or not config.decode.temperature
 
-    def least_ms(machine: Machine, name: str, context: int) -> float:
+    def least_ms(name: str, context: int) -> float:
         return roofline.target_work(
             bench.target,
             batch=config.decode.batch_size,
@@ -168,7 +163,7 @@ def setting_of(
         slots=config.decode.batch_size,
         forced=bench.workload.forced,
         exact=config.dtype == "float32" and coupled and config.decode.kv_dtype == AUTO,
-        least_ms=machine and functools.partial(least_ms, machine),
+        least_ms=least_ms,
         warnings=about_run,
     )
 
@@ -186,10 +181,6 @@ class Average:
     correct_share: float | None
     share_of_ideal: float | None
     warnings: tuple[FigureWarning, ...] = ()
-
-    def has_warning(self, about: str) -> bool:
-        """Returns whether a warning concerns these figures; see `FigureWarning.about`."""
-        return warnings.concern(self.warnings, about)
 
 
 def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: str) -> list[Average]:

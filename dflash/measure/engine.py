@@ -36,8 +36,11 @@ class MeasuredEngine(Engine):
             config = dataclasses.replace(config, lookup=False)
         super().__init__(target, drafter, config, **options)
         self._target_alone: MeasuredEngine | None = None
+        # Returns the proposal in a state, which it leaves unchanged.
         self.add_program("propose", self._propose)
+        # Drafts sync_every times, each time from the previous draft.
         self.add_program("draft_alone", self._draft_alone)
+        # Runs one cycle; returns the state, the tokens, their number [B], and the proposal.
         self.add_program("show_cycle", self._show_cycle)
 
     @property
@@ -98,22 +101,6 @@ class MeasuredEngine(Engine):
         )
         return jax.block_until_ready(state)
 
-    def propose(self, state: DecodeState) -> Proposal:
-        """Returns the drafter's proposal in this state, and leaves the state unchanged."""
-        return self.run("propose", state)
-
-    def draft_alone(self, state: DecodeState) -> DecodeState:
-        """Drafts sync_every times, each time from the previous draft, and consumes `state`."""
-        return self.run("draft_alone", state)
-
-    def show_cycle(self, state: DecodeState):
-        """Runs one cycle and consumes `state`.
-
-        Returns:
-          The state, committed tokens [B, R], their number [B], and the proposal.
-        """
-        return self.run("show_cycle", state)
-
     def target_alone(self, proposal: Proposal) -> Engine:
         """Returns an engine of the same shapes whose drafter returns this proposal, at no cost.
 
@@ -132,11 +119,11 @@ class MeasuredEngine(Engine):
         return self._target_alone
 
     @property
-    def _own_rules(self) -> Rules:
+    def _cycle_rules(self) -> Rules:
         return self.rules.for_greedy() if self.is_greedy else self.rules
 
     def _draft(self, target, drafter, state: DecodeState, drafter_state, anchor):
-        sampler = self._own_rules.sampler(state)
+        sampler = self._cycle_rules.sampler(state)
         return drafter.draft(drafter_state, anchor, state.length - 1, sampler, target)
 
     def _propose(self, target, drafter, state):
@@ -156,7 +143,7 @@ class MeasuredEngine(Engine):
     def _show_cycle(self, target, drafter, state):
         proposal = self._propose(target, drafter, state)
         state, shown = cycle.cycle(
-            target, drafter, state, rules=self._own_rules, block_size=drafter.block_size
+            target, drafter, state, rules=self._cycle_rules, block_size=drafter.block_size
         )
         return state, shown.tokens, shown.count, proposal
 
@@ -212,7 +199,7 @@ class Probe:
         self.context_tokens = int(jnp.max(state.length)) - 1
         names = ("length", "limit", "anchor", "active", "stop_ids", "sampling")
         self._small = _copy({name: getattr(self._state, name) for name in names})
-        self._target_alone = engine.target_alone(engine.propose(self._state))
+        self._target_alone = engine.target_alone(engine.run("propose", self._state))
 
     @classmethod
     def behind(cls, engine: MeasuredEngine, context: Sequence[int]) -> "Probe":
@@ -228,7 +215,7 @@ class Probe:
         """Returns the milliseconds of a draft; 0 for a strategy that drafts nothing."""
         if self._engine.block_size == 1:
             return 0.0
-        seconds, state = seconds_of(self._engine.draft_alone, self._state)
+        seconds, state = seconds_of(self._engine.run, "draft_alone", self._state)
         self._restore(state)
         return 1e3 * seconds / self._engine.turns
 

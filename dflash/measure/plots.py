@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dflash.measure.cells import Cell
-from dflash.measure.warnings import COST, MARK, SPEEDUP
+from dflash.measure.warnings import COST, MARK, SPEEDUP, concern
 
 PARTS = {"draft": 0.0, "verify": 0.4, "rest": 0.75}  # How much each part of a cycle is lightened.
 _DPI = 120
@@ -29,7 +29,6 @@ _KNOWN = (
     "dflare",
 )
 _PLAIN = "none"
-
 
 INK, PAPER, GRAY, RED = "#1c2430", "#ffffff", "#bbbbbb", "#a03028"
 # Paul Tol's "bright" scheme, which color-blind readers can tell apart, and four of his "muted" one.
@@ -114,7 +113,7 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
         bars = axes.bar(places, [cell.speedup for cell in drawn], 0.92 * width, yerr=_reach(drawn),
                         label=strategy, color=color, ecolor=INK, capsize=3)  # fmt: skip
         for bar, cell, place in zip(bars, drawn, places, strict=True):
-            flagged = cell.has_warning(SPEEDUP)
+            flagged = concern(cell.warnings, SPEEDUP)
             height = f"{cell.speedup:.2f}×{MARK if flagged else ''}"
             # An annotation, because of ticks at the same place only one is drawn.
             axes.annotate(height, (place, 0), (0, -4), xycoords=("data", "axes fraction"),
@@ -122,7 +121,7 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
                           color=INK)  # fmt: skip
             if flagged:
                 bar.set(hatch=_HATCH, edgecolor=PAPER)
-            if cell.ideal_speedup and not cell.has_warning(COST):
+            if cell.ideal_speedup and not concern(cell.warnings, COST):
                 axes.scatter([place], [cell.ideal_speedup], marker="_", s=160, color=INK,
                              label=ideal_label, zorder=3)  # fmt: skip
                 ideal_label = None
@@ -133,7 +132,7 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
     axes.set_xlim(-0.6, len(tasks) - 0.4)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"speed-up over {baseline}")
-    hatched = any(cell.has_warning(SPEEDUP) for cell in cells)
+    hatched = any(concern(cell.warnings, SPEEDUP) for cell in cells)
     _finish(axes, "Speed-up by task", [note, _hatch_note(hatched)], below=True)
     return png(figure)
 
@@ -189,7 +188,7 @@ def costs(cells: Sequence[Cell]) -> bytes:
     shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
     figure, axes = _figure(8.0, 1.7 + 0.36 * len(shown))
     names = [f"{cell.task}, {cell.strategy}" for cell in shown]
-    trusted = [0.0 if cell.has_warning(COST) else 1.0 for cell in shown]
+    trusted = [0.0 if concern(cell.warnings, COST) else 1.0 for cell in shown]
     begin = np.zeros(len(shown))
     slots = strategy_slots(cell.strategy for cell in cells)
     base_colors = [color_of(slots.get(cell.strategy)) for cell in shown]
@@ -199,7 +198,7 @@ def costs(cells: Sequence[Cell]) -> bytes:
         axes.barh(names, widths, 0.7, left=begin, color=colors)
         begin += widths
     flagged = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
-                if cell.has_warning(COST)]  # fmt: skip
+                if concern(cell.warnings, COST)]  # fmt: skip
     if flagged:
         lengths, which = zip(*flagged, strict=True)
         axes.barh(which, lengths, 0.7, color=PAPER, edgecolor=GRAY, hatch=_HATCH,

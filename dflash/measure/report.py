@@ -66,7 +66,7 @@ def record(
     first = decoder.push([int(jax.device_get(state.anchor)[0])])
     frames = []
     while jax.device_get(state.active)[0]:
-        state, tokens, counts, proposal = engine.show_cycle(state)
+        state, tokens, counts, proposal = engine.run("show_cycle", state)
         tokens, counts, proposal = jax.device_get((tokens, counts, proposal))
         committed = tokens[0, : counts[0]].tolist()
         parents = None if proposal.parents is None else proposal.parents[0]

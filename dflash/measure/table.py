@@ -39,12 +39,14 @@ def lines(cells: Sequence[Cell], averages: Sequence[Average], *, wide: bool = Fa
 def _plain(name: str, digits: int = 2) -> Column:
     """Returns a column of numbers that no warning concerns; empty for means that lack it."""
     words = {"tau": "τ", "ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms", "tokens_per_second": "tok/s"}
-    return words[name], lambda row: _number(getattr(row, name), digits) if _has(row, name) else ""
+    return words[
+        name
+    ], lambda row: _number(getattr(row, name), digits) if hasattr(row, name) else ""
 
 
 def _part(name: str) -> Column:
     def show(cell: Cell | Average) -> str:
-        if not _has(cell, "cost_ms"):
+        if not hasattr(cell, "cost_ms"):
             return ""
         return _marked(_number(getattr(cell.cost_ms, name, None)), cell, COST)
 
@@ -52,11 +54,7 @@ def _part(name: str) -> Column:
 
 
 def _marked(text: str, row: Cell | Average, about: str) -> str:
-    return text + MARK if text != _NONE and row.has_warning(about) else text
-
-
-def _has(row: Cell | Average, name: str) -> bool:
-    return hasattr(row, name)
+    return text + MARK if text != _NONE and warnings.concern(row.warnings, about) else text
 
 
 def _speedup(row: Cell | Average) -> str:

@@ -133,10 +133,9 @@ class Display:
         with compilation_cache.count_hits() as hits:
             yield show
         if shown_total:
-            self._say(
-                f"{time.perf_counter() - start:.1f} s"
-                f"{result_text.from_cache(len(hits), shown_total)}\n"
-            )
+            cached = "all" if len(hits) >= shown_total else len(hits)
+            more = f", {cached} from the cache" if hits else ""
+            self._say(f"{time.perf_counter() - start:.1f} s{more}\n")
             self._status_open = False
 
     @contextlib.contextmanager

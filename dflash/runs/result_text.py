@@ -21,13 +21,6 @@ _CONTROL_PICTURES = {
 }
 
 
-def from_cache(hits: int, total: int) -> str:
-    """Returns ", n from the cache" for programs from the compilation cache, or nothing for 0."""
-    if not hits:
-        return ""
-    return f", {'all' if hits >= total else hits} from the cache"
-
-
 def quoted(prompt: str) -> list[str]:
     """Returns a prompt as lines that begin with ">"; a long prompt is truncated."""
     text = visible(prompt.strip()[:PROMPT_CHARACTERS])

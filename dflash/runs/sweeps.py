@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from dflash import errors
 from dflash.config import loader
-from dflash.config.sweep_points import Sweep, SweepPoint, label
+from dflash.config.sweep_points import Sweep, SweepPoint, attributed, label
 from dflash.runs import shards
 from dflash.runs.directory import another_config, check_config
 from dflash.runs.display import Display
@@ -231,12 +231,8 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[SweepPoint
         except errors.UserError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, []).append(point.name)
-    lines = []
-    for line, names in problems.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(line if len(names) == len(pending) > 1 else f"{line} [{names[0]}{more}]")
-    if lines:
-        raise errors.ConfigError(*lines)
+    if problems:
+        raise errors.ConfigError(*attributed(problems, max(len(pending), 2)))
 
 
 def _in_order(runner: Runner, points: Sequence[SweepPoint]) -> Iterator[SweepPoint]:

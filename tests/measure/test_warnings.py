@@ -125,8 +125,8 @@ def test_a_mean_has_the_warnings_of_its_tasks():
     done = trusted + flagged
     found = cells.cells(done, cells.Setting("none", BLOCKS, BLOCKS))
     average = cells.averages(found, done, baseline="none")[1]
-    assert average.has_warning(SPEEDUP)
-    assert not average.has_warning(COST)
+    assert warnings.concern(average.warnings, SPEEDUP)
+    assert not warnings.concern(average.warnings, COST)
     assert "1.50?" in table.lines([], [average])[1]
 
 

@@ -61,9 +61,6 @@ def _steps(
     bench.decode_later_turns()
     yield Step(f"compiling for {len(bench.jobs)} strategies", 0), ()
     bench.compile()
-    if bench.must_time_cycles:
-        yield Step("timing cycles", 0), ()
-        bench.time_cycles()
     yield Step("warming up", 0), ()
     bench.warm_up()
     total, rounds = bench.config.rounds * len(bench.workload.tasks), []

@@ -163,8 +163,8 @@ def _verify_result(
         rows.append(with_warnings(row, warnings.of_forward("verification", verify_ms, least)))
     lines = []
     for context in contexts:
-        own = [row for row in rows if row["context"] == context]
-        lines += _with_roofline(f"context {context}", own, "rows", "verify_ms")
+        context_rows = [row for row in rows if row["context"] == context]
+        lines += _with_roofline(f"context {context}", context_rows, "rows", "verify_ms")
     notes = [
         f"batch {config.decode.batch_size}; over_one_row compares with {counts[0]} row(s) at the "
         "same context",
@@ -217,13 +217,12 @@ def draft(config: BenchmarkRun) -> Iterator[Step]:
             return _draft_result(config, machine, list(rows))
 
         calls = {key: probe.draft_ms for key, probe in probes.items()}
-        names = functools.partial(_draft_name, context)
-        for step in in_turns(calls, config.study.repeats, names, result):
+
+        def describe(key: tuple[str, int], context=context) -> str:
+            return f"{key[0]} {key[1]}, context {context}"
+
+        for step in in_turns(calls, config.study.repeats, describe, result):
             yield step.within(place / len(contexts), 1 / len(contexts))
-
-
-def _draft_name(context: int, key: tuple[str, int]) -> str:
-    return f"{key[0]} {key[1]}, context {context}"
 
 
 def _draft_row(name: str, context: int, size: int, draft_ms: float, least: float) -> dict:
@@ -243,8 +242,8 @@ def _draft_row(name: str, context: int, size: int, draft_ms: float, least: float
 def _draft_result(config: BenchmarkRun, machine: Machine, rows: list[dict]) -> StudyResult:
     lines = []
     for name, context in dict.fromkeys((row["strategy"], row["context"]) for row in rows):
-        own = [row for row in rows if (row["strategy"], row["context"]) == (name, context)]
-        lines += _with_roofline(f"{name}, context {context}", own, "block_size", "draft_ms")
+        draft_rows = [row for row in rows if (row["strategy"], row["context"]) == (name, context)]
+        lines += _with_roofline(f"{name}, context {context}", draft_rows, "block_size", "draft_ms")
     notes = [f"batch {config.decode.batch_size}", machine_note(machine)]
     title, y = "Cost of a draft by block size", "milliseconds"
     return StudyResult(title, rows, lines, "block size", y, log=True, notes=notes)
