@@ -1,5 +1,6 @@
 """The sweep command on real models, small: loads, resumes, refusals, one point a host."""
 
+import csv
 import json
 import os
 import pathlib
@@ -12,7 +13,6 @@ import pytest
 from support.models import BYTE_TARGET
 
 from dflash import decode, sweep
-from dflash.runs import sweeps
 
 CONFIG = f"""
 target: {BYTE_TARGET}
@@ -50,7 +50,8 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def table():
-    return {row["name"]: row for row in sweeps.read_rows(pathlib.Path("w/sweep.csv"))}
+    with pathlib.Path("w/sweep.csv").open(newline="") as lines:
+        return {row["name"]: row for row in csv.DictReader(lines)}
 
 
 def output_ids(directory):

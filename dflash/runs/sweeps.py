@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -101,13 +102,16 @@ def run(
       ConfigError: The index is out of range, or a point is invalid; no point has run.
       WorkdirError: The directory cannot be used, or belongs to other configs.
     """
-    chosen = shard.of(_chosen(sweep, index))
+    points = list(sweep.points.values())
+    if index is not None and not 0 <= index < len(points):
+        raise errors.ConfigError(f"--index: {index}, but the points are 0 to {len(points) - 1}")
+    chosen = shard.of(points if index is None else [points[index]])
     rows = finished(sweep, directory)
     pending = [point for point in chosen if point.name not in rows]
     _check(runner, directory, pending)
     with files.explained(directory):
         files.make_private(directory)
-        add_rows(directory / TABLE, rows)
+        write_table(directory)
     skipped = len(chosen) - len(pending)
     if skipped:
         display.note(f"{skipped} of {len(chosen)} points are already finished")
@@ -121,23 +125,10 @@ def run(
             failed[point.name] = str(error).partition("\n")[0] or type(error).__name__
             display.note(f"{title}: failed: {failed[point.name]}")
             continue
-        rows[point.name] = _record(directory, point, _named(runner.metrics, metrics))
+        _record(directory, point, _named(runner.metrics, metrics))
         main = _named(runner.shown, metrics)
         display.note(f"{title}: {', '.join(f'{key} {shown(main[key])}' for key in main)}")
-    return SweepOutcome(_complete_table(sweep, directory), failed)
-
-
-def _complete_table(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Writes the finished points of all hosts to the table; returns those of this sweep.
-
-    Where files cannot be locked, another host may write a table without this one's points. So each
-    host reads the points again after it has written, and the last one writes them all.
-    """
-    rows = None
-    while rows != (rows := finished(sweep, directory)):
-        with files.explained(directory):
-            add_rows(directory / TABLE, rows)
-    return rows
+    return SweepOutcome(finished(sweep, directory), failed)
 
 
 def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -149,50 +140,52 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
     rows = {}
     for point in sweep.points.values():
         path = _directory(directory, point) / POINT
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            config_hash, metrics = content["config_hash"], content["metrics"]
-        except FileNotFoundError:
+        if not path.exists():
             continue
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise errors.WorkdirError(
-                f"{path}: damaged: delete it to run the point again"
-            ) from error
+        rows[point.name] = row = _read_row(path)
         # An earlier version may have computed another hash, so compare the configs themselves.
-        same = config_hash == loader.config_hash(point.config)
+        same = row["config_hash"] == loader.config_hash(point.config)
         if not same and not check_config(path.parent, point.config):
             raise another_config(path.parent)
-        rows[point.name] = {**point.values, **metrics, "config_hash": config_hash}
     return rows
 
 
-def add_rows(path: pathlib.Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Adds or replaces points in a table, atomically.
+def _read_row(path: pathlib.Path) -> dict[str, Any]:
+    """Returns values, metrics and config_hash of a finished point.
 
-    Args:
-      rows: Figures of each point, by its name; missing columns are added.
+    Raises:
+      WorkdirError: The file is damaged.
     """
-    with files.waiting_lock(path.with_name(f".{path.name}.lock")):
-        table = {line["name"]: line for line in read_rows(path)}
-        for name, row in rows.items():
-            table[name] = {"name": name, **{key: _cell(value) for key, value in row.items()}}
-        if not table:
-            return
-        columns = list(dict.fromkeys(key for line in table.values() for key in line))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        hashed = {"config_hash": content["config_hash"]}
+        return {**content["values"], **content["metrics"], **hashed}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise errors.WorkdirError(f"{path}: damaged: delete it to run the point again") from error
+
+
+def write_table(directory: pathlib.Path) -> None:
+    """Writes the finished points of all sweeps and hosts in a directory as a table.
+
+    Another host may finish a point and write its table meanwhile. So each host reads the points
+    again after it has written, and the last one writes them all.
+    """
+    rows: list[dict[str, Any]] = []
+    while rows != (rows := _all_rows(directory)):
+        columns = list(dict.fromkeys(key for row in rows for key in row))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(table.values())
-        if not path.exists() or path.read_text(encoding="utf-8") != text.getvalue():
-            files.write_whole(path, text.getvalue())
+        writer.writerows(rows)
+        files.write_whole(directory / TABLE, text.getvalue())
 
 
-def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """Returns the rows of a table, or an empty list if there is no file."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+def _all_rows(directory: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns all points of a directory as rows of the table; numbers in names sort by value."""
+    paths = {path.parent.name: path for path in directory.glob(f"{POINTS}/*/{POINT}")}
+    names = sorted(paths, key=lambda name: [x.zfill(9) for x in re.split(r"(\d+)", name)])
+    rows = ({"name": name, **_read_row(paths[name])} for name in names)
+    return [{key: _cell(value) for key, value in row.items()} for row in rows]
 
 
 def columns(runner: Runner, rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -211,15 +204,6 @@ def shown(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:.4g}" if isinstance(value, float) else label(value)
-
-
-def _chosen(sweep: Sweep, index: int | None) -> list[SweepPoint]:
-    points = list(sweep.points.values())
-    if index is None:
-        return points
-    if not 0 <= index < len(points):
-        raise errors.ConfigError(f"--index: {index}, but the points are 0 to {len(points) - 1}")
-    return [points[index]]
 
 
 def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[SweepPoint]) -> None:
@@ -243,17 +227,12 @@ def _in_order(runner: Runner, points: Sequence[SweepPoint]) -> Iterator[SweepPoi
         yield from group
 
 
-def _record(
-    directory: pathlib.Path, point: SweepPoint, metrics: Mapping[str, Any]
-) -> dict[str, Any]:
+def _record(directory: pathlib.Path, point: SweepPoint, metrics: Mapping[str, Any]) -> None:
     config_hash = loader.config_hash(point.config)
     content = {"config_hash": config_hash, "values": point.values, "metrics": metrics}
-    row = {**point.values, **metrics, "config_hash": config_hash}
     with files.explained(directory):
-        path = _directory(directory, point) / POINT
-        files.write_whole(path, files.to_json(content))
-        add_rows(directory / TABLE, {point.name: row})
-    return row
+        files.write_whole(_directory(directory, point) / POINT, files.to_json(content))
+        write_table(directory)
 
 
 def _directory(directory: pathlib.Path, point: SweepPoint) -> pathlib.Path:

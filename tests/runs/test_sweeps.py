@@ -2,7 +2,6 @@
 
 import csv
 import json
-import multiprocessing
 
 import pytest
 
@@ -12,6 +11,7 @@ from dflash.config import sweep_points as sweep_lib
 from dflash.runs import shards, sweeps
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
+from dflash.storage import files
 
 CONFIG = """
 base: [random_tiny_dflash.yml]
@@ -63,7 +63,8 @@ def run(sweep, directory, index=None, shard=shards.WHOLE, **options):
 
 
 def table(directory):
-    return {row["name"]: row for row in sweeps.read_rows(directory / sweeps.TABLE)}
+    with (directory / sweeps.TABLE).open(newline="") as lines:
+        return {row["name"]: row for row in csv.DictReader(lines)}
 
 
 def test_points_run_by_affinity_and_leave_one_table(load, tmp_path):
@@ -170,23 +171,6 @@ def test_a_point_of_an_earlier_version_counts_as_finished(load, tmp_path):
     assert run(sweep, tmp_path)[0] == []
 
 
-def _append(path, start):
-    for number in range(start, start + 10):
-        sweeps.add_rows(path, {f"p{number}": {"value": number}})
-
-
-def test_processes_that_share_a_table_lose_no_line(tmp_path):
-    path = tmp_path / "t.csv"
-    context = multiprocessing.get_context("spawn")
-    running = [context.Process(target=_append, args=(path, 10 * i)) for i in range(4)]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join(60)
-    assert [process.exitcode for process in running] == [0] * 4
-    assert {row["name"] for row in sweeps.read_rows(path)} == {f"p{i}" for i in range(40)}
-
-
 def test_shards_divide_the_points_and_the_last_has_the_whole_table(load, tmp_path):
     done = [run(load(), tmp_path, shard=Shard(index, 4)) for index in range(4)]
     assert sorted(len(order) for order, _ in done) == [1, 1, 2, 2]
@@ -196,36 +180,46 @@ def test_shards_divide_the_points_and_the_last_has_the_whole_table(load, tmp_pat
     ]
     _, whole = run(load(), tmp_path)
     assert done[3][1].rows == whole.rows
-    assert len(sweeps.read_rows(tmp_path / "sweep.csv")) == 6
+    assert len(table(tmp_path)) == 6
 
 
-def test_a_table_without_locks_loses_no_point(load, tmp_path, monkeypatch):
-    """Another run's table, written between this run's reading and writing, comes back."""
+def test_a_table_that_another_host_overtakes_loses_no_point(load, tmp_path, monkeypatch):
+    """Another host finishes a point between the last reading and writing of this one."""
     run(load(), tmp_path, shard=Shard(0, 2))
-    add, calls = sweeps.add_rows, []
+    points, write = tmp_path / sweeps.POINTS, files.write_whole
 
-    def overwritten(path, rows):
-        before = path.read_text() if path.exists() else ""
-        add(path, rows)
-        calls.append(path)
-        if len(calls) == 2:  # as by a run that had read the table before this one's point
-            path.write_text(before)
+    def overtaken(path, content):
+        done = sorted(points.glob(f"*/{sweeps.POINT}"))
+        if path.name == sweeps.TABLE and len(done) == 6:
+            (points / "late").mkdir()
+            (points / "late" / sweeps.POINT).write_bytes(done[0].read_bytes())
+        write(path, content)
 
-    monkeypatch.setattr(sweeps, "add_rows", overwritten)
+    monkeypatch.setattr(files, "write_whole", overtaken)
     run(load(), tmp_path, shard=Shard(1, 2))
-    assert len(sweeps.read_rows(tmp_path / "sweep.csv")) == 6
+    assert len(table(tmp_path)) == 7
 
 
-def test_columns_may_be_added_and_lines_replaced(tmp_path):
-    path = tmp_path / "t.csv"
-    sweeps.add_rows(path, {"a": {"x": 1, "text": 'with "quotes", commas\nand lines'}})
-    sweeps.add_rows(path, {"b": {"x": [1, 2], "y": True}})
-    sweeps.add_rows(path, {"a": {"x": 2}})
-    with path.open(newline="") as lines:
-        assert list(csv.DictReader(lines)) == [
-            {"name": "a", "x": "2", "text": "", "y": ""},
-            {"name": "b", "x": "[1, 2]", "text": "", "y": "true"},
-        ]
+def test_a_table_has_the_columns_of_all_points(tmp_path):
+    contents = {
+        "p10": {"values": {"x": 1, "text": 'with "quotes", commas\nand lines'}, "metrics": {}},
+        "p9": {"values": {"x": [1, 2]}, "metrics": {"y": True}},
+    }
+    for name, content in contents.items():
+        path = tmp_path / sweeps.POINTS / name / sweeps.POINT
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({**content, "config_hash": "h"}))
+    sweeps.write_table(tmp_path)
+    assert list(table(tmp_path).values()) == [
+        {"name": "p9", "x": "[1, 2]", "y": "true", "config_hash": "h", "text": ""},
+        {
+            "name": "p10",
+            "x": "1",
+            "y": "",
+            "config_hash": "h",
+            "text": 'with "quotes", commas\nand lines',
+        },
+    ]
 
 
 def test_results_are_kept_beside_the_point(load, tmp_path):
