@@ -38,7 +38,6 @@ class BenchmarkRun:
     strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
     tasks: tuple[str, ...] = ()  # Data sets; ignored if acceptance lengths are replayed.
     raw_dir: str | None = location("disk")  # Same as prompts.raw_dir.
-    split: Literal["train", "validation", "test"] = "test"  # Split of the tasks' data sets.
     prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)
     # Number of rounds; each decodes every prompt with every strategy.
     rounds: int = option(3, minimum=1, maximum=100_000)

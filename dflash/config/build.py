@@ -19,7 +19,6 @@ CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
 # Registries whose names are the usual keys of a mapping.
 _ENTRIES: Mapping[Path, Mapping[str, Any]] = {
     ("data", "mixture"): registry.DATASETS,
-    ("answers", "tasks"): registry.DATASETS,
     ("sharding_rules",): schema.SHARDING_RULES,
 }
 
@@ -42,18 +41,22 @@ def overriding_groups(run: type) -> list[tuple[str, str]]:
     return [(name, data["overrides_of"]) for name, data in fields if "overrides_of" in data]
 
 
-def build(tree: ConfigTree, run: type, *, complete: bool) -> tuple[Any, set[Path], list[str]]:
+def build(
+    tree: ConfigTree, run: type, *, complete: bool, earlier_run: bool = False
+) -> tuple[Any, set[Path], list[str]]:
     """Builds the dataclass `run` from `tree`.
 
     Args:
       tree: All layers, merged.
       run: Schema, a dataclass.
       complete: Every layer could be read. Otherwise missing keys are not reported.
+      earlier_run: Ignore removed keys without effect.
     Returns:
       The instance, with defaults in place of unusable values, or None if a required key is
       unusable; the paths of the unusable values; every problem, one line each.
     """
-    builder = _ConfigBuilder(tree, complete=complete, known=_known_keys(run, tree.content))
+    known = _known_keys(run, tree.content)
+    builder = _ConfigBuilder(tree, complete=complete, known=known, earlier_run=earlier_run)
     built = builder.group(run, tree.content, ())
     return (None if built is INVALID else built), builder.unusable, builder.problems
 

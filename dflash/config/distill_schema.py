@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 import typing
 from collections.abc import Mapping
-from typing import Literal
 
 from dflash.config import schema, train_schema
 from dflash.config.schema import location, option
@@ -36,7 +35,6 @@ class HeldOutConfig:
     # Block sizes and tree budgets (in drafts) to measure in addition to the `drafter` group's.
     block_sizes: tuple[int, ...] = option((), minimum=2, maximum=schema.MAX_BLOCK_SIZE)
     trees: tuple[int, ...] = option((), minimum=1, maximum=1024)
-    split: Literal["validation", "test"] = "test"
     prompts: int = option(40, minimum=1, maximum=schema.MAX_BATCH)  # Prompts per data set.
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
 
@@ -119,7 +117,7 @@ class DistillRun:
             task + variant: self._decode_run(
                 decode,
                 drafter,
-                schema.PromptsConfig(dataset=task, split=self.test.split, limit=self.test.prompts),
+                schema.PromptsConfig(dataset=task, limit=self.test.prompts),
             )
             for task in self.test.tasks
             for variant, drafter in variants.items()

@@ -30,6 +30,8 @@ def load(
     path: str | pathlib.Path | None,
     overrides: Sequence[str] = (),
     schema: type[Run] | tuple[type[Run], ...] = DecodeRun,
+    *,
+    earlier_run: bool = False,
 ) -> Run:
     """Loads a config.
 
@@ -39,6 +41,8 @@ def load(
       overrides: `key=value` arguments; keys are dotted, values are YAML. A string field takes the
         text as typed, and a list field takes a single value as a list of one.
       schema: Dataclass to fill. Of several, the one that shares most groups with the file.
+      earlier_run: The file is the resolved config of an earlier run, perhaps of an earlier version:
+        ignore removed keys that changed nothing of what it computed.
     Returns:
       An instance of the chosen schema.
     Raises:
@@ -58,7 +62,7 @@ def load(
             problems.append(f"{place}: {SWEEP}: only dflash sweep accepts this key")
     layers = [without_sweep(node) for node in files]
     arguments = [without_sweep(node) for node in command_line]
-    config, more = resolve(layers, [arguments], origin, schema)
+    config, more = resolve(layers, [arguments], origin, schema, earlier_run=earlier_run)
     problems += more
     if problems:
         raise errors.ConfigError(*problems)
@@ -70,6 +74,8 @@ def resolve(
     over: Sequence[Sequence[Node]],
     origin: str,
     schema: type[Run],
+    *,
+    earlier_run: bool = False,
 ) -> tuple[Run | None, list[str]]:
     """Builds a config from its layers.
 
@@ -78,6 +84,7 @@ def resolve(
       over: Layers on top of the files, such as the command line.
       origin: Name of the main file.
       schema: Dataclass to fill.
+      earlier_run: See `load`.
     Returns:
       An instance of `schema`, or None if none can be built; every problem, one line each.
     """
@@ -90,7 +97,9 @@ def resolve(
     for mapping, group in build.overriding_groups(schema):
         names = build.CHOICES[typing.get_type_hints(schema)[group]]
         inherited += merging.inherit(tree, mapping, group, names)
-    config, unusable, problems = build.build(tree, schema, complete=complete)
+    config, unusable, problems = build.build(
+        tree, schema, complete=complete, earlier_run=earlier_run
+    )
     problems = inherited + problems
     if config is not None and complete:
         problems += _crossed(config, tree, unusable)

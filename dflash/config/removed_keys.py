@@ -1,8 +1,11 @@
 """Keys and values of keys that earlier versions had, with what to use instead."""
 
+from collections.abc import Mapping
 from typing import Any
 
 PAGE = "docs/results/tried_and_removed.md"
+
+_TEST_ONLY = "data sets are measured on their split test"
 
 # What to use instead, by dotted key; empty if there is nothing. A group covers all keys below it.
 KEYS: dict[str, str] = {
@@ -13,10 +16,15 @@ KEYS: dict[str, str] = {
     "serve.role": "start one server",
     "serve.prefill": "start one server",
     "serve.prefill_s": "start one server",
+    "data.math_examples": "experiments/tiny_family of the repository generates its data set math",
+    "prompts.split": _TEST_ONLY,
+    "test.split": _TEST_ONLY,
+    "split": _TEST_ONLY,
 }
 # The same by "key=value", for a value of a key that remains.
 VALUES: dict[str, str] = {
     "drafter.overlap=pingpong": "use ssd or leave it out",
+    "sweep.run=distill": "use experiments/tiny_family of the repository",
     "study.name=batch": "use load",
     "study.name=block": "sweep drafter.block_size",
     "study.name=layers": "use configs/sweeps/drafter_shape.yml",
@@ -24,6 +32,26 @@ VALUES: dict[str, str] = {
     "study.name=survival": "use experiments/acceptance of the repository",
     "study.name=trees": "use experiments/acceptance of the repository",
 }
+# Values with which a run means the same without the key; None if it does with every value.
+_WITHOUT_EFFECT: Mapping[str, tuple | None] = {
+    "forecast.acceptance": (None,),
+    "answers.tasks": ({},),
+    "drafter.divide_rows": None,
+    "mesh.drafter": (None, 1),
+    "data.math_examples": None,
+    "prompts.split": ("test",),
+    "test.split": ("test",),
+    "split": ("test",),
+}
+
+
+def is_without_effect(path: tuple[str, ...], value: Any) -> bool:
+    """Returns whether the config of an earlier run means the same without a removed key."""
+    key = ".".join(_declared(path))
+    if key not in _WITHOUT_EFFECT:
+        return False
+    values = _WITHOUT_EFFECT[key]
+    return values is None or value in values
 
 
 def notice(path: tuple[str, ...], value: Any = None) -> str | None:

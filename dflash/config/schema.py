@@ -271,7 +271,6 @@ class PromptsConfig:
     dataset: str | None = None  # Name of a data set, such as math or gsm8k.
     # Files of published data sets; None: ~/.cache/dflash/datasets/raw.
     raw_dir: str | None = location("disk")
-    split: Literal["train", "validation", "test"] = "test"  # Split of the data set.
     limit: int | None = option(None, minimum=1)  # Prompts of the data set; None: all.
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.config import loader, merging, registry, strict_yaml
+from dflash.config import loader, merging, registry, removed_keys, strict_yaml
 from dflash.config.strict_yaml import Malformed, Node
 
 MAX_POINTS = 10_000
@@ -143,8 +143,9 @@ def _read_blocks(
                 groups[key].update(_lists(entry, f"{loader.SWEEP}.{key}", problems))
     name = "a mapping" if isinstance(run.value, dict) else str(merging.text_of(run))
     if name not in registry.RUNS:
-        near = registry.suggest(name, registry.RUNS)
-        problems.append(f"{run.source}: {loader.SWEEP}.run: unknown run {name!r}{near}")
+        unknown = f"unknown run {name!r}{registry.suggest(name, registry.RUNS)}"
+        message = removed_keys.notice((loader.SWEEP, "run"), name) or unknown
+        problems.append(f"{run.source}: {loader.SWEEP}.run: {message}")
     product, zipped = groups["product"], groups["zip"]
     if not product and not zipped and not problems:
         problems.append(f"{origin}: {loader.SWEEP}: required: keys and their values, below product")

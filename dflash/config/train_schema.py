@@ -36,7 +36,6 @@ class DataConfig:
     tfds: TfdsConfig = dataclasses.field(default_factory=TfdsConfig)  # The data set tfds.
     # Percentage of jsonl and tfds for each of validation and test.
     held_out_percent: float = option(1.0, minimum=0.0, maximum=40.0)
-    math_examples: int = option(100_000, minimum=1)  # Number of training examples of math.
     # Tokens per row; longer conversations are truncated.
     length: int = option(1024, minimum=2, maximum=schema.MAX_TOKENS)
     seed: int = option(0, minimum=0, maximum=2**31 - 1)  # Seed of the order of rows.

@@ -87,16 +87,25 @@ class Builder:
     # Names that choose the schema of a group, by the class that a run declares for the group.
     choices: Mapping[type, Collection[str]] = {}
 
-    def __init__(self, tree: ConfigTree, *, complete: bool, known: Iterable[Path] = ()):
+    def __init__(
+        self,
+        tree: ConfigTree,
+        *,
+        complete: bool,
+        known: Iterable[Path] = (),
+        earlier_run: bool = False,
+    ):
         """Starts without problems.
 
         Args:
           tree: All layers, merged.
           complete: Every layer could be read. Otherwise missing keys are not reported.
           known: Paths of all keys, for suggestions in messages.
+          earlier_run: Ignore removed keys without effect.
         """
         self.tree = tree
         self.complete = complete
+        self.earlier_run = earlier_run
         self.unusable: set[Path] = set()
         self.problems: list[str] = []
         self.known = list(known)
@@ -115,7 +124,7 @@ class Builder:
         # Keys may be known to a schema that is named in an unreadable file; do not report them.
         judged = self.complete or declared not in self.choices or "name" in content
         for key in content:
-            if judged and key not in kinds:
+            if judged and key not in kinds and not self._ignores((*path, key), content[key]):
                 self._unknown((*path, key), kinds)
         values = {}
         usable = True
@@ -214,6 +223,10 @@ class Builder:
         )
         self._report(path, message, node.source)
         return INVALID
+
+    def _ignores(self, path: Path, content: Any) -> bool:
+        value = content.value if isinstance(content, Node) else dict(content)
+        return self.earlier_run and removed_keys.is_without_effect(path, value)
 
     def _unknown(self, path: Path, siblings: Iterable[str]) -> None:
         """Reports an unknown key and suggests one of the same name elsewhere, or a similar one."""

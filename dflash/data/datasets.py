@@ -14,7 +14,7 @@ from dflash.config import registry
 from dflash.config.train_schema import DataConfig
 from dflash.data import answers, files
 from dflash.data.dataset import Dataset
-from dflash.data.example import SPLITS, Example, Split
+from dflash.data.example import Example, Split
 from dflash.text import jsonl
 
 HELD_OUT = pathlib.Path(__file__).parents[1] / "assets" / "prompts"
@@ -115,19 +115,15 @@ def find_all(config: DataConfig) -> dict[str, Dataset]:
 
 
 def task_examples(
-    name: str, split: Split = "test", limit: int | None = None, *, raw_dir: str | None = None
+    name: str, limit: int | None = None, *, raw_dir: str | None = None
 ) -> list[Example]:
-    """Returns examples for measuring a model, always the same ones; stores nothing.
+    """Returns test examples for measuring a model, always the same ones; stores nothing.
 
     Args:
-      split: Split of the data set, one of `SPLITS`.
       limit: Maximum number of examples; None for all.
       raw_dir: Directory of the raw files of published sets; see `raw`.
     Raises:
       ConfigError: The data set does not exist.
       InputError: The file of a published set is unusable, or missing and cannot be downloaded.
-      ValueError: The split does not exist.
     """
-    if split not in SPLITS:
-        raise ValueError(f"no split {split!r}, only {', '.join(SPLITS)}")
-    return find(name, DataConfig(raw_dir=raw_dir)).sample(split, limit)
+    return find(name, DataConfig(raw_dir=raw_dir)).sample("test", limit)

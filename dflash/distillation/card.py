@@ -134,7 +134,7 @@ def _results(config: DistillRun, figures: DistillationFigures) -> Iterator[str]:
     decode, devices = config.test.decode, next(iter(figures.test.values()))["devices"]
     sampling = f"temperature {decode.temperature:g}" if decode.temperature else "greedy"
     yield (
-        f"{config.test.prompts} prompts of each data set's {config.test.split} split, at most "
+        f"{config.test.prompts} prompts of each data set's test split, at most "
         f"{decode.max_new_tokens} tokens, {sampling}, {decode.batch_size} at a time, "
         f"{config.train.dtype}, on {len(devices)} × {devices[0]}. τ is the mean number of tokens "
         "per forward pass of the target; the speed-up is over the same loop without drafting."

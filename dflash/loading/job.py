@@ -365,9 +365,7 @@ def find_examples(config: PromptsConfig) -> list[Example]:
     """
     if config.dataset is None:
         return []
-    return datasets.task_examples(
-        config.dataset, config.split, config.limit, raw_dir=config.raw_dir
-    )
+    return datasets.task_examples(config.dataset, config.limit, raw_dir=config.raw_dir)
 
 
 def _find_drafter(

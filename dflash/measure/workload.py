@@ -257,12 +257,7 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
     tasks: dict[str, tuple[Item, ...]] = {}
     begin = 0
     for name in config.tasks:
-        source = PromptsConfig(
-            dataset=name,
-            split=config.split,
-            limit=config.prompts_per_task,
-            raw_dir=config.raw_dir,
-        )
+        source = PromptsConfig(dataset=name, limit=config.prompts_per_task, raw_dir=config.raw_dir)
         prompts = jobs.read_prompts(job, source, stdin=sys.stdin)
         examples = jobs.find_examples(source)
         graders = jobs.find_graders(source, examples) or [None] * len(prompts)

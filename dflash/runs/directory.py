@@ -168,7 +168,7 @@ def _read_config(path: pathlib.Path, schema: type) -> Any:
       WorkdirError: The file does not fit the current schema, or is not a config.
     """
     try:
-        return loader.load(path, schema=schema)
+        return loader.load(path, schema=schema, earlier_run=True)
     except errors.ConfigError as error:
         more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
         raise errors.WorkdirError(

@@ -95,7 +95,7 @@ def read_prompts(
     elif config.file:
         name, entries = config.file, jsonl.entries(config.file)
     elif config.dataset:
-        name = f"{config.dataset}/{config.split}"
+        name = f"{config.dataset}/test"
         entries = _conversation_entries(name, conversations, later_turns)
     else:
         name, entries = "stdin", _stdin_entries(stdin)

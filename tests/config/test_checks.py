@@ -148,7 +148,7 @@ def test_a_misfit_is_one_line(load, overrides, expected):
         "target.checkpoint=somewhere target.architecture=null decode.stop_ids=[64]",
         "prompts.file=b",
         "prompts.text=a",
-        "prompts.dataset=math prompts.split=train prompts.limit=3",
+        "prompts.dataset=math prompts.limit=3",
     ],
 )
 def test_what_fits_is_accepted(load, overrides):

@@ -111,16 +111,14 @@ def test_two_processes_encode_the_data_once_and_need_no_tensorflow(tmp_path):
 
 def test_tasks_are_samples_of_held_out_data():
     for name in ("math", "code", "chat"):
-        sample = datasets.task_examples(name, "test", 5)
+        sample = datasets.task_examples(name, 5)
         assert len(sample) == 5
-        assert sample == datasets.task_examples(name, "test")[:5]
+        assert sample == datasets.task_examples(name)[:5]
         assert all(one.prompt[-1]["role"] == "user" and one.response for one in sample)
         assert len(datasets.task_examples(name)) == 240
-        assert datasets.task_examples(name, "train") == []
+        assert datasets.find(name, DataConfig()).sample("train") == []
     with pytest.raises(errors.ConfigError, match="unknown data set 'mth'; did you mean 'math'"):
         datasets.task_examples("mth")
-    with pytest.raises(ValueError, match="no split 'dev'"):
-        datasets.task_examples("math", "dev")
 
 
 def mixed_prompts(config, tokenizer, directory, limit=12):
@@ -137,7 +135,7 @@ def test_mixed_prompts_are_shared_out(tmp_path):
 
     found = mixed(5)
     assert {name: len(prompts) for name, prompts in found.items()} == {"math": 3, "chat": 2}
-    asked = [example.prompt for example in datasets.task_examples("math", "test", 3)]
+    asked = [example.prompt for example in datasets.task_examples("math", 3)]
     assert found["math"] == [tuple(tokenizer.encode_chat(messages)) for messages in asked]
     assert {len(some) for some in mixed(1).values()} == {0, 1}
 

@@ -20,7 +20,7 @@ def test_prompts_of_a_data_set():
     config = loader.load(f"configs/{CONFIG}", settings)
     found = job.prepare(config, stdin=io.StringIO(), dry=True).prompts
     assert [prompt.source for prompt in found] == [f"math/test[{index}]" for index in range(3)]
-    asked = [example.opening for example in datasets.task_examples("math", "test", 3)]
+    asked = [example.opening for example in datasets.task_examples("math", 3)]
     assert [prompt.messages for prompt in found] == asked
     assert all(prompt.ids for prompt in found)
 
@@ -75,7 +75,7 @@ def test_an_output_that_was_cut_off_must_mark_its_answer():
     settings = ["prompts.text=[]", "prompts.dataset=math", "prompts.limit=1"]
     config = loader.load(f"configs/{CONFIG}", settings)
     prepared = job.prepare(config, stdin=io.StringIO(), dry=True)
-    (example,) = datasets.task_examples("math", "test", 1)
+    (example,) = datasets.task_examples("math", 1)
     answer = answers.find(example.response)
 
     def grade(text, finish_reason):

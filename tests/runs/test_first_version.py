@@ -11,6 +11,7 @@ import shutil
 
 import pytest
 
+from dflash import errors
 from dflash.config import benchmark_schema, loader, schema, train_schema
 from dflash.config import sweep_points as sweep_lib
 from dflash.drafters.ngram_config import NgramConfig
@@ -81,6 +82,19 @@ def test_a_sweep_has_its_points_finished(directory):
     assert (directory / "sweep" / sweeps.TABLE).read_text() == before
     for name, point in sweep.points.items():
         assert check_config(directory / "sweep" / sweeps.POINTS / name, point.config)
+
+
+@pytest.mark.parametrize("value", ["test", "train"])
+def test_a_removed_key_is_ignored_where_it_changed_nothing(directory, value):
+    config = loader.load(directory / "decode.yml")
+    file = directory / "decode" / CONFIG
+    assert "split: test" in file.read_text()
+    file.write_text(file.read_text().replace("split: test", f"split: {value}"))
+    if value == "test":
+        assert check_config(file.parent, config)
+    else:
+        with pytest.raises(errors.WorkdirError, match=r"prompts\.split: was removed; "):
+            check_config(file.parent, config)
 
 
 def test_the_hash_of_a_config_stays():

@@ -176,7 +176,7 @@ def test_a_sample_is_from_all_over_and_in_order(tmp_path):
         return [int(text.partition("\n")[0]) for text in first_prompts_of(limit)]
 
     def first_prompts_of(limit):
-        found = datasets.task_examples("gsm8k", "test", limit, raw_dir=str(tmp_path))
+        found = datasets.task_examples("gsm8k", limit, raw_dir=str(tmp_path))
         return [example.opening[0]["content"] for example in found]
 
     few = sample(5)
@@ -187,9 +187,9 @@ def test_a_sample_is_from_all_over_and_in_order(tmp_path):
 
 
 def test_nothing_can_be_trained_on(raw_dir):
-    for split in ("train", "validation"):
-        assert datasets.task_examples("gsm8k", split, raw_dir=str(raw_dir)) == []
     dataset = datasets.find("gsm8k", DataConfig(raw_dir=str(raw_dir)))
+    for split in ("train", "validation"):
+        assert dataset.sample(split) == []
     with pytest.raises(errors.InputError, match="data set gsm8k: no examples in its split train"):
         encoding.open_corpus(dataset, "train", ByteTokenizer(), raw_dir / "stored")
 
