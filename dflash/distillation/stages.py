@@ -84,11 +84,11 @@ class Distillation:
         """Decodes the unfinished prompts of a run, and returns its results."""
         job = decode_jobs.prepare(run, stdin=io.StringIO(), date=self.date)
         first = jax.process_index() == 0
-        with decoding.open_records(self.path / name, run, self.date) as kept:
+        with decoding.open_records(self.path / name, run, self.date) as store:
             total = sum(len(prompt.indices) for prompt in job.prompts)
-            progress = _Progress(name, total, len(kept.drafted.completed()))
+            progress = _Progress(name, total, len(store.drafted.completed()))
             display = progress if first else Display.silent()
-            return decoding.run(job, kept, display, load=load)
+            return decoding.run(job, store, display, load=load)
 
     def read(self, name: str) -> dict[str, Any]:
         """Returns the content of the last file of an earlier stage."""

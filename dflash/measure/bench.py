@@ -288,8 +288,6 @@ def prepare(
     Args:
       target: Loaded target to share; None builds one.
       dry: Prepare a plan only: use no device and download no checkpoint.
-    Raises:
-      UserError: The config, a checkpoint or an input is unusable.
     """
     prepared = prepare_models(config, target, dry=dry)
     work = workloads.read(config, prepared[BASELINE.name])

@@ -47,9 +47,6 @@ def plan(config: BenchmarkRun) -> list[str]:
 
     Forced acceptance lengths are read and checked. Data sets are not read, since that could
     download them.
-
-    Raises:
-      UserError: The config, a checkpoint or an input is unusable.
     """
     decodes = config.study is None or config.study.name in studies.DECODING
     if config.forced and decodes:
@@ -83,8 +80,6 @@ def run(
     Returns:
       The content of results.json, or of study.json; of the shard's results.json if other shards
       have not finished.
-    Raises:
-      UserError: The config, a checkpoint, an input or the directory is unusable.
     """
     if shard is not None and config.study is not None:
         raise errors.ConfigError("--shard: studies cannot be divided; remove it or study.name")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from dflash.config.schema import AUTO
 
-KEPT = 0.95  # Fraction of the mean acceptance length that a shorter block must keep.
+LEAST_TAU = 0.95  # Fraction of the mean acceptance length that a shorter block must keep.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BlockAcceptance:
     def enough(self) -> int:
         """Returns the smallest block size that keeps most of the mean acceptance length."""
         sizes = range(1, self.block_size + 1)
-        least = KEPT * self.tau(self.block_size)
+        least = LEAST_TAU * self.tau(self.block_size)
         return next(size for size in sizes if self.tau(size) >= least)
 
 

@@ -58,7 +58,7 @@ def parse(text: str | None, environment: Mapping[str, str]) -> Shard | None:
     if text is None:
         return None
     if text == AUTO:
-        return _told(environment)
+        return _from_environment(environment)
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match:
         raise errors.ConfigError(f"--shard: expected i/n, such as 0/8, or {AUTO}, got {text!r}")
@@ -112,7 +112,7 @@ def listed(shards: Sequence[Shard], limit: int = 8) -> str:
     return shown if len(shards) <= limit else f"{shown} and {len(shards) - limit} more"
 
 
-def _told(environment: Mapping[str, str]) -> Shard:
+def _from_environment(environment: Mapping[str, str]) -> Shard:
     for index, count, first in (
         ("JOB_COMPLETION_INDEX", "JOB_COMPLETION_COUNT", None),
         ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),

@@ -12,7 +12,6 @@ the files of all processes.
 import bisect
 import dataclasses
 import functools
-import hashlib
 import io
 import itertools
 import json
@@ -120,7 +119,8 @@ class CachedBatches:
     def __init__(self, batches: Batches, mixture: Mixture, caches: Sequence[FeatureCache]):
         """Starts at the current position of `batches`."""
         self._batches, self._mixture, self._caches = batches, mixture, caches
-        self._numbers = [_inverse(mixture.order(corpus, 0)) for corpus in range(len(caches))]
+        # The inverse of each corpus's order: the position of a row in the first pass.
+        self._numbers = [np.argsort(mixture.order(corpus, 0)) for corpus in range(len(caches))]
 
     def __next__(self) -> Arrays:
         places = self._batches.draw()
@@ -138,12 +138,6 @@ class CachedBatches:
     def state(self) -> dict[str, Any]:
         """Returns the position of the next batch, as JSON values."""
         return self._batches.state()
-
-
-def cache_key(*content: Any) -> str:
-    """Returns a hash of JSON values on which cached features depend, as 12 hex digits."""
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def fingerprint(directory: pathlib.Path) -> list[tuple[str, int, int]]:
@@ -337,12 +331,6 @@ def _load(file: pathlib.Path, size: int) -> tuple[str, _StoredArray]:
 def _damaged(file: pathlib.Path) -> errors.InputError:
     cache = file.parent.parent
     return errors.InputError(f"{file}: damaged; delete {cache} to compute it again")
-
-
-def _inverse(order: np.ndarray) -> np.ndarray:
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(len(order))
-    return inverse
 
 
 def _part_path(directory: pathlib.Path, number: int) -> pathlib.Path:

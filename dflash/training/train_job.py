@@ -21,7 +21,7 @@ from dflash.config.train_schema import TrainRun
 from dflash.data import datasets, mixture, store
 from dflash.data.batches import Batches
 from dflash.data.dataset import Dataset
-from dflash.data.example import Split
+from dflash.data.example import Example, Split
 from dflash.data.mixture import Mixture
 from dflash.loading import models
 from dflash.parallel import agreement
@@ -180,8 +180,6 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
 
     Args:
       dry: Prepare a plan only: use no device and download nothing.
-    Raises:
-      UserError: The config, data or checkpoints are unusable.
     """
     mesh = dataclasses.asdict(config.mesh)
     placed = shardings.make_sharding(mesh, config.sharding_rules, abstract=dry)
@@ -251,27 +249,21 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Prompt]:
     """Returns up to `count` prompts from all over a split, always the same ones."""
-    if not dataset.takes_long:
-        return _find_sample(dataset, split, count)
     name = f"{dataset.name}-{dataset.variant}-{dataset.version}-{split}-{count}.json"
     path = directory / "prompts" / name
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))
-    sample = _find_sample(dataset, split, count)
-    with contextlib.suppress(OSError):  # the directory may be read-only
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, json.dumps(sample))
+    if dataset.takes_long:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(path.read_text(encoding="utf-8"))
+    sample = [_as_prompt(example) for example in dataset.sample(split, count)]
+    if dataset.takes_long:
+        with contextlib.suppress(OSError):  # the directory may be read-only
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write_whole(path, json.dumps(sample))
     return sample
 
 
-def _find_sample(dataset: Dataset, split: Split, count: int) -> list[Prompt]:
-    return [
-        {"prompt_ids": example.prompt_ids}
-        if example.prompt_ids
-        else {
-            "messages": example.prompt,
-            "variables": example.variables,
-            "place": example.place or f"data set {example.task}",
-        }
-        for example in dataset.sample(split, count)
-    ]
+def _as_prompt(example: Example) -> Prompt:
+    if example.prompt_ids:
+        return {"prompt_ids": example.prompt_ids}
+    place = example.place or f"data set {example.task}"
+    return {"messages": example.prompt, "variables": example.variables, "place": place}

@@ -183,7 +183,7 @@ def _cache_key(job: TrainJob, corpus: int) -> str:
     source = job.task.target_source
     weights = features.fingerprint(source.directory) if source.directory else source.seed
     rows = job.training_rows
-    return features.cache_key(
+    content = [
         loader.non_defaults(job.config.target),
         rows.corpora[corpus].corpus.fingerprint,
         rows.length,
@@ -192,7 +192,8 @@ def _cache_key(job: TrainJob, corpus: int) -> str:
         job.task.working.feature_layers,
         job.config.loss.uses_target_hidden,
         weights,
-    )
+    ]
+    return loader.digest(content)
 
 
 def _local_rows(array: jax.Array) -> np.ndarray:

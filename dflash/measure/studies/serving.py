@@ -28,6 +28,7 @@ from dflash.text.prompts import Prompt
 
 AT_A_TIME = (1, 2, 4, 8, 16, 32, 64)
 RATES = (0.5, 0.8)  # Fractions of the requests per second that plain decoding has reached.
+_SHOWN = ("drafter", "at_a_time", "rate", "tokens_per_second", "ttft_p50_ms", "tpot_p50_ms", "tau")
 _QUEUE = 4096  # Long enough that the server rejects no request.
 
 
@@ -196,13 +197,5 @@ def _result(rows: Sequence[dict]) -> StudyResult:
             "at_a_time: number of concurrent requests; rate: mean number of requests per second, "
             "sent at random times",
         ],
-        narrow=(
-            "drafter",
-            "at_a_time",
-            "rate",
-            "tokens_per_second",
-            "ttft_p50_ms",
-            "tpot_p50_ms",
-            "tau",
-        ),
+        narrow=_SHOWN,
     )
