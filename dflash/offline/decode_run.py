@@ -302,8 +302,6 @@ def report(
         facts["shard"] = str(job.shard)
     records.drafted.write_results(summary, **facts)
     display.results(summary, result_text.event_rows(facts))
-    if cycle_ms:
-        display.block_sizes(cycle_ms, summary.block_size_histogram)
     if records.baseline is not None:
         display.comparison(done, plain, summary, comparison)
         for line in _advice(job, summary, comparison.speed_up):

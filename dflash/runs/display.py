@@ -214,19 +214,6 @@ class Display:
         self._fresh_line()
         self._say("".join(f"{line}\n" for line in ("", *lines)))
 
-    def block_sizes(self, cycle_ms: Mapping[str, float], chosen: Mapping[str, int]) -> None:
-        """Shows the cycle time of each block size, and how often it was chosen, on stderr.
-
-        Args:
-          cycle_ms: Cycle time by block size, in ms; "~4" are 4 rows per slot on average.
-          chosen: Number of cycles by the rows that a sequence verified in them.
-        """
-        rows = [
-            (size, result_text.number(milliseconds), str(chosen.get(size, 0)))
-            for size, milliseconds in cycle_ms.items()
-        ]
-        self.table([("block size", "ms per cycle", "cycles"), *rows], keys=0)
-
     def close(self) -> None:
         """Ends the current line, so that later output starts on a new one."""
         self._fresh_line()

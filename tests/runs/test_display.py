@@ -369,14 +369,6 @@ def test_comparison():
     ]
 
 
-def test_block_sizes():
-    shown, stdout, stderr = make_display()
-    shown.block_sizes({"1": 2.5, "8": 4.256}, {"8": 12})
-    assert stdout.getvalue() == ""
-    rows = [line.split() for line in stderr.getvalue().splitlines()[2:]]
-    assert rows == [["1", "2.50", "0"], ["8", "4.26", "12"]]
-
-
 def test_results_of_nothing():
     shown, _, stderr = make_display()
     shown.results(outputs.summarize([], block_size=4))

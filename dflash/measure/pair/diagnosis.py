@@ -106,7 +106,12 @@ def prepare(job: Job) -> Job:
         prompts = dataclasses.replace(prompts, text=PROMPTS, chat=None)
     drafter = config.drafter.as_chain()
     config = dataclasses.replace(config, decode=decoding, prompts=prompts, drafter=drafter)
-    return _at_once(_with_prompts(job.with_drafter(config)))
+    job = _with_prompts(job.with_drafter(config))
+    # Slots for all prompts at once, a multiple of the config's slots.
+    slots = config.decode.batch_size
+    batch = -(-len(job.prompts) // slots) * slots
+    decoding = dataclasses.replace(decoding, batch_size=batch)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, decode=decoding))
 
 
 def alternatives_of(job: Job) -> list[Alternative]:
@@ -147,7 +152,7 @@ def read_all(
     engine: Engine,
     job: Job,
     decoded: Decoded,
-    others: Sequence[Alternative],
+    choices: Sequence[Alternative],
     tell: Callable[[Reading], None] = lambda reading: None,
 ) -> list[Reading]:
     """Measures a job under each alternative, and calls `tell` with each reading.
@@ -155,31 +160,31 @@ def read_all(
     Another reading of the drafter is measured on the texts that are decoded already. Other prompts
     are decoded.
     """
-    shapes = [one.shape for one in others if one.shape is not None]
+    shapes = [choice.shape for choice in choices if choice.shape is not None]
     layers = {layer for shape in shapes for layer in getattr(shape, "target_layer_ids", None) or ()}
     texts = None
     readings = []
-    for alternative in others:
+    for alternative in choices:
         if alternative.shape is None:
-            found = measure(engine, with_prompts(job, alternative)).acceptance
+            acceptance = measure(engine, with_prompts(job, alternative)).acceptance
         else:
             texts = texts or replay.compute(
                 job.target, decoded.texts, [*layers, *job.drafter.feature_layers]
             )
             drafter = read_as(job.drafter, alternative)
-            found = Acceptance(replay.cycles(drafter, job.target, texts).counts)
-        readings.append(Reading(alternative, found))
+            acceptance = Acceptance(replay.cycles(drafter, job.target, texts).counts)
+        readings.append(Reading(alternative, acceptance))
         tell(readings[-1])
     return readings
 
 
 def compiled_engine(
-    job: Job, others: Sequence[Alternative], progress: Callable[[int, int], None]
+    job: Job, choices: Sequence[Alternative], progress: Callable[[int, int], None]
 ) -> Engine:
     """Returns an engine for a job's prompts, and for those of its alternatives."""
     more = (
         with_prompts(job, alternative).prompts
-        for alternative in others
+        for alternative in choices
         if alternative.shape is None
     )
     prompts = [*job.prompts, *itertools.chain(*more)]
@@ -201,22 +206,14 @@ def read_as(drafter: Drafter, alternative: Alternative) -> Drafter:
     return other
 
 
-def suspicious(found: Acceptance, readings: Sequence[Reading]) -> Reading | None:
+def suspicious(acceptance: Acceptance, readings: Sequence[Reading]) -> Reading | None:
     """Returns the reading that accepts most, if it accepts clearly more than the file's own."""
     best = max(readings, key=lambda reading: reading.acceptance.tau, default=None)
     if best is None:
         return None
-    gain, drafts = best.acceptance.tau - found.tau, best.acceptance.tau - 1
-    clear = gain >= _AT_LEAST and drafts >= _CLEARLY * (found.tau - 1)
+    gain, drafts = best.acceptance.tau - acceptance.tau, best.acceptance.tau - 1
+    clear = gain >= _AT_LEAST and drafts >= _CLEARLY * (acceptance.tau - 1)
     return best if clear else None
-
-
-def _at_once(job: Job) -> Job:
-    """Returns the job with slots for all of its prompts, a multiple of the config's slots."""
-    slots = job.config.decode.batch_size
-    batch = -(-len(job.prompts) // slots) * slots
-    decoding = dataclasses.replace(job.config.decode, batch_size=batch)
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, decode=decoding))
 
 
 def _with_prompts(job: Job) -> Job:

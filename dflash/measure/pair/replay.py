@@ -171,9 +171,9 @@ def _run(
         return state, steps, Cycles(committed, left, proposal.confidence)
 
     def advance(step: _Step) -> _Step:
-        state, steps, found = cycle(step.state, step.anchor)
+        state, steps, result = cycle(step.state, step.anchor)
         recorded = jax.tree.map(
-            lambda all, one: all.at[:, step.number].set(one), step.cycles, found
+            lambda rows, row: rows.at[:, step.number].set(row), step.cycles, result
         )
         return _Step(state, step.anchor + steps, step.number + 1, recorded)
 

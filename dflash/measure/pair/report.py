@@ -32,27 +32,27 @@ def facts(job: Job) -> Iterator[str]:
     yield _row("dtype", job.config.dtype)
 
 
-def acceptance_lines(job: Job, found: Acceptance) -> Iterator[str]:
+def acceptance_lines(job: Job, acceptance: Acceptance) -> Iterator[str]:
     """Yields a table of the share of cycles that accept each draft position."""
     positions = min(job.drafter.longest_path - 1, _MAX_POSITIONS)
     tokens = job.config.decode.max_new_tokens
-    yield f"acceptance over {found.cycles.total()} cycles, up to {tokens} tokens per prompt"
+    yield f"acceptance over {acceptance.cycles.total()} cycles, up to {tokens} tokens per prompt"
     yield _shares("draft position", range(1, positions + 1), "d")
-    yield _shares("accepted", found.survival(positions), ".2f")
+    yield _shares("accepted", acceptance.survival(positions), ".2f")
     if hasattr(getattr(job.drafter, "shape", None), "views"):
         yield _shares("usual", _usual(positions), ".2f")
         yield "  usual: mean of nine data sets, Qwen3-4B with its published DFlash drafter"
-    yield f"  τ {found.tau:.2f}"
+    yield f"  τ {acceptance.tau:.2f}"
 
 
-def reading_line(reading: Reading, found: Acceptance) -> str:
+def reading_line(reading: Reading, acceptance: Acceptance) -> str:
     """Returns the line of one alternative, beside the acceptance of the files' own reading."""
     alternative, tau = reading.alternative, reading.acceptance.tau
     change = f"{alternative.field} = {alternative.change}"
-    return f"  {change:<58} τ {tau:.2f}  ({tau - found.tau:+.2f})"
+    return f"  {change:<58} τ {tau:.2f}  ({tau - acceptance.tau:+.2f})"
 
 
-def verdict(job: Job, found: Acceptance, suspect: Reading | None) -> list[str]:
+def verdict(job: Job, acceptance: Acceptance, suspect: Reading | None) -> list[str]:
     """Returns what to do about the pair."""
     if suspect is not None:
         alternative = suspect.alternative
@@ -61,9 +61,9 @@ def verdict(job: Job, found: Acceptance, suspect: Reading | None) -> list[str]:
             place = f"{job.drafter_source.directory}/config.json"
         return [
             f"suspicious: {alternative.field}. With {alternative.change}, τ is "
-            f"{suspect.acceptance.tau:.2f} instead of {found.tau:.2f}; set it in {place}"
+            f"{suspect.acceptance.tau:.2f} instead of {acceptance.tau:.2f}; set it in {place}"
         ]
-    first = found.survival(1)[0]
+    first = acceptance.survival(1)[0]
     if first < _LOW:
         return [
             f"low acceptance ({first:.0%} of first drafts), and no single field explains it: check "
