@@ -81,8 +81,6 @@ def check(reference: str, *, weights: bool) -> None:
     Args:
       reference: Reference as for `resolve`, or `random`, which passes.
       weights: Require complete weights, not only a config.json.
-    Raises:
-      CheckpointError: The reference, config.json or the layout is unusable.
     """
     if reference == schema.RANDOM:
         return
@@ -95,11 +93,7 @@ def check(reference: str, *, weights: bool) -> None:
 
 
 def stored_tensors(directory: pathlib.Path) -> "dict[str, StoredTensor]":
-    """Returns the tensors of a checkpoint that is no native one, by name, without reading any.
-
-    Raises:
-      CheckpointError: A file is missing or damaged.
-    """
+    """Returns the tensors of a checkpoint that is no native one, by name, without reading any."""
     # Imported late, since --help does not need safetensors.
     from dflash.checkpoints import safetensors_header
     from dflash.checkpoints.gguf import hf_tensors
@@ -110,11 +104,7 @@ def stored_tensors(directory: pathlib.Path) -> "dict[str, StoredTensor]":
 
 
 def layout(directory: pathlib.Path) -> Layout:
-    """Detects the layout of a checkpoint directory.
-
-    Raises:
-      CheckpointError: The directory has neither layout.
-    """
+    """Detects the layout of a checkpoint directory."""
     if any((directory / name).exists() for name in _WEIGHT_FILES):
         return "hf"
     if (directory / "params").is_dir():
@@ -125,11 +115,7 @@ def layout(directory: pathlib.Path) -> Layout:
 
 
 def read_config(directory: pathlib.Path) -> dict[str, Any]:
-    """Reads a checkpoint's config.json.
-
-    Raises:
-      CheckpointError: The file is missing or malformed, or its quantization is not supported.
-    """
+    """Reads a checkpoint's config.json."""
     path = directory / files.CONFIG
     if not path.exists():
         description = foreign.describe(directory)
@@ -143,11 +129,7 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: pathlib.Path) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of generation_config.json, else config.json, else none.
-
-    Raises:
-      CheckpointError: A file is malformed, or the ids are not integers.
-    """
+    """Returns the end-of-sequence ids of generation_config.json, else config.json, else none."""
     generation = directory / "generation_config.json"
     for path in (generation, directory / files.CONFIG):
         if path == generation and not path.exists():
@@ -162,9 +144,6 @@ def load(module: "nnx.Module", directory: pathlib.Path) -> None:
     """Fills the abstract parameters of `module` from either layout.
 
     Every parameter is created with its declared sharding and dtype.
-
-    Raises:
-      CheckpointError: The checkpoint is missing, damaged, or belongs to another model.
     """
     _io(layout(directory)).load(module, directory)
 
@@ -181,7 +160,6 @@ def save_hf(
     """Writes a checkpoint directory in the Hugging Face layout, atomically.
 
     Args:
-      module: Module whose parameters hold arrays.
       directory: New or empty directory.
       config: Content of config.json; its dtype field is set to the stored dtype.
       dtype: Dtype of the stored tensors; None keeps each parameter's own.
@@ -239,11 +217,7 @@ def save_maxtext(
 
 
 def stored_dtype(directory: pathlib.Path) -> "jnp.dtype":
-    """Returns the narrowest dtype that holds every stored weight exactly.
-
-    Raises:
-      CheckpointError: The checkpoint cannot be read, or a tensor is not floating-point.
-    """
+    """Returns the narrowest dtype that holds every stored weight exactly."""
     return narrowest(_io(layout(directory)).stored_dtypes(directory))
 
 

@@ -35,11 +35,7 @@ Item = TypeVar("Item")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-      CheckpointError: The file is missing, unreadable, or holds something else.
-    """
+    """Reads a JSON object."""
     try:
         content = json.loads(encoding.decode(read_regular(path)))
     except FileNotFoundError as error:
@@ -172,12 +168,9 @@ def check_names(
 
     Args:
       stored: Names of the stored tensors, without those to ignore.
-      expected: Names of the tensors of the model.
       listing: File or tree that lists the stored tensors, for messages.
       misfit: What a difference means, for messages; such as `MISFIT`.
       file_of: Function from a stored name to its file; None if it is the listing.
-    Raises:
-      CheckpointError: Tensors are missing or unexpected.
     """
     if missing := set(expected).difference(stored):
         raise errors.CheckpointError(

@@ -46,7 +46,6 @@ def find_naming(
     """Returns the naming that a tree follows.
 
     Args:
-      module: Model whose parameters are named.
       flat: Arrays of the tree by dotted path.
       lora_alpha: Numerator of the scale of LoRA parameters; the denominator is their rank.
     Raises:

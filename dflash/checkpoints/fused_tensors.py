@@ -42,8 +42,6 @@ def split(
       expected: Shapes of the tensors that a module reads, by name. One that is not stored may be
         part of a tensor "….qkv_proj.weight", "….gate_up_proj.weight", "….experts.gate_up_proj" or
         "….experts.down_proj".
-    Raises:
-      CheckpointError: A fused tensor has another shape than its projections together.
     """
     parts: dict[str, list[_Part]] = {}
     for name in sorted(expected.keys() - tensors.keys()):

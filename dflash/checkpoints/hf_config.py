@@ -50,7 +50,6 @@ def read_fields(
         ignored, and a null field counts as missing. An alias is read if the field itself is absent.
       schema: Dataclass whose fields have types, and bounds and aliases that `option` declares.
       group: Name of the mapping in the file; empty for the file itself.
-      file: Name of the file in messages.
     Raises:
       CheckpointError: A field without a default is missing, or a value has another type or is out
         of bounds; one line for each.
@@ -97,11 +96,7 @@ def added_fields(schema: type, base: type) -> list[str]:
 
 
 def read_group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the mapping `config[name]`, or an empty one if it is missing or null.
-
-    Raises:
-      CheckpointError: The value is not a mapping.
-    """
+    """Returns the mapping `config[name]`, or an empty one if it is missing or null."""
     group = config.get(name)
     if group is None:
         return {}
@@ -113,11 +108,7 @@ def read_group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def check_only(config: Mapping[str, Any], name: str, supported: Any) -> None:
-    """Checks a field whose default is the only supported value.
-
-    Raises:
-      CheckpointError: The field has another value.
-    """
+    """Checks a field whose default is the only supported value."""
     value = config.get(name)
     if value is None or (type(value) is type(supported) and value == supported):
         return
@@ -132,10 +123,7 @@ def read_architecture(
     """Reads an architecture from config.json.
 
     Args:
-      config: Contents of config.json.
       schema: Dataclass of the architecture: `TargetArchitecture`, or the subclass of a family.
-    Raises:
-      CheckpointError: A field is missing or invalid, or selects an unsupported option.
     """
     for name, supported in schema.HF_FIXED:
         check_only(config, name, supported)
@@ -194,11 +182,7 @@ def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
 
 
 def read_eos_token_ids(config: Mapping[str, Any], *, file: str = FILE) -> tuple[int, ...] | None:
-    """Returns the end-of-sequence ids of a JSON config; None if it has none.
-
-    Raises:
-      CheckpointError: The field is neither an id nor a list of ids.
-    """
+    """Returns the end-of-sequence ids of a JSON config; None if it has none."""
     fields = {"eos_token_id": _listed(config)}
     return _read_one(fields, "eos_token_id", file=file)
 
@@ -214,11 +198,7 @@ def _defaults(schema: type) -> dict[str, Any]:
 
 
 def read_classes(config: Mapping[str, Any], *, file: str = FILE) -> tuple[str, ...]:
-    """Returns the class names under `architectures`, usually one.
-
-    Raises:
-      CheckpointError: The field is not a list of names.
-    """
+    """Returns the class names under `architectures`, usually one."""
     return read_fields(config, _Classes, file=file).architectures
 
 

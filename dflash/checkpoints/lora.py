@@ -60,7 +60,6 @@ class Adapter:
     """Adapter of a model.
 
     Attributes:
-      directory: Directory that it was read from.
       updates: Updates by the name of the base model's tensor, such as "….q_proj.weight".
     """
 
@@ -69,11 +68,7 @@ class Adapter:
 
 
 def check(reference: str) -> None:
-    """Checks an adapter as far as possible without network access and without its weights.
-
-    Raises:
-      CheckpointError: The adapter is missing, damaged, or of an unsupported kind.
-    """
+    """Checks an adapter as far as possible without network access and without its weights."""
     checkpoint.check_reference(reference)
     if not checkpoint.is_remote(reference):
         directory = checkpoint.resolve(reference)
@@ -82,11 +77,7 @@ def check(reference: str) -> None:
 
 
 def read(reference: str) -> Adapter:
-    """Reads an adapter; see `checkpoint.resolve` for references.
-
-    Raises:
-      CheckpointError: The adapter is missing, damaged, or of an unsupported kind.
-    """
+    """Reads an adapter; see `checkpoint.resolve` for references."""
     directory = checkpoint.resolve(reference)
     config, pairs = _read_config(directory), _headers(directory)
     return Adapter(directory, dict(_updates(directory, config, pairs)))

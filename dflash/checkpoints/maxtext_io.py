@@ -40,10 +40,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     """Fills the abstract parameters of a target from the tree, one array at a time.
 
     Args:
-      module: Abstract target.
       directory: Directory items/.
-    Raises:
-      CheckpointError: The tree is damaged, or does not fit the target.
     """
     directory = directory.absolute()
     stored = orbax_io.read_tree_shapes(directory)
@@ -75,14 +72,8 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
 def save(module: nnx.Module, directory: pathlib.Path, *, scan_layers: bool = True) -> int:
     """Writes a target to 0/items in `directory`.
 
-    Args:
-      module: Target with weights.
-      directory: Existing directory.
-      scan_layers: Stack the layers.
     Returns:
       Number of arrays written.
-    Raises:
-      CheckpointError: MaxText's form of this family is not known.
     """
     leaves = dict(parameters.named_parameters(module))
     arrays: dict[str, Any] = {}

@@ -31,11 +31,7 @@ _GROUP_BYTES = 64 * 2**20
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
-    """Fills the abstract arrays of `module`, each with its declared sharding and dtype.
-
-    Raises:
-      CheckpointError: Files are missing or damaged, or the tensors do not fit the module.
-    """
+    """Fills the abstract arrays of `module`, each with its declared sharding and dtype."""
     leaves = dict(parameters.named_arrays(module))
     expected = parameters.readable(module)
     _check(read_shapes(directory), expected, directory)
@@ -53,11 +49,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
 
 
 def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of every stored parameter, by dotted path, without reading any.
-
-    Raises:
-      CheckpointError: The metadata of the checkpoint is missing or damaged.
-    """
+    """Returns shape and dtype of every stored parameter, by dotted path, without reading any."""
     return read_tree_shapes((directory / PARAMS).absolute())
 
 
@@ -77,11 +69,7 @@ def read_tree_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Returns the dtypes of the stored weights, without those of buffers.
-
-    Raises:
-      CheckpointError: The metadata of the checkpoint is missing or damaged.
-    """
+    """Returns the dtypes of the stored weights, without those of buffers."""
     dtypes = {np.dtype(leaf.dtype) for leaf in read_shapes(directory).values()}
     return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
 
@@ -116,11 +104,7 @@ def save_tree(values: dict[str, Any], directory: pathlib.Path) -> None:
 
 
 def _check(stored, expected, directory) -> None:
-    """Checks the stored tensors against the module's parameters.
-
-    Raises:
-      CheckpointError: Tensors are missing, unexpected, or of another shape.
-    """
+    """Checks the stored tensors against the module's parameters."""
     params = directory / PARAMS
     files.check_names(stored, expected, params, files.MISFIT)
     for path, abstract in expected.items():
@@ -150,10 +134,7 @@ def restore(
 
     Args:
       checkpointer: Checkpointer with a `PyTreeCheckpointHandler`.
-      directory: Directory of the tree.
       abstract: Arrays to read, abstract and with shardings, by dotted path.
-    Raises:
-      CheckpointError: An array cannot be read.
     """
     tree = traverse_util.unflatten_dict(abstract, sep=".")
     args = ocp.args.PyTreeRestore(

@@ -84,11 +84,7 @@ def source_of(directory: pathlib.Path) -> pathlib.Path:
 
 
 def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """Describes every tensor of a checkpoint, by name, without reading any.
-
-    Raises:
-      CheckpointError: A file is missing, truncated or corrupt, or contradicts the index.
-    """
+    """Describes every tensor of a checkpoint, by name, without reading any."""
     index = source_of(directory)
     if index.name == WEIGHTS:
         return {tensor.name: tensor for tensor in read_file(index)}

@@ -56,8 +56,6 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
         `checkpoint_copies`. Parameters whose path ends in ".kernel" are stored transposed. Buffers
         are filled, too.
       directory: Directory with model.safetensors, or with several files and an index.
-    Raises:
-      CheckpointError: A file is missing or damaged, or the tensors do not fit the module.
     """
     load_tensors(module, read_headers(directory), source_of(directory))
 
@@ -68,11 +66,8 @@ def load_tensors(
     """Fills the abstract parameters of `module`; see `load`.
 
     Args:
-      module: Module as for `load`.
       tensors: Every stored tensor, by the name that the module gives it.
       listing: File that lists the tensors, for messages.
-    Raises:
-      CheckpointError: The tensors do not fit the module.
     """
     leaves = dict(parameters.named_arrays(module))
     expected = parameters.readable(module)
@@ -100,11 +95,7 @@ def load_tensors(
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Returns the dtypes of the stored weights, without those of buffers.
-
-    Raises:
-      CheckpointError: The checkpoint cannot be read, or a weight is not floating-point.
-    """
+    """Returns the dtypes of the stored weights, without those of buffers."""
     tensors = read_headers(directory).values()
     weights = [
         tensor
@@ -125,7 +116,6 @@ def save(
 
     Args:
       module: Module with `checkpoint_name(path)`, whose parameters and buffers hold arrays.
-      directory: Existing directory.
       dtype: Dtype of the stored weights; None keeps each parameter's own.
       max_shard_bytes: Size limit of a file; larger models are split into several, with an index.
     Returns:
@@ -152,11 +142,7 @@ def _shape(named_pieces: Sequence[tuple[str, TensorPiece]]) -> tuple[int, ...]:
 
 
 def _check(tensors, expected, names, module, listing) -> None:
-    """Checks the stored tensors against the module's parameters, by `tensor_map.by_tensor`.
-
-    Raises:
-      CheckpointError: Tensors are missing, unexpected, or of another shape or dtype.
-    """
+    """Checks the stored tensors against the module's parameters, by `tensor_map.by_tensor`."""
     stored = {name for name in tensors if name in names or not _ignored(name, module)}
     files.check_names(stored, names, listing, files.MISFIT, file_of=lambda name: tensors[name].file)
     for name, named_pieces in names.items():

@@ -55,7 +55,6 @@ class TensorPiece:
     """Rows of a stored tensor that are contiguous in a parameter, too.
 
     Attributes:
-      name: Name of the tensor.
       shape: Shape of the whole tensor.
       first: First row of the piece within the tensor.
       count: Number of rows; None for a tensor without dimensions.
@@ -84,7 +83,6 @@ def pieces(source: Source, path: str, shape: tuple[int, ...]) -> list[TensorPiec
     Args:
       source: Result of `checkpoint_name` for the parameter.
       path: Dotted path of the parameter; files transpose kernels and their scales.
-      shape: Shape of the parameter.
     Raises:
       ValueError: The source does not fill this shape exactly.
     """
@@ -132,7 +130,6 @@ def by_tensor(
     """Returns the pieces of every stored tensor of a module, each with its parameter's path.
 
     Args:
-      module: Module with `checkpoint_name(path)`.
       shapes: Path and shape of each parameter and buffer of the module.
     Raises:
       ValueError: The pieces do not cover each row of a tensor exactly once.

@@ -12,12 +12,6 @@ def check_same(target: pathlib.Path, drafter: pathlib.Path) -> None:
 
     Vocabularies of equal size may still differ. The target would then reject nearly all drafts,
     with no other sign of the cause. Ids that only one tokenizer has are not compared.
-
-    Args:
-      target: Directory of the target's checkpoint.
-      drafter: Directory of the drafter's checkpoint.
-    Raises:
-      CheckpointError: An id stands for different tokens.
     """
     paths = [directory / TOKENIZER_JSON for directory in (target, drafter)]
     if target == drafter or not all(file.exists() for file in paths):

@@ -51,11 +51,7 @@ class _Weights:
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
-    """Returns the format of quantized weights in config.json; None if none are quantized.
-
-    Raises:
-      CheckpointError: The format is not supported, or a field is missing or unusable.
-    """
+    """Returns the format of quantized weights in config.json; None if none are quantized."""
     text = config.get("text_config")  # Multimodal models have their language model in here.
     declaration = foreign.quantization(config)
     if declaration is None and isinstance(text, Mapping):

@@ -68,11 +68,7 @@ class Corpus:
         return len(self.offsets) - 1
 
     def document(self, index: int) -> np.ndarray:
-        """Returns a document with its supervision bits, uint32 [length].
-
-        Raises:
-          InputError: The file cannot be read, or its content differs from what was written.
-        """
+        """Returns a document with its supervision bits, uint32 [length]."""
         try:
             document = self.tokens[self.offsets[index] : self.offsets[index + 1]]
         except OSError as error:
@@ -121,7 +117,6 @@ def open_stored(path: pathlib.Path, name: str, fingerprint: str) -> Corpus:
     """Opens a stored corpus and reads its index.
 
     Args:
-      path: Directory of this corpus.
       fingerprint: Hash of everything that the contents depend on.
     Raises:
       InputError: A file is missing or damaged. Damage within a document is only detected when the

@@ -49,10 +49,6 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 
     Questions and answers are encoded separately, so that training sees the token ids that decoding
     reads and writes; see `supervision`.
-
-    Raises:
-      InputError: The tokenizer has no chat template, or the template does not fit the messages. The
-        message begins with the place of the example.
     """
     if example.output_ids:
         prompt, output = (
@@ -80,12 +76,7 @@ def _encode_segments(segments: supervision.Segments, tokenizer: Tokenizer) -> np
 def open_corpus(
     dataset: Dataset, split: Split, tokenizer: Tokenizer, directory: pathlib.Path
 ) -> Corpus:
-    """Opens a split of a data set as token ids; encodes and stores it on the first call.
-
-    Raises:
-      InputError: The data are malformed, the split is empty, the directory cannot be written, or
-        the stored corpus is damaged.
-    """
+    """Opens a split of a data set as token ids; encodes and stores it on the first call."""
     content = f"{dataset.name} {dataset.version} {dataset.variant} {split}"
     key = f"{content} {VERSION} {tokenizer.fingerprint}"
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -76,11 +76,7 @@ def read_examples(
 
 
 def content_hash(file: str) -> bytes:
-    """Returns the SHA-256 digest of a file.
-
-    Raises:
-      InputError: The file cannot be read.
-    """
+    """Returns the SHA-256 digest of a file."""
     try:
         with paths.to_path(file).open("rb") as content:
             return hashlib.file_digest(content, "sha256").digest()
@@ -89,11 +85,7 @@ def content_hash(file: str) -> bytes:
 
 
 def example_of(fields: Mapping[str, Any], task: str = TASK) -> Example:
-    """Builds the example of a line of the data set `task`.
-
-    Raises:
-      InputError: The line is unusable.
-    """
+    """Builds the example of a line of the data set `task`."""
     if "output_ids" in fields:
         prompt = jsonl.check_ids(fields.get("prompt_ids"))
         output = jsonl.check_ids(fields["output_ids"], "output_ids")

@@ -25,9 +25,7 @@ class Mixture:
     """Packed corpora with their shares.
 
     Attributes:
-      corpora: Rows of each corpus.
       shares: Share of each corpus in the rows; they need not add up to 1.
-      seed: Seed of the order of the rows.
     """
 
     corpora: tuple[PackedRows, ...]

@@ -39,8 +39,6 @@ def open_packing(corpus: Corpus, length: int, seed: int = 0) -> DocumentPacking:
 
     Args:
       corpus: Documents to place; a corpus in memory is packed on every call.
-      length: Tokens per row.
-      seed: Seed of the order among documents of equal length.
     """
     if corpus.directory is None:
         return pack(corpus, length, seed)

@@ -22,11 +22,7 @@ def data_directory(data_dir: str | None) -> pathlib.Path:
 
 @contextlib.contextmanager
 def locked(directory: pathlib.Path) -> Iterator[None]:
-    """Locks a directory for this process; other processes wait.
-
-    Raises:
-      InputError: The directory cannot be written.
-    """
+    """Locks a directory for this process; other processes wait."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with files.waiting_lock(directory / ".lock"):

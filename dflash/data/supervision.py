@@ -49,10 +49,6 @@ def segments(example: Example, tokenizer: Tokenizer) -> Iterator[Segments]:
 
     If the template renders earlier answers differently from the last one, each answer ends a
     document of its own.
-
-    Raises:
-      InputError: The template cannot render the messages, loses a part of them, or makes the rule
-        impossible for an answer.
     """
     render = functools.partial(tokenizer.render_chat, **example.variables)
     document: Segments = []
@@ -78,11 +74,7 @@ def segments(example: Example, tokenizer: Tokenizer) -> Iterator[Segments]:
 
 
 def ends_answers(example: Example, tokenizer: Tokenizer) -> bool:
-    """Returns whether the chat template ends answers with a special token.
-
-    Raises:
-      InputError: The template cannot render the messages.
-    """
+    """Returns whether the chat template ends answers with a special token."""
     render = functools.partial(tokenizer.render_chat, **example.variables)
     return _find_ending(example.opening, render, tokenizer).token is not None
 

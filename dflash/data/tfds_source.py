@@ -59,7 +59,6 @@ class Tfds(Dataset):
 
         Raises:
           ConfigError: The config names no data set, or fields that it does not have.
-          InputError: The package tensorflow-datasets is not installed, or cannot read the data set.
         """
         config = self._config.tfds
         if config.name is None:

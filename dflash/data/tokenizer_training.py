@@ -58,8 +58,6 @@ def train(sentences: Iterable[str], *, vocab_size: int, num_threads: int = 1) ->
       vocab_size: Number of tokens, including the special ones and the 256 bytes.
     Returns:
       The content of tokenizer.model.
-    Raises:
-      InputError: The texts are too few for so large a vocabulary.
     """
     import sentencepiece
 

@@ -1,1 +1,1 @@
-"""Reads and writes files on disks and in buckets of object stores."""
+"""Reads and writes files on disks and in buckets; functions raise OSError if that fails."""

@@ -35,12 +35,7 @@ _DENIED = ("401", "403")
 
 
 class ObjectStat(NamedTuple):
-    """Size and modification time of an object, by the names of os.stat_result and of epath.
-
-    Attributes:
-      st_size: Size in bytes.
-      st_mtime_ns: Time of the last write, in nanoseconds since 1970.
-    """
+    """Size and modification time of an object, by the names of os.stat_result and of epath."""
 
     st_size: int
     st_mtime_ns: int
@@ -277,11 +272,7 @@ class _Object(io.RawIOBase):
 
 @functools.cache
 def _file_system(scheme: str) -> fsspec.AbstractFileSystem:
-    """Returns the process's one fsspec file system for a scheme.
-
-    Raises:
-      OSError: It cannot be set up.
-    """
+    """Returns the process's one fsspec file system for a scheme."""
     # gcsfs logs pages about a failure, which would hide our one line.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     # Other processes write to the bucket too, so do not cache listings.
@@ -290,12 +281,7 @@ def _file_system(scheme: str) -> fsspec.AbstractFileSystem:
 
 @contextlib.contextmanager
 def _as_os_errors(path: BucketPath, *, missing_ok: bool = False) -> Iterator[None]:
-    """Turns the libraries' exceptions into an OSError with the path and a one-line reason.
-
-    Args:
-      path: Path to name.
-      missing_ok: Suppress FileNotFoundError.
-    """
+    """Turns the libraries' exceptions into an OSError with the path and a one-line reason."""
     try:
         yield
     except Exception as error:  # of fsspec, google-auth, aiohttp, botocore, …

@@ -36,9 +36,6 @@ def make_private(directory: pathlib.Path) -> None:
     """Creates a directory that only its owner may read, unless it exists; also its parents.
 
     Parents get the usual mode.
-
-    Raises:
-      OSError: The directory cannot be created.
     """
     directory.mkdir(0o700, parents=True, exist_ok=True)
 
@@ -112,11 +109,7 @@ def publish(source: pathlib.Path, target: pathlib.Path, marker: str) -> None:
 
 
 def copy_tree(source: pathlib.Path, target: pathlib.Path, marker: str) -> None:
-    """Copies a directory; the file `marker`, which shows that it is complete, is copied last.
-
-    Raises:
-      OSError: A file cannot be read or written.
-    """
+    """Copies a directory; the file `marker`, which shows that it is complete, is copied last."""
     if paths.in_bucket(source) or paths.in_bucket(target):
         names = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
         for name in sorted(names, key=lambda name: str(name) == marker):
@@ -129,11 +122,7 @@ def copy_tree(source: pathlib.Path, target: pathlib.Path, marker: str) -> None:
 
 
 def copy_file(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies the content of a file; between objects, the store itself copies it.
-
-    Raises:
-      OSError: A file cannot be read or written.
-    """
+    """Copies the content of a file; between objects, the store itself copies it."""
     if paths.in_bucket(source) and paths.in_bucket(target):
         source.copy(target)
     else:
@@ -142,11 +131,7 @@ def copy_file(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def remove_tree(directory: pathlib.Path) -> None:
-    """Removes a directory and its content, if it exists.
-
-    Raises:
-      OSError: A file cannot be removed.
-    """
+    """Removes a directory and its content, if it exists."""
     if paths.in_bucket(directory):
         directory.rmtree(missing_ok=True)
     elif directory.exists():
@@ -170,11 +155,7 @@ def renames_directories(directory: pathlib.Path) -> bool:
 
 
 def move_tree(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Moves a directory to a name that does not exist yet; in a bucket, object by object.
-
-    Raises:
-      OSError: A file cannot be read or written.
-    """
+    """Moves a directory to a name that does not exist yet; in a bucket, object by object."""
     if paths.in_bucket(source):
         copy_tree(source, target, marker="")
         remove_tree(source)
@@ -188,7 +169,6 @@ def view(path: pathlib.Path, begin: int, end: int) -> "np.ndarray":
     Returns:
       uint8 [end - begin]; read-only.
     Raises:
-      OSError: The file cannot be read.
       ValueError: The file is shorter.
     """
     import numpy as np  # imported here, so that --help stays fast
@@ -204,12 +184,7 @@ def view(path: pathlib.Path, begin: int, end: int) -> "np.ndarray":
 
 
 def call_all(path: pathlib.Path, calls: Iterable[Callable[[], None]]) -> None:
-    """Makes calls that read parts of a file: one by one, or concurrently in a bucket.
-
-    Args:
-      path: The file that is read.
-      calls: Functions to call.
-    """
+    """Makes calls that read parts of a file: one by one, or concurrently in a bucket."""
     if not paths.in_bucket(path):
         for call in calls:
             call()
@@ -271,11 +246,7 @@ def explained(path: pathlib.Path) -> Iterator[None]:
 
 
 def create(path: pathlib.Path, content: str) -> None:
-    """Writes a file unless it already exists.
-
-    Raises:
-      OSError: The file cannot be written.
-    """
+    """Writes a file unless it already exists."""
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as file:
@@ -284,11 +255,7 @@ def create(path: pathlib.Path, content: str) -> None:
 
 @contextlib.contextmanager
 def waiting_lock(path: pathlib.Path) -> Iterator[None]:
-    """Holds a lock file while other processes wait for it; does nothing in a bucket.
-
-    Raises:
-      OSError: The file cannot be created.
-    """
+    """Holds a lock file while other processes wait for it; does nothing in a bucket."""
     if paths.in_bucket(path):
         yield
         return
@@ -328,7 +295,6 @@ def lock(path: pathlib.Path, timeout_s: float) -> int | None:
       The file's descriptor, which the caller closes; None in a bucket, which has no locks.
     Raises:
       BlockingIOError: Another process holds the lock.
-      OSError: The file cannot be created.
     """
     if paths.in_bucket(path):
         return None

@@ -20,11 +20,7 @@ _FAILURE_TIMEOUT_S = 300.0  # time for which writes of an object may fail before
 
 
 def open_file(path: pathlib.Path) -> "GrowingFile":
-    """Opens a file for appending, and creates it if it is missing.
-
-    Raises:
-      OSError: The file cannot be read or written.
-    """
+    """Opens a file for appending, and creates it if it is missing."""
     return _GrowingObject(path) if paths.in_bucket(path) else GrowingFile(path)
 
 
@@ -60,11 +56,7 @@ class GrowingFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Closes the file.
-
-        Raises:
-          OSError: The object cannot be written.
-        """
+        """Closes the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

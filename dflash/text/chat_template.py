@@ -25,7 +25,6 @@ class ChatTemplate:
         """Stores the arguments; the template is read when it is first rendered.
 
         Args:
-          directory: Directory of the checkpoint.
           variables: Variables of the template, such as those of `special_tokens`.
           date: Date that the template may print.
         """
@@ -42,8 +41,6 @@ class ChatTemplate:
           messages: Messages with "role" and "content".
           add_generation_prompt: Whether to end with the text that begins an answer.
           **variables: Variables that replace those of the constructor.
-        Raises:
-          InputError: The template is missing, fails, or exceeds a limit.
         """
         path, source = self._with_tools if variables.get("tools") else self._default
         defaults = {

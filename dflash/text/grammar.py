@@ -40,11 +40,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        """Returns the vocabulary of a tokenizer.
-
-        Raises:
-          InputError: The bytes of its tokens are unknown.
-        """
+        """Returns the vocabulary of a tokenizer."""
         return cls(tokenizer.token_bytes())
 
     @property
@@ -104,7 +100,6 @@ class Grammar:
     Attributes:
       kind: Language of `source`.
       source: JSON schema, regular expression or Lark grammar; "" for any JSON object.
-      vocabulary: Vocabulary of the tokenizer of the target.
     """
 
     kind: Kind
@@ -117,8 +112,6 @@ class Grammar:
         Args:
           timed: Whether outputs fail when their masks exceed the grammar's `budget`. False where
             several processes must compute equal masks, since time differs between them.
-        Raises:
-          InputError: The grammar is unusable, or llguidance is not installed.
         """
         return Matcher(self, timed)
 
@@ -207,7 +200,6 @@ def compiled(grammar: Grammar, is_abandoned: Callable[[], bool] = lambda: False)
     """Returns the grammar after checking and compiling it, which may block for seconds.
 
     Args:
-      grammar: Grammar in source form.
       is_abandoned: Returns True once nobody waits for the result, which ends the check.
     Raises:
       InputError: See `regex`.

@@ -66,12 +66,9 @@ def check(
     """Checks that a grammar compiles in the allowed time and memory.
 
     Args:
-      kind: Language of the grammar.
-      source: Text of the grammar.
       num_tokens: Number of token ids that a Lark grammar may name.
       is_abandoned: Returns True once nobody waits for the result, which ends the check.
     Raises:
-      InputError: The grammar does not compile, or llguidance is not installed.
       UserError: The check was abandoned, or ended for a reason that does not lie in the grammar.
     """
     import_llguidance()
@@ -158,7 +155,6 @@ def inline_schema(schema: Any, *, lenient: bool = False, closed: bool = False) -
     """Returns the Lark expression of a JSON schema, without texts that describe it.
 
     Args:
-      schema: JSON schema.
       lenient: Whether keywords that the library does not support have no effect; otherwise they are
         errors when the grammar is compiled.
       closed: Whether objects have no other properties than those that the schema names, unless it

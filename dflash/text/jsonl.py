@@ -47,10 +47,7 @@ def placed_lines(lines: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
     """Yields the place and the content of each non-blank line, without its line break.
 
     Args:
-      lines: Stream of bytes.
       name: Name of the stream in places such as "a.jsonl:7".
-    Raises:
-      InputError: The stream does not begin like UTF-8 text, or a line exceeds MAX_LINE_BYTES.
     """
     for number in itertools.count(1):
         line = lines.readline(MAX_LINE_BYTES + 1)
@@ -229,10 +226,7 @@ def check_no_media(fields: Mapping[str, Any], where: str = "") -> None:
     """Checks that a line or message has no images, videos or sounds, which are not supported.
 
     Args:
-      fields: Fields of the line or message.
       where: Start of error messages, such as "messages[0].".
-    Raises:
-      InputError: A field holds one; the message names it.
     """
     for name in _MEDIA:
         if fields.get(name) not in EMPTY:

@@ -30,9 +30,7 @@ class Prompt:
 
     Attributes:
       index: Index in the run, from 0. Later turns have the indices after it, so the index of the
-      next
-        prompt is index + 1 + len(later_turns).
-      ids: Token ids.
+        next prompt is index + 1 + len(later_turns).
       text: Text of a plain prompt, else None.
       messages: Messages of a conversation, else None.
       source: Place for error messages, such as "prompts.jsonl:7".
@@ -83,7 +81,6 @@ def read_prompts(
       stdin: Stream that is read to its end if the config names no prompts.
       conversations: Messages before the first answer of each example of `config.dataset`.
       later_turns: Further messages of the user in each conversation; empty for none.
-
     Raises:
       InputError: There are no prompts, or some are unusable. The message lists the first ten of
         these, one per line, and counts the others.
@@ -115,7 +112,6 @@ def from_values(
     Args:
       values: Prompts, each a text, token ids, or the messages of a conversation.
       config: Whether the chat template is applied to plain text.
-      tokenizer: Tokenizer of the target.
       vocab_size: Upper bound of the token ids, exclusive.
     Raises:
       InputError: There are no prompts, or some are unusable; see `read_prompts`.
@@ -155,11 +151,7 @@ def _collect(
 def read_first(
     config: schema.PromptsConfig, tokenizer: tokenizer_lib.Tokenizer, *, vocab_size: int
 ) -> Prompt | None:
-    """Returns the first prompt of `config.file` that can be read; None without any.
-
-    Raises:
-      InputError: The file cannot be read.
-    """
+    """Returns the first prompt of `config.file` that can be read; None without any."""
     for _, read in jsonl.entries(config.file):
         with contextlib.suppress(errors.InputError):
             return _configured_prompt(read(), config, tokenizer, vocab_size, drop_answer=True)
@@ -173,11 +165,7 @@ def dropped_answers(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def ends_with_answer(fields: Mapping[str, Any]) -> bool:
-    """Returns whether the messages of a JSONL line end with one of the assistant.
-
-    Raises:
-      InputError: The messages are unusable.
-    """
+    """Returns whether the messages of a JSONL line end with one of the assistant."""
     messages = jsonl.check_messages(fields["messages"]) if "messages" in fields else []
     return bool(messages) and messages[-1]["role"] == "assistant"
 
@@ -202,14 +190,10 @@ def continued(
     the decoded tokens (the template of Qwen3 omits earlier reasoning).
 
     Args:
-      prompt: Prompt of the first turn.
       turn: Number of the later turn; 1 after the first answer.
       so_far: Messages before the answer.
-      answer: Answer of the model.
       tokenizer: Tokenizer with a chat template.
       vocab_size: Upper bound of the token ids, exclusive.
-    Raises:
-      InputError: The chat template cannot render the conversation.
     """
     # Decoded tokens may contain lone surrogates, which no tokenizer accepts.
     answer = answer.encode("utf-8", "replace").decode("utf-8")
@@ -291,11 +275,7 @@ def _make_prompt(
     vocab_size: int,
     drop_answer: bool = False,
 ) -> Prompt:
-    """Checks and tokenizes an entry; the caller sets index and source.
-
-    Raises:
-      InputError: The entry is unusable.
-    """
+    """Checks and tokenizes an entry; the caller sets index and source."""
     jsonl.check_no_media(fields)
     kinds = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:
@@ -354,11 +334,7 @@ def _encode_chat(
 
 
 def _without_answer(messages: Messages) -> tuple[Mapping[str, Any], ...]:
-    """Returns a conversation without the messages of the assistant at its end.
-
-    Raises:
-      InputError: Nothing is left.
-    """
+    """Returns a conversation without the messages of the assistant at its end."""
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1

@@ -127,9 +127,6 @@ def complete(tokenizer: "tokenizers.Tokenizer", directory: pathlib.Path) -> None
 
     Args:
       tokenizer: Tokenizer of tokenizer.json; changed in place.
-      directory: Directory of the checkpoint.
-    Raises:
-      InputError: A file states a token that is neither a string nor a mapping with "content".
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token in _declared(directory):

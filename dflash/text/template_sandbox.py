@@ -26,11 +26,8 @@ def render(source: str, date: datetime.date, variables: Mapping[str, Any]) -> st
     """Renders a template.
 
     Args:
-      source: Text of the template.
       date: Date that the template may print.
       variables: Variables of the template; values of JSON's types.
-    Raises:
-      InputError: The template fails or exceeds a limit.
     """
     try:
         return _limited(_compiled(source, date), variables)

@@ -46,7 +46,6 @@ def of_tokenizer_json(content: Mapping[str, Any], size: int) -> TokenBytes | Non
     """Returns the bytes of the tokens of a tokenizer.json; None if its decoder is unsupported.
 
     Args:
-      content: Parsed content of the file.
       size: Number of tokens, including the added ones.
     """
     decoder = content.get("decoder") or {}

@@ -37,7 +37,6 @@ class Tokenizer(abc.ABC):
         """Encodes a text as token ids.
 
         Args:
-          text: Text of a user.
           special_tokens: Whether spellings of special tokens in the text are encoded as special
             tokens; otherwise they are encoded as plain text.
           add_special_tokens: Whether to add the special tokens that the files of the tokenizer
@@ -52,8 +51,6 @@ class Tokenizer(abc.ABC):
         Args:
           messages: Messages with "role" and "content".
           **variables: Variables of the template; see `render_chat`.
-        Raises:
-          InputError: The chat template is missing, or cannot render the messages.
         """
         return self.encode_rendered(self.render_chat(messages, **variables))
 
@@ -96,7 +93,6 @@ class Tokenizer(abc.ABC):
         """Decodes token ids; bytes that are not UTF-8 become U+FFFD.
 
         Args:
-          ids: Token ids.
           special_tokens: Whether to include the spellings of special tokens.
         """
 
@@ -106,11 +102,7 @@ class Tokenizer(abc.ABC):
         return {}
 
     def token_bytes(self) -> TokenBytes:
-        """Returns the bytes of each token, for grammars.
-
-        Raises:
-          InputError: They are unknown for this kind of tokenizer.
-        """
+        """Returns the bytes of each token, for grammars."""
         raise errors.InputError(
             "structured output needs the bytes of each token, which are unknown for this tokenizer"
         )
@@ -184,9 +176,6 @@ def decode_output(
     Many tokenizers drop the space of the first token of a text, which an output is not.
 
     Args:
-      tokenizer: Tokenizer of the target.
-      prompt: Token ids of the prompt.
-      output_ids: Token ids of the output.
       **options: Options of `Tokenizer.decode`.
     """
     context = _context(tokenizer, prompt, **options)
@@ -220,13 +209,7 @@ class IncrementalDecoder:
     def __init__(
         self, tokenizer: Tokenizer, *, prompt: Sequence[int] = (), special_tokens: bool = False
     ):
-        """Creates a decoder of the output that follows a prompt.
-
-        Args:
-          tokenizer: Tokenizer of the target.
-          prompt: Token ids of the prompt.
-          special_tokens: Whether to include the spellings of special tokens.
-        """
+        """Creates a decoder of the output that follows a prompt."""
         self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
         self._reset(_context(tokenizer, prompt, special_tokens=special_tokens))
 

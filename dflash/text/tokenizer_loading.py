@@ -33,12 +33,9 @@ def load_tokenizer(
     """Loads the tokenizer of a checkpoint; without one, token ids can still be decoded.
 
     Args:
-      directory: Directory of the checkpoint.
       date: Date that chat templates print; None for today. All processes of a run share one date,
         also after it resumes, so that its prompts stay the same.
       **template_variables: Variables of the chat template, such as `enable_thinking`.
-    Raises:
-      InputError: The tokenizer is damaged, or the library that reads it is not installed.
     """
     date = date or datetime.date.today()
     for file, kind in _CLASSES.items():

@@ -56,11 +56,7 @@ _NEUTRAL = {
 
 
 def family_of(header: GgufHeader) -> Family:
-    """Returns the family of a file.
-
-    Raises:
-      CheckpointError: The file states none, or an unsupported one.
-    """
+    """Returns the family of a file."""
     name = header.require(ARCHITECTURE, str)
     if name not in FAMILIES:
         raise errors.CheckpointError(
@@ -71,12 +67,7 @@ def family_of(header: GgufHeader) -> Family:
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """Returns the contents of a config.json for the model in a file.
-
-    Raises:
-      CheckpointError: The architecture or an option of it is unsupported, or a key is missing or
-        of another type.
-    """
+    """Returns the contents of a config.json for the model in a file."""
     family = family_of(header)
     prefix = header.metadata[ARCHITECTURE] + "."
     check_known(header, prefix, {*family.fields, *family.own_keys})
@@ -102,10 +93,7 @@ def decoder_of(header: GgufHeader, prefix: str) -> dict[str, Any]:
     """Returns the fields of config.json that targets and drafters share, but rotary scaling.
 
     Args:
-      header: Header of the file.
       prefix: Architecture of the file and a dot.
-    Raises:
-      CheckpointError: A key is missing or of another type.
     """
     config: dict[str, Any] = {
         "hidden_act": "silu",
@@ -126,11 +114,7 @@ def decoder_of(header: GgufHeader, prefix: str) -> dict[str, Any]:
 
 
 def written_family(config: Mapping[str, Any]) -> tuple[str, Family]:
-    """Returns the architecture in llama.cpp and the family of a model to be written.
-
-    Raises:
-      CheckpointError: Models of this architecture are not written.
-    """
+    """Returns the architecture in llama.cpp and the family of a model to be written."""
     hf_class = config["architectures"][0]
     written = {name: family for name, family in FAMILIES.items() if family.is_written}
     known = {family.hf_class: (name, family) for name, family in written.items()}
@@ -143,11 +127,7 @@ def written_family(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metadata of a target, given its config.json as `config_to_hf` writes it.
-
-    Raises:
-      CheckpointError: The architecture or an option of it is unsupported.
-    """
+    """Returns the metadata of a target, given its config.json as `config_to_hf` writes it."""
     name, family = written_family(config)
     for field, implied in family.implied.items():
         hf_config.check_only(config, field, implied)
@@ -198,11 +178,8 @@ def check_known(header: GgufHeader, prefix: str, family_keys: Collection[str]) -
     """Checks that each option that the file states is implemented.
 
     Args:
-      header: Header of the file.
       prefix: Architecture of the file and a dot.
       family_keys: Keys that this architecture has beside the common ones, without the prefix.
-    Raises:
-      CheckpointError: An option is not implemented.
     """
     known = {*_INTEGERS, *family_keys, *_ELSEWHERE}
     options = {

@@ -40,11 +40,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """Returns the contents of a config.json for the drafter in a file.
-
-    Raises:
-      CheckpointError: An option is unsupported, or a key is missing or of another type.
-    """
+    """Returns the contents of a config.json for the drafter in a file."""
     architecture.check_known(header, _PREFIX, {key.removeprefix(_PREFIX) for key in _KEYS})
     decoder = architecture.decoder_of(header, _PREFIX)
     causal = header.get(_CAUSAL, bool, False)
@@ -73,11 +69,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metadata of a drafter, given its config.json as `config_to_hf` writes it.
-
-    Raises:
-      CheckpointError: The drafter has an option that llama.cpp lacks.
-    """
+    """Returns the metadata of a drafter, given its config.json as `config_to_hf` writes it."""
     hf_class = config["architectures"][0]
     for name in (*_UNKNOWN, "draft_vocab_size") if hf_class == DSPARK else _UNKNOWN:
         hf_config.check_only(config, name, None)

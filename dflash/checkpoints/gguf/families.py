@@ -41,9 +41,6 @@ class Family:
     """Architecture of llama.cpp that a target family here computes.
 
     Attributes:
-      hf_class: Name of the class in Hugging Face's config.json.
-      model_type: Model type in config.json.
-      names: Names of the tensors.
       layout: Function from a tensor's name, its shape and config.json to its `TensorLayout`.
       join: Function that joins tensors that Hugging Face's layout does not separate.
       fields: Fields of config.json that the file states as integers, by key without the

@@ -44,7 +44,6 @@ class GgufHeader:
     """Contents of a file's header.
 
     Attributes:
-      file: The file.
       metadata: Values by key: numbers, booleans, strings and lists of these.
       tensors: Entries by the names of ggml.
     """
@@ -57,11 +56,7 @@ class GgufHeader:
         """Returns the value of a key; `default` if the file lacks it.
 
         Args:
-          key: Key of the metadata.
           kind: Expected type: int, float (also for integers), bool, str or list.
-          default: Value of a missing key.
-        Raises:
-          CheckpointError: The value has another type.
         """
         value = self.metadata.get(key)
         if value is None:
@@ -197,11 +192,7 @@ def block_sizes(gguf: Any) -> dict[Any, tuple[int, int]]:
 
 
 def package(file: pathlib.Path) -> Any:
-    """Returns the module `gguf`.
-
-    Raises:
-      CheckpointError: It is not installed.
-    """
+    """Returns the module `gguf`."""
     try:
         import gguf  # Imported late, since only these files need it.
     except ImportError as error:

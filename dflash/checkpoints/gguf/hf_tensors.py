@@ -36,11 +36,7 @@ WEIGHTS = "model.gguf"  # Name of the file, or of a link to it, in a checkpoint 
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
-    """Fills the abstract parameters of `module`; see `safetensors_io.load`.
-
-    Raises:
-      CheckpointError: The file is damaged, or its tensors do not fit the module.
-    """
+    """Fills the abstract parameters of `module`; see `safetensors_io.load`."""
     tensors = read_tensors(directory)
     if getattr(module, "stored_format", None) == stored_values.Q8_0_FORMAT:
         shapes = ((path, leaf.shape) for path, leaf in parameters.readable(module).items())
@@ -52,11 +48,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Returns the dtypes of the weights; quantized ones count as float32.
-
-    Raises:
-      CheckpointError: The file is damaged or its model is unsupported.
-    """
+    """Returns the dtypes of the weights; quantized ones count as float32."""
     tensors = read_tensors(directory)
     packed = {*BUFFER_DTYPES, PACKED_CODE}
     codes = {tensor.code for tensor in tensors.values()} - packed
@@ -69,7 +61,6 @@ def in_eight_bits(
     """Returns the tensors, those in Q8_0 as values and scales, in `Q8_0_FORMAT`.
 
     Args:
-      tensors: Tensors of a GGUF file.
       names: Names of the tensors that stay in eight bits if they are in Q8_0.
     """
     result = dict(tensors)
@@ -81,12 +72,7 @@ def in_eight_bits(
 
 
 def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """Describes every tensor of model.gguf, by its name in Hugging Face's layout.
-
-    Raises:
-      CheckpointError: The file is damaged, its architecture is unsupported, or it has tensors that
-        the architecture does not have.
-    """
+    """Describes every tensor of model.gguf, by its name in Hugging Face's layout."""
     file = (directory / WEIGHTS).resolve()
     header = file_header.read_header(file)
     family = kinds.family_of(header)
@@ -163,11 +149,7 @@ def _layout(
 
 
 def _draft_ids(header: GgufHeader) -> np.ndarray:
-    """Returns the target token of each draft token.
-
-    Raises:
-      CheckpointError: The file has something else in their place.
-    """
+    """Returns the target token of each draft token."""
     entry = header.tensors[block_drafter.DRAFT_IDS]
     if entry.kind != "I64" or len(entry.shape) != 1:
         what = f"tensor {block_drafter.DRAFT_IDS!r} is no list of token ids"

@@ -11,22 +11,13 @@ _DRAFTER = Family("", "qwen3", names=tensor_names.DRAFTER)
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """Returns the contents of a config.json for the model in a file.
-
-    Raises:
-      CheckpointError: The architecture or an option of it is unsupported, or a key is missing or
-        of another type.
-    """
+    """Returns the contents of a config.json for the model in a file."""
     is_drafter = family_of(header) is _DRAFTER
     return block_drafter.config_of(header) if is_drafter else architecture.config_of(header)
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metadata of a model, given its config.json as `config_to_hf` writes it.
-
-    Raises:
-      CheckpointError: The architecture or an option of it is unsupported.
-    """
+    """Returns the metadata of a model, given its config.json as `config_to_hf` writes it."""
     is_drafter = written_family(config) is _DRAFTER
     return block_drafter.metadata_of(config) if is_drafter else architecture.metadata_of(config)
 

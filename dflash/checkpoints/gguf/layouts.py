@@ -64,9 +64,7 @@ def paired_rope(name: str, shape: Shape, config: Config) -> TensorLayout:
     """Returns the layout of families whose queries and keys rotate neighbors instead of halves.
 
     Args:
-      name: Name of the tensor in ggml.
       shape: Shape of the tensor in the file.
-      config: Contents of config.json.
     Raises:
       ValueError: The shape does not fit the config; the message continues one that names the
         tensor.

@@ -30,7 +30,6 @@ def open_file(file: pathlib.Path) -> pathlib.Path:
     """Returns the directory of a GGUF file's model, and creates it if it is missing.
 
     Raises:
-      CheckpointError: The file is damaged, or its model or tokenizer is unsupported.
       WorkdirError: The directory cannot be written.
     """
     file = pathlib.Path(os.path.abspath(file))

@@ -151,7 +151,6 @@ class _JoinedRows(StoredTensor):
     """Rows of several tensors.
 
     Attributes:
-      parts: The tensors.
       order: Row of the parts, one after another, that holds each row.
     """
 
@@ -201,9 +200,6 @@ def _join_rows(name: str, parts: Sequence[GgufTensor], order: np.ndarray) -> _Jo
 def qkvz(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """Joins the projections of Qwen3-Next's gated DeltaNet, by key head.
 
-    Args:
-      tensors: Tensors by the names of Hugging Face.
-      config: Contents of config.json.
     Raises:
       ValueError: The shapes do not fit the config.
     """

@@ -102,11 +102,7 @@ _PRE_TOKENIZERS = {
 
 
 def files_of(header: GgufHeader) -> dict[str, bytes]:
-    """Returns the content of each file of the tokenizer, by name; none without a tokenizer.
-
-    Raises:
-      CheckpointError: The tokenizer is of an unsupported kind, or its metadata are inconsistent.
-    """
+    """Returns the content of each file of the tokenizer, by name; none without a tokenizer."""
     model = header.get(PREFIX + "model", str, _NO_MODEL)
     if model == _NO_MODEL:
         return {}

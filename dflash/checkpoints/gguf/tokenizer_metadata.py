@@ -21,10 +21,7 @@ def values_of(directory: pathlib.Path, vocab_size: int) -> dict[str, Any]:
     """Returns the metadata of a tokenizer, by key.
 
     Args:
-      directory: Directory of the checkpoint that has the tokenizer.
       vocab_size: Number of tokens of the model; ids beyond the tokenizer's become unused tokens.
-    Raises:
-      CheckpointError: There is no tokenizer, its kind is unsupported, or it has more tokens.
     """
     if (directory / WEIGHTS).exists():
         values = _copied(directory)

@@ -73,10 +73,7 @@ def save(
     """Writes a GGUF file, which appears whole or not at all.
 
     Args:
-      module: Module whose parameters hold arrays.
-      file: File to write.
       config: Contents of its config.json, as `config_to_hf` writes it.
-      metadata: Metadata of the model and its tokenizer.
     Returns:
       Number of tensors written.
     Raises:

@@ -50,11 +50,8 @@ class MaxTextNames:
         """Creates the naming.
 
         Args:
-          module: Target.
           flat: Arrays of the tree by dotted path; empty for a tree that is about to be written.
           stacked: Whether layers are stacked; None if the tree shows it.
-        Raises:
-          CheckpointError: MaxText's form of this family is not known.
         """
         self._interleaves = module.maxtext_interleaves_heads
         if self._interleaves is None or len({type(layer.mlp) for layer in module.layers}) > 1:

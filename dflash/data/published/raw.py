@@ -47,11 +47,7 @@ def raw_directory(raw_dir: str | None, data_dir: str | None = None) -> pathlib.P
 
 
 def fetch(file: RawFile, directory: pathlib.Path) -> pathlib.Path:
-    """Returns the path of a raw file; downloads the file if it is missing.
-
-    Raises:
-      InputError: The file is missing and cannot be downloaded; the message says where to put it.
-    """
+    """Returns the path of a raw file; downloads the file if it is missing."""
     path = directory / file.folder / file.name
     if path.is_file():
         return path
@@ -68,11 +64,7 @@ def fetch(file: RawFile, directory: pathlib.Path) -> pathlib.Path:
 
 
 def rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields (place, row) pairs of a raw file, where a place is a text such as "test.jsonl:7".
-
-    Raises:
-      InputError: The file cannot be read, or its format is not that of its suffix.
-    """
+    """Yields (place, row) pairs of a raw file, where a place is a text such as "test.jsonl:7"."""
     readers = [read for ending, read in _READERS.items() if path.name.endswith(ending)]
     if not readers:
         raise errors.InputError(f"{path}: unknown format; expected {', '.join(_READERS)}")

@@ -155,21 +155,12 @@ class Parser:
     """Parser of one output."""
 
     def __init__(self, read: Callable[[Reader], Steps[None]]):
-        """Starts an empty output.
-
-        Args:
-          read: Generator function that parses it.
-        """
+        """Starts an empty output."""
         self._reader = Reader()
         self._steps = read(self._reader)
 
     def push(self, text: str, *, final: bool = False) -> tuple[OutputPart, ...]:
-        """Appends a piece of text and returns the parts that are now final.
-
-        Args:
-          text: Next piece.
-          final: Whether this is the last piece.
-        """
+        """Appends a piece of text and returns the parts that are now final."""
         self._reader.feed(text, final=final)
         return merged(itertools.takewhile(lambda part: part is not None, self._steps))
 

@@ -22,7 +22,6 @@ class Tool:
     """Function that the model may call.
 
     Attributes:
-      name: Name of the function.
       parameters: JSON schema of its arguments, an object.
       strict: Whether a keyword of the schema that grammars do not support is an error; otherwise
         such keywords have no effect on the output.
@@ -47,8 +46,6 @@ class AnswerRules:
     """Contents that an answer may have.
 
     Attributes:
-      tools: Functions that it may call.
-      must_call: Whether it must call one.
       parallel: Whether it may have several calls.
       thinking: Reasoning at its beginning; None for none.
       max_thinking_tokens: Maximum number of tokens of the reasoning; None for no limit.
@@ -78,7 +75,6 @@ class TargetTokens:
 
         Args:
           special: Spellings of the special tokens by id, which text never matches.
-          vocabulary: Vocabulary of the tokenizer.
         """
         self._special = {spelling: token for token, spelling in special.items()}
         self._texts = vocabulary.tokens.tokens
