@@ -125,7 +125,7 @@ def test_the_card_names_the_licence_of_the_target(readme, licence, tmp_path):
     overrides = [f"target.checkpoint={tmp_path}", "answers.files=[q.jsonl]"]
     path = "configs/distill/dflash2.yml"
     config = loader.load(path, overrides, distill_schema.DistillRun)
-    text = card.write(config, card.DistillationFigures(3, 30, 5, None, {}))
+    text = card.write(config, [10] * 3, {"steps": 5, "best": None}, {})
     assert card.target_licence(str(tmp_path)) == licence
     assert (f"\nlicense: {licence}\n" in text) == (licence is not None)
     assert ("states no licence" in text) == (licence is None)

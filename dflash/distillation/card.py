@@ -1,10 +1,8 @@
 """Model card of a drafter: the README.md beside its weights that the Hugging Face Hub shows."""
 
-import dataclasses
-import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash.checkpoints import checkpoint
@@ -17,35 +15,19 @@ _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
 _LICENSE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
 
 
-@dataclasses.dataclass(frozen=True)
-class DistillationFigures:
-    """Figures of a finished distillation for its model card.
+def write(
+    config: DistillRun,
+    lengths: Sequence[int],
+    trained: Mapping[str, Any],
+    test: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """Returns the text of the card.
 
-    Attributes:
-      answer_tokens: Number of tokens of these answers, without the questions.
-      steps: Number of training steps.
-      best: Step and goal of the best evaluation during training; None without evaluation.
+    Args:
+      lengths: Tokens of each answer in the training data, without its question.
+      trained: Results of training.
       test: Results of decoding by data set; see `outputs.Summary` and `outputs.Comparison`.
     """
-
-    answers: int
-    answer_tokens: int
-    steps: int
-    best: Mapping[str, Any] | None
-    test: Mapping[str, Mapping[str, Any]]
-
-    @classmethod
-    def read(
-        cls, answers: pathlib.Path, trained: Mapping[str, Any], test: Mapping[str, Any]
-    ) -> "DistillationFigures":
-        """Reads the figures from the file of answers and the results of the later stages."""
-        with answers.open("rb") as lines:
-            lengths = [len(json.loads(line)["output_ids"]) for line in lines]
-        return cls(len(lengths), sum(lengths), trained["steps"], trained["best"], test)
-
-
-def write(config: DistillRun, figures: DistillationFigures) -> str:
-    """Returns the text of the card."""
     target = hub.pinned(config.target.checkpoint)
     licence = target_licence(target)
     lines = [
@@ -70,15 +52,15 @@ def write(config: DistillRun, figures: DistillationFigures) -> str:
         "",
         "## Results",
         "",
-        *_results(config, figures),
+        *_results(config, trained["best"], test),
         "",
         "## Data",
         "",
-        *_data(config, figures),
+        *_data(config, lengths),
         "",
         "## Recipe",
         "",
-        f"{figures.steps:,} steps of {config.train.batch_size} × {config.data.length} tokens. "
+        f"{trained['steps']:,} steps of {config.train.batch_size} × {config.data.length} tokens. "
         "What differs from the defaults of `python -m dflash.distill`:",
         "",
         "```yaml",
@@ -127,11 +109,13 @@ def _licence(licence: str | None) -> str:
     )
 
 
-def _results(config: DistillRun, figures: DistillationFigures) -> Iterator[str]:
-    if not figures.test:
+def _results(
+    config: DistillRun, best: Mapping[str, Any] | None, test: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    if not test:
         yield "Not measured."
         return
-    decode, devices = config.test.decode, next(iter(figures.test.values()))["devices"]
+    decode, devices = config.test.decode, next(iter(test.values()))["devices"]
     sampling = f"temperature {decode.temperature:g}" if decode.temperature else "greedy"
     yield (
         f"{config.test.prompts} prompts of each data set's test split, at most "
@@ -142,7 +126,7 @@ def _results(config: DistillRun, figures: DistillationFigures) -> Iterator[str]:
     yield ""
     yield "| data set | τ | speed-up | tokens/s | without drafting | same output | right |"
     yield "|---|---|---|---|---|---|---|"
-    for task, result in figures.test.items():
+    for task, result in test.items():
         plain = result["baseline"]
         yield (
             f"| {task} | {_number(result['tau'])} | {_number(plain['speed_up'])}× "
@@ -150,14 +134,13 @@ def _results(config: DistillRun, figures: DistillationFigures) -> Iterator[str]:
             f"| {_number(plain['tokens_per_second'], 0)} "
             f"| {plain['identical']} of {plain['prompts']} | {_graded(result['answers'])} |"
         )
-    if figures.best:
+    if best:
         yield ""
-        best = figures.best
         yield f"The weights are of step {best['step']:,}, the best by {best['goal']}."
 
 
-def _data(config: DistillRun, figures: DistillationFigures) -> Iterator[str]:
-    amount = f"{figures.answers:,} answers of the target itself, {figures.answer_tokens:,} tokens"
+def _data(config: DistillRun, lengths: Sequence[int]) -> Iterator[str]:
+    amount = f"{len(lengths):,} answers of the target itself, {sum(lengths):,} tokens"
     if config.answers.made is not None:
         yield f"{amount}, from an earlier distillation."
     else:

@@ -198,10 +198,10 @@ def _test(distillation: Distillation) -> int:
 
 
 def _export(distillation: Distillation) -> int:
-    figures = card.DistillationFigures.read(
-        distillation.path / ANSWERS, distillation.read(TRAINED), distillation.read(TESTED)
-    )
-    text = card.write(distillation.config, figures)
+    with (distillation.path / ANSWERS).open("rb") as lines:
+        lengths = [len(json.loads(line)["output_ids"]) for line in lines]
+    trained, tested = distillation.read(TRAINED), distillation.read(TESTED)
+    text = card.write(distillation.config, lengths, trained, tested)
     with checkpoint_files.staged(distillation.path / DRAFTER) as directory:
         if jax.process_index() == 0:
             files.copy_tree(distillation.weights, directory, checkpoint_files.CONFIG)

@@ -225,7 +225,7 @@ class Bench:
         output = plain.completions[0].output_ids
         context = (*queue[0].prompt.ids, *output[: len(output) // 2])
         probes = {
-            name: Probe.behind(engine, context)
+            name: Probe(engine, engine.occupied(context))
             for name, engine in self.engines.items()
             if engine.has_parts
         }

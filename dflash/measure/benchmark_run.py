@@ -186,7 +186,7 @@ def _finish(
     wide: bool,
 ) -> None:
     directory.write("results.csv", results.table_csv(results.rows(values)))
-    words = bench.workload.acceptance["words"]
+    words = workload.acceptance_source(bench.config)["words"]
     categories = speed_bench.by_task(bench.workload.tasks, done)
     if categories:
         directory.write_json(results.CATEGORIES, categories)
@@ -213,7 +213,7 @@ class Figures:
     def values(self, bench: Bench, *, complete: bool) -> dict[str, Any]:
         """Returns the content of results.json."""
         facts = {
-            "acceptance": dict(bench.workload.acceptance),
+            "acceptance": workload.acceptance_source(bench.config),
             "baseline": bench.baseline,
             "machine": dataclasses.asdict(self.machine),
             "load": dataclasses.asdict(self.load),

@@ -68,10 +68,11 @@ class MeasuredEngine(Engine):
             self.drafter.follow(lengths)
             self.set_drafter(self.drafter)
 
-    def occupied(self, prompt: Sequence[int]) -> DecodeState:
-        """Returns a state with the same prompt in every slot, and room for the maximal length."""
+    def occupied(self, context: Sequence[int]) -> DecodeState:
+        """Returns a state with the same context in every slot, cut to leave room for a dispatch."""
         layout, sampling = self.layout, RequestSampling.from_config(self.config)
-        request = Request(0, tuple(prompt), layout.max_length - len(prompt), sampling)
+        prompt = tuple(context[: max(layout.max_length - self.turns - self.block_size, 1)])
+        request = Request(0, prompt, layout.max_length - len(prompt), sampling)
         state = self.new_state()
         for index in range(layout.batch_size):
             state = self.admit(state, Slot(index, layout.standing_pages(index)), request)
@@ -200,12 +201,6 @@ class Probe:
         names = ("length", "limit", "anchor", "active", "stop_ids", "sampling")
         self._small = _copy({name: getattr(self._state, name) for name in names})
         self._target_alone = engine.target_alone(engine.run("propose", self._state))
-
-    @classmethod
-    def behind(cls, engine: MeasuredEngine, context: Sequence[int]) -> "Probe":
-        """Builds a probe with this context, truncated to leave room for a dispatch of cycles."""
-        room = engine.layout.max_length - engine.turns - engine.block_size
-        return cls(engine, engine.occupied(context[: max(room, 1)]))
 
     def parts(self) -> Parts:
         """Times both parts once."""

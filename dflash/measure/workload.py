@@ -57,15 +57,9 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """All tasks of a run.
-
-    Attributes:
-      acceptance: Source of the acceptance lengths, as in results.json: {"source": "measured"}, or
-        the forced lengths and their origin.
-    """
+    """All tasks of a run."""
 
     tasks: Mapping[str, tuple[Item, ...]]
-    acceptance: Mapping[str, Any]
 
     @property
     def forced(self) -> bool:
@@ -142,7 +136,7 @@ def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
         tasks = _made_up(config, _draw(config, job), job)
     else:
         tasks = _tasks(config, job)
-    return Workload(tasks, acceptance_source(config))
+    return Workload(tasks)
 
 
 def acceptance_source(config: BenchmarkRun) -> dict[str, Any]:

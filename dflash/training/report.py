@@ -172,19 +172,16 @@ class TrainReport:
 
 def describe(metrics: Metrics) -> str:
     """Returns the most important metrics as one line."""
-    parts = []
-    for name, value in metrics.items():
-        if name == "loss":
-            parts.append(f"loss {value:.4f}")
-        elif name == "acceptance_length":
-            parts.append(f"expected τ {value:.2f}")
-        elif name.partition("/")[0] == "tau":
-            parts.append(f"{name.replace('tau', 'τ')} {value:.2f}")
-        elif name == "speedup_bound":
-            parts.append(f"expected speed-up below {value:.2f}")
-        elif name == "learning_rate":
-            parts.append(f"lr {value:.2e}")
-    return " · ".join(parts)
+    forms = {
+        "loss": "loss {:.4f}",
+        "acceptance_length": "expected τ {:.2f}",
+        "speedup_bound": "expected speed-up below {:.2f}",
+        "learning_rate": "lr {:.2e}",
+    }
+    for name in metrics:
+        if name.partition("/")[0] == "tau":
+            forms[name] = name.replace("tau", "τ") + " {:.2f}"
+    return " · ".join(forms[name].format(x) for name, x in metrics.items() if name in forms)
 
 
 def _make_bar(console: rich.console.Console) -> rich.progress.Progress:

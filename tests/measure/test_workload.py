@@ -29,7 +29,7 @@ def test_drawn_lengths_follow_the_published_shares_and_never_change():
     one, other = read(**options), read(**options)
     assert one == other
     assert one.forced
-    assert "tpu-spec-decode" in one.acceptance["origin"]
+    assert "tpu-spec-decode" in workload.acceptance_source(BenchmarkRun(**options))["origin"]
     for task, items in one.tasks.items():
         lengths = [length for item in items for length in item.lengths]
         shares = np.array(published.HISTOGRAMS[task])
@@ -114,7 +114,7 @@ def test_lengths_beyond_a_block_are_refused(tmp_path):
 
 
 def test_without_a_recording_nothing_is_forced():
-    empty = workload.Workload({"a": ()}, {"source": "measured"})
+    empty = workload.Workload({"a": ()})
     assert not empty.forced
 
 
@@ -126,7 +126,7 @@ def test_prompts_meet_in_one_queue_where_there_are_slots_for_several():
         Prompt(3, (3,), later_turns=("d", "e")),
     ]
     items = tuple(workload.Item(prompt, 4, grader=str.isdigit) for prompt in openings)
-    some = workload.Workload({"a": items}, {"source": "measured"})
+    some = workload.Workload({"a": items})
     assert some.has_later_turns
     turns = some.with_turns([Prompt(index, (index,)) for index in range(6)])
     assert not turns.has_later_turns
@@ -145,9 +145,9 @@ def test_a_mix_takes_prompts_of_all_tasks_in_turns():
         return tuple(workload.Item(Prompt(number, (number,)), 4) for number in numbers)
 
     tasks = {"a": items(0, 1, 2, 3), "b": items(4), "c": items(5, 6)}
-    some = workload.Workload(tasks, {"source": "measured"})
+    some = workload.Workload(tasks)
     mixed = some.with_mix()
     assert [item.prompt.index for item in mixed.tasks[workload.MIX]] == [0, 4, 5, 1]
     assert {task: mixed.tasks[task] for task in tasks} == tasks
-    alone = workload.Workload({"a": items(0, 1)}, {"source": "measured"})
+    alone = workload.Workload({"a": items(0, 1)})
     assert alone.with_mix() == alone
