@@ -1,7 +1,6 @@
 """Report of a benchmark: plots, and an HTML page with figures, plots and replays."""
 
 import base64
-import dataclasses
 import importlib.resources
 import json
 from collections.abc import Mapping, Sequence
@@ -27,34 +26,14 @@ _TEMPLATE = "page.html"
 _PLACEHOLDER = "@DATA@"
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """One cycle as text.
-
-    Attributes:
-      accepted: Text of each accepted draft.
-      bonus: Text of the target's own token; empty if the sequence ended before it.
-      rejected: Text of each rejected draft.
-    """
-
-    tokens: int
-    accepted: tuple[str, ...]
-    bonus: str
-    rejected: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """Whole sequence: its first token, which prefill returns, then a frame for each cycle."""
-
-    first: str
-    frames: tuple[Frame, ...]
-
-
 def record(
     engine: MeasuredEngine, request: Request, lengths: Sequence[int], tokenizer: Tokenizer
-) -> Replay:
-    """Decodes a prompt cycle by cycle.
+) -> dict[str, Any]:
+    """Decodes a prompt cycle by cycle, and returns its text as JSON values.
+
+    They are the text of the first token, which prefill returns, and a frame for each cycle: its
+    number of tokens, the text of each accepted draft, that of the target's own token (empty if the
+    sequence ended before it), and the text of each rejected draft.
 
     Args:
       lengths: Acceptance lengths to force; empty leaves acceptance to verification.
@@ -73,14 +52,14 @@ def record(
         num_accepted, rejected = split(proposal.tokens[0].tolist(), parents, committed)
         texts = [decoder.push([token]) for token in committed]
         frames.append(
-            Frame(
-                tokens=len(committed),
-                accepted=tuple(texts[:num_accepted]),
-                bonus="".join(texts[num_accepted:]),
-                rejected=tuple(tokenizer.decode([token]) for token in rejected),
-            )
+            {
+                "tokens": len(committed),
+                "accepted": texts[:num_accepted],
+                "bonus": "".join(texts[num_accepted:]),
+                "rejected": [tokenizer.decode([token]) for token in rejected],
+            }
         )
-    return Replay(first, tuple(frames))
+    return {"first": first, "frames": frames}
 
 
 def split(
@@ -173,7 +152,7 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
             cell = next(cell for cell in cells if (cell.task, cell.strategy) == (task, name))
             tokenizer = bench.jobs[name].tokenizer
             by_strategy[name] = {
-                **dataclasses.asdict(record(engine, request, item.lengths or (), tokenizer)),
+                **record(engine, request, item.lengths or (), tokenizer),
                 "ttft_ms": cell.ttft_ms,
                 "cycle_ms": cell.cost_ms.cycle if cell.cost_ms else 0.0,
             }

@@ -36,13 +36,12 @@ def entry(step: int, score: float, metrics: Mapping[str, float]) -> Entry:
 def forecast(metrics: Mapping[str, float], weights_ratio: float | None) -> dict[str, float]:
     """Returns an upper bound of the speed-up that decoding with the evaluated weights can reach.
 
+    It is the speed-up at batch size 1 if reading weights took all the time: τ, measured if possible
+    and else expected, over the ratio. Empty without a drafter or without τ.
+
     Args:
       weights_ratio: Bytes of weights read per decode cycle over bytes read per token of plain
         decoding; None if no drafter is trained.
-    Returns:
-      {"speedup_bound": mean acceptance length (τ), measured if possible, else expected, over the
-      ratio}. It is the speed-up at batch size 1 if reading weights took all the time, so the real
-      one is smaller. Empty without a drafter or without τ.
     """
     tau = metrics.get("tau", metrics.get("acceptance_length"))
     if weights_ratio is None or tau is None:

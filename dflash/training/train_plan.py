@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from dflash.loading.decode_plan import measure, mesh_line, readable
 from dflash.parallel import parameters
 from dflash.training import state as states
 from dflash.training.tasks import Task
+
+_INPUTS = ("tokens", "positions", "segment_ids", "loss_mask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +92,8 @@ def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length:
     dtype. The compiler may keep fewer of them, and needs temporary buffers in addition.
     """
 
-    def residuals(params, frozen, batch, key):
-        def loss(params):
-            return task.loss(optax.tree.cast(params, task.dtype), frozen, batch, key)[0]
-
-        return jax.vjp(loss, params)[1]
+    def residuals(params, *inputs):
+        return jax.vjp(_loss_of(task, *inputs), params)[1]
 
     abstract_residuals = jax.eval_shape(
         residuals, params, frozen, *_abstract_batch(task, rows, length)
@@ -114,18 +114,17 @@ def step_flops(task: Task) -> float:
     config = task.config
     params, frozen = states.split(task.learner)[1], task.abstract_frozen()
     (batch, key) = _abstract_batch(task, 1, config.data.length)
-    if task.drafts:
-        names = ("tokens", "positions", "segment_ids", "loss_mask")
-        batch = {name: batch[name] for name in names}
+    batch = {name: batch[name] for name in _INPUTS}  # Without features, the loss computes them.
 
-    def gradient(params, frozen, batch, key):
-        def loss(params):
-            return task.loss(optax.tree.cast(params, task.dtype), frozen, batch, key)[0]
-
-        return jax.grad(loss)(params)
+    def gradient(params, *inputs):
+        return jax.grad(_loss_of(task, *inputs))(params)
 
     traced = jax.make_jaxpr(gradient)(params, frozen, batch, key)
     return config.train.batch_size * _product_flops(traced.jaxpr)
+
+
+def _loss_of(task: Task, frozen: Any, batch: Any, key: Any) -> Callable[[Any], jax.Array]:
+    return lambda params: task.loss(optax.tree.cast(params, task.dtype), frozen, batch, key)[0]
 
 
 def _product_flops(jaxpr: Any) -> float:
@@ -156,8 +155,7 @@ def _abstract_batch(task: Task, rows: int, length: int) -> tuple[dict[str, Any],
     def shape(*dimensions, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((rows, length, *dimensions), dtype)
 
-    names = ("tokens", "positions", "segment_ids", "loss_mask")
-    batch = dict.fromkeys(names, shape())
+    batch = dict.fromkeys(_INPUTS, shape())
     if task.drafts:
         arch = task.target.arch
         tapped = len(task.working.feature_layers) * arch.hidden_size
