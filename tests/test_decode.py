@@ -189,18 +189,6 @@ def test_rerun_skips_what_is_done_and_refuses_another_config(run):
     )
 
 
-def test_a_run_keeps_its_date(run):
-    """Templates may print it, so a run that is resumed on another day keeps the one it has."""
-    pathlib.Path("w").mkdir()
-    pathlib.Path("w/date.txt").write_text("2024-02-29\n")
-    assert run("--workdir=w")[0] == 0
-    assert read("w/date.txt") == "2024-02-29\n"
-    pathlib.Path("w/date.txt").write_text("yesterday\n")
-    status, _, err = run("--workdir=w")
-    assert status == 1
-    assert "w/date.txt: not a date such as 2026-01-31" in err
-
-
 def test_dry_run_allocates_and_writes_nothing(run):
     status, out, _ = run("--dry_run", "--workdir=w", "mesh.tensor=1", "decode.batch_size=4")
     assert status == 0

@@ -147,10 +147,3 @@ def test_the_citation_names_this_version():
     assert f"version = {{{version.__version__}}}" in page
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"\n## {version.__version__}\n" in changes
-
-
-def test_every_supported_python_is_named(metadata):
-    """From the oldest that installs to the newest that was tried."""
-    names = metadata.get_all("Classifier")
-    found = [name.rpartition(" ")[2] for name in names if name.startswith("Programming Language")]
-    assert found == ["3", "3.11", "3.12", "3.13"]

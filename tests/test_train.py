@@ -1,6 +1,5 @@
 """`python -m dflash.train` on real models, small: every way to start, to end and to be refused."""
 
-import datetime
 import json
 import pathlib
 import shutil
@@ -11,7 +10,6 @@ import pytest
 
 from dflash import train, train_tokenizer
 from dflash.checkpoints import checkpoint
-from dflash.training import train_job
 
 SHAPE = {
     "vocab_size": 320,
@@ -275,22 +273,6 @@ def test_another_config_is_refused_and_another_cadence_is_not(config, tmp_path, 
     error = capsys.readouterr().err.splitlines()[-1]
     assert "(optimizer.learning_rate: 0.003 there, 0.001 here)" in error
     assert run(*arguments, "train.steps=3", "train.log_every=1", "train.keep_last=5") == 0
-
-
-def test_a_run_keeps_its_date(config, tmp_path, monkeypatch):
-    """Chat templates may print it, and prompts must not change from start to start."""
-    seen, prepare = [], train_job.prepare
-
-    def record(*arguments, date, **options):
-        seen.append(date)
-        return prepare(*arguments, date=date, **options)
-
-    monkeypatch.setattr(train_job, "prepare", record)
-    file = tmp_path / "run" / "date.txt"
-    for expected in (datetime.date.today(), datetime.date(2024, 2, 29)):
-        assert run(config, *TARGET, "train.steps=1", "--workdir", tmp_path / "run") == 0
-        assert (file.read_text(), seen.pop()) == (f"{expected}\n", expected)
-        file.write_text("2024-02-29\n")
 
 
 def test_numbers_that_diverge_stop_the_run(config, tmp_path, capsys):

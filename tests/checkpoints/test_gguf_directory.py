@@ -55,29 +55,6 @@ def test_the_directory_is_written_once_for_each_state_of_the_file(tmp_path, own_
     assert sorted(path.name[:2] for path in own_cache.iterdir()) == [".l", "x-", "x-"]
 
 
-def test_a_relative_path(tmp_path, own_cache, monkeypatch):
-    write(tmp_path / "x.gguf")
-    monkeypatch.chdir(tmp_path)
-    assert checkpoint.resolve("x.gguf") == checkpoint.resolve(str(tmp_path / "x.gguf"))
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_a_half_written_directory_is_written_again(tmp_path):
-    write(tmp_path / "x.gguf")
-    directory = checkpoint.resolve(str(tmp_path / "x.gguf"))
-    (directory / "config.json").unlink()
-    assert checkpoint.resolve(str(tmp_path / "x.gguf")) == directory
-    assert (directory / "config.json").exists()
-
-
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    write(tmp_path / "x.gguf")
-    (tmp_path / "cache").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(errors.WorkdirError, match="cannot be written: Not a directory"):
-        checkpoint.resolve(str(tmp_path / "x.gguf"))
-
-
 @pytest.mark.usefixtures("own_cache")
 def test_a_wheel_that_is_not_here_needs_a_download():
     assert checkpoint.is_remote(SMOLLM2)

@@ -179,14 +179,6 @@ def test_a_hybrid_in_q8_0_stays_in_eight_bits(tmp_path):
             )
 
 
-def test_a_hybrid_of_other_sizes_is_named(tmp_path):
-    gguf_files.make_model(tmp_path / "m", "qwen3_5_text")
-    more = {"qwen35.ssm.inner_size": 40}
-    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more)
-    message = failure(hf_tensors.read_tensors, checkpoint.resolve(str(tmp_path / "m.gguf")))
-    assert "rows or columns for 4 value heads of 10 in 2 groups" in message
-
-
 def test_shards_are_read_alone(tmp_path):
     kind, _ = gguf_files.make_model(
         tmp_path / "m", "llama3", num_key_value_heads=4, hidden_size=64, intermediate_size=64

@@ -10,7 +10,6 @@ import sentencepiece
 from support import gguf_files
 from support.trained_tokenizers import (
     LLAMA_TEMPLATE,
-    MESSAGES,
     QWEN_TEMPLATE,
     TEXTS,
     train_sentencepiece,
@@ -171,27 +170,6 @@ def test_sentencepiece(sentencepieces, prefixed, text):
     ids = original.encode(text)
     assert ours.encode(text) == ids
     assert ours.decode(ids) == original.decode(ids)
-
-
-@pytest.mark.parametrize("prefixed", [False, True])
-def test_sentencepiece_in_a_chat(sentencepieces, prefixed):
-    original, ours = sentencepieces[prefixed]
-    rendered = original.render_chat(MESSAGES)
-    assert ours.render_chat(MESSAGES) == rendered
-    assert ours.encode_rendered(rendered) == original.encode_rendered(rendered)
-
-
-def test_the_ids_that_end_an_answer():
-    tokens = {"tokenizer.ggml.tokens": ["a", "b", "c"]}
-    ends = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 0}
-    assert tokenizer_files.end_ids(GgufHeader("x", tokens | ends, {})) == (2, 0)
-    assert tokenizer_files.end_ids(GgufHeader("x", {}, {})) == ()
-
-
-def test_a_file_without_a_tokenizer(tmp_path):
-    tokenizer = unpack(tmp_path, {})
-    with pytest.raises(errors.InputError, match="give prompts as prompt_ids"):
-        tokenizer.encode("Hello")
 
 
 @pytest.mark.parametrize(

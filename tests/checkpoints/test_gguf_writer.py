@@ -143,19 +143,6 @@ def test_a_drafter_is_read_back(tmp_path, vocabulary, name):
         np.testing.assert_array_equal(found[key], tensors[key], err_msg=key)
 
 
-def test_metadata_that_llama_cpp_needs_of_a_drafter(tmp_path, vocabulary):
-    convert(GOLDEN / "qwen3_b1" / "draft", tmp_path / "x.gguf", tokenizer=vocabulary)
-    values, tensors = contents(tmp_path / "x.gguf")
-    shape = architecture(GOLDEN / "qwen3_b1" / "draft")
-    assert values["general.architecture"] == "dflash"
-    assert values["dflash.target_layers"] == [layer + 1 for layer in shape.target_layer_ids]
-    assert values["dflash.block_size"] == shape.block_size
-    assert values["dflash.attention.causal"] is False
-    assert values["tokenizer.ggml.mask_token_id"] == shape.mask_token_id
-    assert {"fc.weight", "enc.output_norm.weight", "output_norm.weight"} < tensors.keys()
-    assert "output.weight" not in tensors
-
-
 def test_a_draft_vocabulary_is_stored_as_ids_of_the_target(tmp_path, vocabulary):
     tensors = make(tmp_path / "source", GOLDEN / "qwen3_b1" / "draft", draft_vocab_size=4)
     size = checkpoint.read_config(tmp_path / "source")["vocab_size"]
@@ -294,14 +281,6 @@ def test_a_drafter_without_a_tokenizer(tmp_path):
         convert(source, tmp_path / "x.gguf")
     with pytest.raises(errors.CheckpointError, match="4096 tokens, but the model only"):
         convert(source, tmp_path / "x.gguf", tokenizer="assets/tiny_target")
-
-
-def test_a_tokenizer_that_llama_cpp_does_not_know(tmp_path):
-    content = {"model": {"type": "WordPiece", "vocab": {"a": 0}, "merges": []}}
-    for text, message in ((content, "only byte-level BPE"), ({"model": {}}, "not a byte-level")):
-        (tmp_path / "tokenizer.json").write_text(json.dumps(text))
-        with pytest.raises(errors.CheckpointError, match=message):
-            tokenizer_metadata.values_of(tmp_path, 9)
 
 
 @hypothesis.settings(max_examples=200)

@@ -42,11 +42,6 @@ def test_sections_follow_the_depth_of_loops():
     assert (inner.depth, inner.matmuls, inner.spills) == (2, 4, 3)
 
 
-def test_without_a_matrix_unit_the_deepest_section_is_the_inner_loop():
-    zeros = UTILIZATION.replace("1 0 2 0 0 0 1", "0 0 2 0 0 0 1").replace("3 0 0", "0 0 0")
-    assert bundles.inner_loop(bundles.sections(SCHEDULE, zeros)).depth == 2
-
-
 def test_texts_of_different_programs_are_rejected():
     with pytest.raises(ValueError, match="the schedule has 8 bundles, but the utilization has 7"):
         bundles.sections(SCHEDULE, UTILIZATION.rsplit("\n", 2)[0] + "\n")

@@ -44,16 +44,6 @@ def test_the_step_of_a_loop_counts():
     assert turns(bound="constant(1)") == 0
 
 
-def test_a_counter_may_be_incremented_in_several_steps():
-    more = """
-  %again = s32[] add(%next, %step)
-  ROOT %carried = (f32[4]{0}, s32[]) tuple(%x, %again)
-}
-
-%unused (u: s32[]) -> s32[] {"""
-    assert turns(bound="constant(9)", more=more) == 2  # at 1 and 5
-
-
 def test_a_counter_may_be_copied_before_the_increment():
     copied = """s32[] iota()
   %mine = s32[] copy(%i)

@@ -111,68 +111,10 @@ def test_splash_attention_is_counted_by_its_shapes(kernel, products):
     assert flops == 2 * products * 8 * 1024 * 1024 * 128 * 3 / 4
 
 
-CALLED = """
-%work (p: f32[64,32]) -> f32[64,32] {
-  %p = f32[64,32]{1,0} parameter(0)
-  ROOT %moved = f32[64,32]{0,1} copy(%p)
-}
-
-%body (b: (f32[64,32])) -> (f32[64,32]) {
-  %b = (f32[64,32]{1,0}) parameter(0)
-  %in = f32[64,32]{1,0} get-tuple-element(%b), index=0
-  %out = f32[64,32]{1,0} call(%in), to_apply=%work
-  ROOT %t = (f32[64,32]{1,0}) tuple(%out)
-}
-
-%yes (c: (f32[64,32])) -> pred[] {
-  %c = (f32[64,32]{1,0}) parameter(0)
-  ROOT %true = pred[] constant(true)
-}
-
-%cheap (d: (f32[64,32])) -> f32[64,32] {
-  %d = (f32[64,32]{1,0}) parameter(0)
-  %f = f32[64,32]{1,0} get-tuple-element(%d), index=0
-  ROOT %slow = f32[64,32]{0,1} copy(%f), backend_config={"estimated_cycles":"500"}
-}
-
-%often (g: (f32[64,32])) -> f32[64,32] {
-  %g = (f32[64,32]{1,0}) parameter(0)
-  %again = (f32[64,32]{1,0}) while(%g), condition=%yes, body=%timed, backend_config={"known_trip_count":{"n":"9"}}
-  ROOT %h = f32[64,32]{1,0} get-tuple-element(%again), index=0
-}
-
-%timed (k: (f32[64,32])) -> (f32[64,32]) {
-  %k = (f32[64,32]{1,0}) parameter(0)
-  %l = f32[64,32]{1,0} get-tuple-element(%k), index=0
-  %quick = f32[64,32]{0,1} copy(%l), backend_config={"estimated_cycles":"100"}
-  ROOT %m = (f32[64,32]{1,0}) tuple(%quick)
-}
-"""  # noqa: E501
-
-
 def operations(*lines):
-    module = entry(*lines, computations=CALLED)
+    module = entry(*lines)
     found = costs.operations(module, trips=lambda _: 4, branch=lambda _: None)
     return {one.instruction.name: one for one in found}
-
-
-def test_a_called_computation_runs_as_often_as_its_caller():
-    found = operations(
-        "%t0 = (f32[64,32]{1,0}) tuple(%x)",
-        "%loop = (f32[64,32]{1,0}) while(%t0), condition=%yes, body=%body",
-    )
-    assert found["moved"].times == 4
-    assert found["moved"].loops == ("loop",)
-
-
-def test_the_branch_of_most_cycles_counts_its_loops():
-    """Compares one branch of 500 cycles with nine iterations of 100 cycles."""
-    found = operations(
-        "%t0 = (f32[64,32]{1,0}) tuple(%x)",
-        "%if = f32[64,32]{1,0} conditional(%i, %t0, %t0), branch_computations={%cheap, %often}",
-    )
-    assert found["quick"].times == 9
-    assert "slow" not in found
 
 
 def test_small_copies_are_left_out():

@@ -155,25 +155,6 @@ def test_what_fits_is_accepted(load, overrides):
     load(*overrides.split())
 
 
-def test_a_misfit_is_blamed_on_the_key_that_was_written(load):
-    with pytest.raises(errors.ConfigError) as caught:
-        load("mesh.fsdp=2")
-    assert caught.value.problems == (
-        "command line: decode.batch_size: 1 does not divide over mesh.data × mesh.fsdp = 2 devices",
-    )
-
-
-def test_misfits_are_reported_together(load):
-    with pytest.raises(errors.ConfigError) as caught:
-        load(
-            "decode.page_size=9",
-            "decode.max_length=3",
-            "decode.stop_ids=99",
-            "drafter.block_size=99",
-        )
-    assert len(caught.value.problems) == 4
-
-
 @dataclasses.dataclass(frozen=True)
 class Learning:
     """A run that has data."""

@@ -1,8 +1,5 @@
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 
 import pytest
 from support.config_files import MINIMAL, problems
@@ -45,14 +42,6 @@ def test_bases_of_bases_come_first(write):
     assert (decode.seed, decode.top_k, decode.sync_every) == (3, 2, 1)
 
 
-def test_a_base_may_be_shared_by_two(write):
-    write("root.yml", "decode: {seed: 1}\n")
-    write("left.yml", "base: [root.yml]\ndecode: {seed: 2}\n")
-    write("right.yml", "base: [root.yml]\n")
-    write("main.yml", "base: [left.yml, right.yml]\n" + MINIMAL)
-    assert loader.load("main.yml").decode.seed == 1
-
-
 def test_lists_replace_and_mappings_merge(write):
     write("base.yml", "decode: {stop_ids: [1, 2]}\nsharding_rules: {mlp: [], vocab: [fsdp]}\n")
     write("main.yml", "base: [base.yml]\n" + MINIMAL + "decode: {stop_ids: [3]}\n")
@@ -60,11 +49,6 @@ def test_lists_replace_and_mappings_merge(write):
     assert config.decode.stop_ids == (3,)
     expected = {**schema.SHARDING_RULES, "mlp": (), "vocab": ("fsdp", "tensor")}
     assert config.sharding_rules == expected
-
-
-def test_of_two_equal_overrides_the_later_wins(write):
-    config = loader.load(write("c.yml"), ["decode.seed=1", "decode.seed=2"])
-    assert config.decode.seed == 2
 
 
 def test_null_takes_a_group_back(write):
@@ -89,12 +73,6 @@ def test_a_new_drafter_keeps_the_keys_given_with_it(write, order):
     write("c.yml", MINIMAL + "drafter: {name: none}\n")
     overrides = ["drafter.name=dflash", "drafter.checkpoint=d"][::order]
     assert loader.load("c.yml", overrides).drafter == DFlashConfig(checkpoint="d")
-
-
-def test_the_same_drafter_again_keeps_its_keys(write):
-    write("c.yml", MINIMAL + "drafter: {name: dflash, checkpoint: d, block_size: 8}\n")
-    drafter = loader.load("c.yml", ["drafter.name=dflash"]).drafter
-    assert drafter == DFlashConfig(checkpoint="d", block_size=8)
 
 
 # Types.
@@ -130,17 +108,6 @@ def test_an_integer_is_a_number_but_not_the_other_way_round(write):
 def test_texts_arrive_as_typed(write, text, expected):
     write("c.yml", MINIMAL + "prompts: {text: [old]}\n")
     assert loader.load("c.yml", [f"prompts.text={text}"]).prompts.text == expected
-
-
-@pytest.mark.parametrize("text", ["123", "off", "a: b", "[x", "it's", "'quoted'"])
-def test_a_string_key_takes_the_text_as_typed(write, text):
-    assert loader.load(write("c.yml"), [f"prompts.file={text}"]).prompts.file == text
-
-
-@pytest.mark.parametrize("text", ["null", "~", ""])
-def test_null_unsets_an_optional_string(write, text):
-    write("c.yml", MINIMAL + "prompts: {file: old}\n")
-    assert loader.load("c.yml", [f"prompts.file={text}"]).prompts.file is None
 
 
 def test_a_bare_value_on_the_command_line_is_a_list_of_one(write):
@@ -183,32 +150,6 @@ def test_a_base_beside_the_file_comes_before_a_shipped_one(write):
 
 
 # Other schemas.
-
-
-def test_any_dataclass_serves_as_schema(write):
-    @dataclasses.dataclass(frozen=True)
-    class Run:
-        steps: int = schema.option(minimum=1)
-        drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
-
-    write("c.yml", "drafter: {name: dflash, checkpoint: d}\nsteps: 3\n")
-    assert loader.load("c.yml", schema=Run) == Run(3, DFlashConfig(checkpoint="d"))
-    write("c.yml", "drafter: {name: dflash}\n")
-    assert problems("c.yml", schema=Run) == ["c.yml: steps: required: an integer >= 1"]
-
-
-def test_no_jax_is_needed():
-    """Importing jax takes seconds, but a bad config should fail in milliseconds."""
-    code = """
-import sys
-from dflash import cli
-from dflash.config import merging, loader
-for path in merging.package_configs().glob("*.yml"):
-    loader.load(path)
-sys.exit("jax" in sys.modules)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
 def test_a_null_name_infers_and_resets_nothing(write):

@@ -5,7 +5,7 @@ import os
 import pytest
 from support.config_files import MINIMAL, problems
 
-from dflash.config import loader, train_schema
+from dflash.config import train_schema
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.registry import DRAFTERS
 
@@ -172,13 +172,6 @@ def test_all_problems_are_reported_at_once(write):
     ]
 
 
-def test_an_attribute_of_a_group_is_no_key(write):
-    write("c.yml", MINIMAL)
-    overrides = "drafter.name=dflash", "drafter.checkpoint=random", "drafter.architecture.given=1"
-    (problem,) = problems("c.yml", *overrides)
-    assert "drafter.architecture.given: unknown key; expected one of intermediate_size" in problem
-
-
 def test_a_check_is_silent_about_values_already_reported(write):
     write("c.yml", MINIMAL)
     found = problems("c.yml", "decode.max_new_tokens=x", "decode.max_length=8")
@@ -231,14 +224,6 @@ def test_files_that_are_no_config(write, tmp_path):
     assert problems("configs/qwen3_4b_dflsh.yml") == [
         "configs/qwen3_4b_dflsh.yml: no such file; did you mean 'configs/qwen3_4b_dflash.yml'?"
     ]
-
-
-def test_the_command_line_is_to_blame_for_what_it_makes_inconsistent(write):
-    """Even if the first key of the message is that of a file."""
-    write("c.yml", MINIMAL + "decode: {max_length: 300}\n")
-    assert loader.load("c.yml").decode.max_length == 300
-    (problem,) = problems("c.yml", "decode.max_new_tokens=300")
-    assert problem.startswith("command line: decode.max_length: 300 leaves no room")
 
 
 def test_a_config_names_configs_only(write, tmp_path):

@@ -5,7 +5,6 @@ import pytest
 import yaml
 
 from dflash.config import strict_yaml
-from dflash.config.strict_yaml import Malformed
 
 
 def plain(node):
@@ -119,25 +118,6 @@ def test_of_duplicate_keys_the_rest_is_still_read():
     node, found = strict_yaml.parse("a: 1\na: 2\nb: 3\n", "f.yml")
     assert plain(node) == {"a": 1, "b": 3}
     assert len(found) == 1
-
-
-@pytest.mark.parametrize("text", ["", "# only a comment\n"])
-def test_an_empty_document_is_an_empty_mapping(text):
-    node, found = strict_yaml.parse(text, "f.yml")
-    assert (node.value, found) == ({}, [])
-
-
-@pytest.mark.parametrize("text", ["[1, 2", "a: 1, a: 2", "{a: 1, a: 2}", "&x 1", "!!int 3", "@"])
-def test_a_malformed_value_keeps_its_text(text):
-    node = strict_yaml.parse_value(text, "command line")
-    assert node.value == Malformed()
-    assert node.raw == text
-
-
-def test_items_of_a_flow_list_keep_their_text():
-    node = strict_yaml.parse_value("[yes, 12, '1e3']", "command line")
-    assert [item.raw for item in node.value] == ["yes", "12", "1e3"]
-    assert {item.source for item in node.value} == {"command line"}
 
 
 @pytest.mark.parametrize(

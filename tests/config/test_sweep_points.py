@@ -67,14 +67,6 @@ def test_a_zip_goes_side_by_side_and_is_one_axis(load):
     ]  # fmt: skip
 
 
-def test_another_drafter_starts_its_group_afresh(load):
-    text = "sweep: {product: {drafter: [{name: none}, {block_size: 4}]}}"
-    assert list(load(text).points) == ["drafter=none", "drafter=block_size-4"]
-    none, dflash = (point.config for point in load(text).points.values())
-    assert none == loader.load("random_tiny_dflash.yml", ["drafter.name=none"])
-    assert dflash == loader.load("random_tiny_dflash.yml", ["drafter.block_size=4"])
-
-
 def test_the_command_line_goes_over_the_block_and_the_config(load):
     text = "sweep: {product: {decode.seed: [1, 2, 3], decode.top_k: [1, 2]}}"
     found = load(
@@ -135,21 +127,6 @@ def test_texts_that_read_like_other_values_or_keys_are_points_of_their_own(load)
         "target.checkpoint: ['b,target.checkpoint=c', c]}}"
     )
     assert len(load(text).points) == 2
-
-
-def test_names_of_plain_values_have_no_hash(load):
-    text = "sweep: {product: {decode.stop_ids: [[1, 9], [7], []], decode.temperature: [0.8]}}"
-    assert list(load(text).points) == [
-        f"decode.stop_ids={ids},decode.temperature=0.8" for ids in ("1-9", "7", "")
-    ]
-
-
-def test_values_keep_the_rules_of_yaml(load):
-    text = "sweep: {product: {optimistic: [1]}}"
-    found = load("sweep: {product: {prompts.file: [off, 1e-3x]}}\nprompts: {text: []}")
-    assert [point.config.prompts.file for point in found.points.values()] == ["off", "1e-3x"]
-    with pytest.raises(errors.ConfigError, match=r"s\.yml:2: optimistic: unknown key"):
-        load(text)
 
 
 def test_every_bad_point_is_named_at_once(failure):
@@ -241,15 +218,3 @@ def test_a_shipped_sweep_loads_from_anywhere(path, tmp_path, monkeypatch):
     header = path.read_text(encoding="utf-8")
     assert f"python -m dflash.sweep configs/sweeps/{path.name}" in header
     assert "Needs:" in header
-
-
-def test_there_are_shipped_sweeps():
-    assert len(SHIPPED) >= 2
-
-
-def test_as_many_points_as_there_may_be(write, monkeypatch):
-    monkeypatch.setattr(sweep_points, "MAX_POINTS", 3)
-    write("s.yml", "target: {checkpoint: weights}\nsweep: {product: {decode.seed: [1, 2, 3]}}\n")
-    assert len(sweep_points.load("s.yml").points) == 3
-    with pytest.raises(errors.ConfigError, match="sweep: 4 points exceed the limit 3"):
-        sweep_points.load("s.yml", ["sweep.product.decode.seed=[1, 2, 3, 4]"])

@@ -10,7 +10,7 @@ from support.trained_tokenizers import train_sentencepiece
 from dflash import errors
 from dflash.config.train_schema import DataConfig
 from dflash.data import corpus, datasets, encoding
-from dflash.data.example import Example, pair
+from dflash.data.example import Example
 from dflash.text import tokenizer, tokenizer_loading
 
 USER, BOT = "user", "assistant"
@@ -75,15 +75,6 @@ def test_answers_that_follow_text_begin_without_a_space_of_their_own(tmp_path):
     assert words.decode(ids) == "user:Helloassistant:Hello"
 
 
-def test_the_first_token_is_never_learned():
-    (document,) = encoding.encode(pair("t", "s", "", "ab"), tokenizer.ByteTokenizer())
-    assert (document >= corpus.SUPERVISED).tolist() == [False, True, True]
-    (document,) = encoding.encode(
-        Example("t", "s", prompt_ids=(), output_ids=(4, 5)), tokenizer.ByteTokenizer()
-    )
-    assert (document >= corpus.SUPERVISED).tolist() == [False, True]
-
-
 def test_a_corpus_on_disk(words, tmp_path, capsys):
     dataset = datasets.find("jsonl", examples.config(tmp_path, 30))
     opened = encoding.open_corpus(dataset, "train", words, tmp_path)
@@ -105,15 +96,6 @@ def test_a_corpus_on_disk(words, tmp_path, capsys):
     ]
     other = encoding.open_corpus(dataset, "train", tokenizer.ByteTokenizer(), tmp_path)
     assert other.fingerprint != opened.fingerprint
-
-
-def test_encoding_says_how_far_it_is(words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(encoding, "_REPORT_SECONDS", 0.0)
-    dataset = datasets.find("jsonl", examples.config(tmp_path, 30))
-    encoding.open_corpus(dataset, "train", words, tmp_path)
-    said = capsys.readouterr().err
-    assert "encoding jsonl/train: 1 examples so far\n" in said
-    assert "encoding jsonl/train: 29 examples so far\n" in said
 
 
 def test_examples_keep_the_order_of_earlier_versions():

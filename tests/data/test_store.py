@@ -10,7 +10,7 @@ from support import examples
 
 from dflash import errors
 from dflash.config.train_schema import DataConfig
-from dflash.data import datasets, encoding, files, store
+from dflash.data import datasets, encoding, files
 from dflash.data.corpus import SUPERVISED
 from dflash.text.tokenizer import ByteTokenizer, NoTokenizer
 from dflash.training import train_job
@@ -67,24 +67,6 @@ def test_an_empty_split_is_named(tmp_path):
         encoding.open_corpus(dataset, "test", ByteTokenizer(), tmp_path / "data")
 
 
-def test_an_unwritable_directory_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    dataset = datasets.find("jsonl", examples.config(tmp_path, 1))
-    with pytest.raises(errors.InputError) as caught:
-        open_train(dataset, tmp_path / "file")
-    assert str(caught.value) == f"{tmp_path / 'file'}: cannot be written: File exists"
-
-
-def test_where_data_are_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert store.data_directory(None) == tmp_path / "dflash" / "datasets"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert store.data_directory(None) == tmp_path / ".cache" / "dflash" / "datasets"
-    monkeypatch.chdir(tmp_path)
-    assert store.data_directory("here") == tmp_path / "here"
-
-
 def test_two_processes_encode_the_data_once_and_need_no_tensorflow(tmp_path):
     (file,) = examples.config(tmp_path, 200).files
     code = f"""
@@ -107,18 +89,6 @@ def test_two_processes_encode_the_data_once_and_need_no_tensorflow(tmp_path):
     assert said[0].startswith("data: encoding jsonl/train, once, in ")
     assert re.fullmatch(r"data: encoded jsonl/train, 200 examples, \d+\.\d MB", said[1])
     assert len(said) == 2
-
-
-def test_tasks_are_samples_of_held_out_data():
-    for name in ("math", "code", "chat"):
-        sample = datasets.task_examples(name, 5)
-        assert len(sample) == 5
-        assert sample == datasets.task_examples(name)[:5]
-        assert all(one.prompt[-1]["role"] == "user" and one.response for one in sample)
-        assert len(datasets.task_examples(name)) == 240
-        assert datasets.find(name, DataConfig()).sample("train") == []
-    with pytest.raises(errors.ConfigError, match="unknown data set 'mth'; did you mean 'math'"):
-        datasets.task_examples("mth")
 
 
 def mixed_prompts(config, tokenizer, directory, limit=12):

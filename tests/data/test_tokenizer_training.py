@@ -1,5 +1,3 @@
-import hashlib
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -7,7 +5,6 @@ from support import examples
 
 import dflash.train_tokenizer as command
 from dflash import errors
-from dflash.data import datasets, tokenizer_training
 from dflash.text.tokenizer import IncrementalDecoder
 from dflash.text.tokenizer_loading import load_tokenizer
 
@@ -38,12 +35,6 @@ def test_any_text_is_spelled_back(words, text):
     assert all(0 <= token < words.vocab_size for token in ids)
 
 
-def test_code_is_spelled_back(words):
-    for one in datasets.task_examples("code", limit=100):
-        for message in one.messages:
-            assert words.decode(words.encode(message["content"])) == message["content"]
-
-
 def test_pieces(words):
     model = words._model
     expected = ["<unk>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -65,16 +56,6 @@ def test_chat(words):
     assert words.decode(ids) == "".join(message["content"] for message in CONVERSATION)
     with pytest.raises(errors.InputError, match="unknown role tool"):
         words.encode_chat([{"role": "tool", "content": "x"}])
-
-
-def test_same_data_same_bytes(sentences, model_bytes):
-    again = tokenizer_training.train(sentences, vocab_size=600)
-    assert hashlib.sha256(again).digest() == hashlib.sha256(model_bytes).digest()
-
-
-def test_too_little_text():
-    with pytest.raises(errors.InputError, match=r"vocab_size=4096: .*too high"):
-        tokenizer_training.train(["a b c"], vocab_size=4096)
 
 
 def run(capsys, *argv):

@@ -61,14 +61,6 @@ def test_every_kind_of_state_is_cut_and_put_back(name):
     assert max(used) == 4
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "eagle3"])
-def test_each_replica_computes_its_own_first_slots(name):
-    model = drafter(name, mesh=(2, 1, 1), block_size=3)
-    run = engine(model, mesh=(2, 1, 1), batch_size=8, sync_every=2, partial_dispatches=True)
-    assert run.layout.bucket_sizes == (1, 4)
-    assert set(check(run, temperature=0.0)) == {1, 4}
-
-
 @functools.cache
 def adaptive_engine():
     options = {"batch_size": 4, "sync_every": 2, "partial_dispatches": True}
@@ -93,15 +85,6 @@ def test_the_block_size_is_chosen_by_the_times_of_the_bucket():
         together += [event for event in one.step() if isinstance(event, RequestOutput)]
     assert set(alone[0].block_sizes) == {sizes[-1]}
     assert together[0].block_sizes[-1] == 1
-
-
-def test_cycles_are_timed_for_every_bucket():
-    run = adaptive_engine()
-    run.cycle_seconds = None
-    measured = run._measured()
-    assert measured.shape == (2, 2, 2)
-    assert (measured > 0).all()
-    np.testing.assert_array_equal(run.cycle_seconds, measured)
 
 
 @given(slots=st.integers(1, 300))

@@ -8,7 +8,6 @@ from support import grammars
 from support.engines import count_compilations, engine, expected, make_requests, random_prompts
 from support.models import drafter
 
-from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
 from dflash.offline import decoding
@@ -51,23 +50,6 @@ def outputs(run, requests) -> list[tuple]:
 def test_greedy_requests_need_no_other_programs():
     run = make_engine()
     run.compile(map(len, PROMPTS), greedy=True)
-    with count_compilations() as compilations:
-        found = outputs(run, make_requests(PROMPTS, LIMITS))
-    assert found == expected(PROMPTS, LIMITS)
-    assert compilations == []
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_greedy_requests_may_change_their_rows(index):
-    run = shared(adaptive_blocks=True)
-    run.cycle_seconds = only(index, len(run.rules.choices))
-    run.compile(map(len, PROMPTS), greedy=True)
-    assert outputs(run, make_requests(PROMPTS, LIMITS)) == expected(PROMPTS, LIMITS)
-
-
-def test_a_program_for_all_requests_serves_greedy_ones_too():
-    run = make_engine()
-    run.compile(map(len, PROMPTS))
     with count_compilations() as compilations:
         found = outputs(run, make_requests(PROMPTS, LIMITS))
     assert found == expected(PROMPTS, LIMITS)

@@ -142,10 +142,6 @@ def test_a_request_of_one_token_takes_no_cycle():
     assert events[1].decode_ms == 0
 
 
-def test_no_requests_no_events():
-    assert list(decode(run(), [])) == []
-
-
 def test_every_request_has_its_own_sampling_stops_and_noise():
     """One batch, five ways to decode, one set of programs."""
     prompts = random_prompts([5, 9, 3, 12, 7])
@@ -212,15 +208,6 @@ def test_a_cancelled_request_frees_its_pages_and_is_never_heard_of_again(pools, 
     assert pools[0].held == set()
 
 
-def test_a_scheduler_whose_last_request_is_cancelled_comes_to_rest():
-    one = Scheduler(run())
-    one.submit(requests([5], [20])[0])
-    one.step()
-    assert one.cancel(0)
-    assert drain(one) == []
-    assert one.idle
-
-
 # --- pages --------------------------------------------------------------------------------------
 
 
@@ -273,11 +260,6 @@ def test_a_preempted_sequence_comes_back_before_later_requests_begin():
     later = heard[heard.index(preempted + 1) + 1 :]
     # A dispatch's tokens come in the order in which sequences entered.
     assert next(id for id in later if id in (preempted, preempted + 1)) == preempted
-
-
-def test_a_pool_of_one_sequence_serves_them_one_after_the_other():
-    small = run_of(run_of().layout.pages_per_sequence)
-    assert outputs(completions(decode(small, requests()))) == wanted()
 
 
 def test_a_pool_that_is_large_enough_changes_nothing():
@@ -399,13 +381,6 @@ def test_decoding_may_be_broken_off(taken):
     assert outputs(completions(decode(run(), requests()[:3]))) == wanted()[:3]
 
 
-def test_acceptance_lengths_do_not_depend_on_the_dispatch_length():
-    def lengths(one):
-        return [done.acceptance_lengths for done in completions(decode(one, requests()))]
-
-    assert lengths(run()) == lengths(run_of(sync_every=8))
-
-
 GOOD = Request(4, (1, 2), 1)
 
 
@@ -438,19 +413,6 @@ def test_requests_that_cannot_be_decoded(changes, message):
     rest = {key: value for key, value in changes.items() if key not in names}
     with pytest.raises(errors.InputError, match=message):
         run().check(dataclasses.replace(GOOD, sampling=sampling, **rest))
-
-
-def test_the_largest_request_that_fits():
-    request = Request(0, (1,) * 40, 24, stop_ids=(1, 2, 3, 4, 5, 6, 7, 8, 8))
-    run().check(request)
-    (done,) = completions(decode(run(), [dataclasses.replace(request, stop_ids=STOP_IDS)]))
-    assert outputs([done]) == expected([request.prompt], [24], temperature=0.0, stop_ids=STOP_IDS)
-
-
-def test_tokens_of_a_dispatch_are_plain_integers():
-    for event in decode(run(), requests([5], [9])):
-        ids = event.ids if isinstance(event, Tokens) else event.output_ids
-        assert all(type(token) is int and not isinstance(token, np.integer) for token in ids)
 
 
 def test_a_pause_lets_admitted_requests_finish():

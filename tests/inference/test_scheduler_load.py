@@ -139,22 +139,6 @@ def test_the_first_token_does_not_wait_for_cycles():
     assert len(one._pending) == 1, "the cycles behind it run already"
 
 
-def test_short_prompts_share_a_chunk():
-    """As many as fit into the longest one; and all that there are where nobody waits."""
-    wide = run(max_length=320, prefill_chunk=256, batch_size=6)
-    given = {}
-    for at_once in (False, True):
-        spy = Spy(wide)
-        one = Scheduler(spy, fill_at_once=at_once)
-        for request in make_requests(random_prompts([70, 90, 121, 80, 111]), 30):
-            one.submit(request)
-        drain(one)
-        given[at_once] = "".join("c" if one == "cycles" else "p" for one in spy.given)
-    # The first one comes while nothing is decoded.
-    assert given[False].startswith("pppcppc")
-    assert given[True].startswith("pppppc")
-
-
 def test_prompts_are_served_in_the_order_of_arrival():
     one = Scheduler(run())
     for request in make_requests(random_prompts([40, 3, 50, 2, 7]), 3):
@@ -258,18 +242,6 @@ def test_soak(temperature):
     assert len(cancelled) > 3
 
 
-def test_a_preempted_sequence_takes_up_its_own_pages():
-    one = Scheduler(few())
-    prompts = random_prompts([40, 40, 40])
-    for request in make_requests(prompts, 32):
-        one.submit(request)
-    done = [event for event in drain(one) if isinstance(event, RequestOutput)]
-    assert outputs(done) == dict(enumerate(expected(prompts, [32] * 3, temperature=0.0)))
-    assert sum(d.preemptions for d in done) > 0
-    assert one.stats().prefix_hits_tokens > 0, "no prompt begins like another"
-    assert all(d.cached_tokens == 0 for d in done), "which is not what a client's prompt had"
-
-
 def test_a_cached_prompt_leaves_its_last_token_to_compute():
     """Even where the prompt fills its pages: the first output token needs a row of logits."""
     one = Scheduler(few())
@@ -294,20 +266,6 @@ def test_a_dispatch_ends_early_only_for_requests_that_wait(waiting):
         one.submit(request)
     assert list(outputs(drain(one)).values()) == expected(prompts, limits, temperature=0.0)
     assert watch.cycles == ([1, 6, 6, 1] if waiting else [6, 6, 1])
-
-
-def test_what_is_decided_does_not_depend_on_time():
-    """The same calls in the same order: the same events, step by step."""
-    found = []
-    for _ in range(2):
-        one, steps = Scheduler(few()), []
-        for request in make_requests(random_prompts([50, 50, 9, 30]), 20, temperature=0.8):
-            one.submit(request)
-            steps.append([dataclasses.astuple(e)[:2] for e in one.step()])
-        while not one.idle:
-            steps.append([dataclasses.astuple(e)[:2] for e in one.step()])
-        found.append(steps)
-    assert found[0] == found[1]
 
 
 def test_pages_whose_rows_the_drafter_may_lack_are_not_published():

@@ -94,15 +94,6 @@ ONE = [1] * LENGTH
 PACKED = [1] * 6 + [2] * 9 + [0] * 4
 
 
-def test_first_and_last_positions():
-    check(make_case([[0, LENGTH - 1, 7], [0, 0, 1]], [ONE, ONE]))
-
-
-def test_packed_documents_and_padding():
-    anchors = [[0, 5, 6, 7, 14], [1, 6, 6, 12, 16]]  # First and last row of each document.
-    check(make_case(anchors, [PACKED, PACKED]))
-
-
 @pytest.mark.parametrize(
     ("window", "causal"), [(None, True), (1, False), (3, True), (8, False), (100, False)]
 )

@@ -144,10 +144,6 @@ def test_wrong_windows_are_named():
         block.block_attention(**wrong, scale=SCALE)
 
 
-def test_no_context_at_all():
-    check(make_case([0, 0], 4, capacity=9), causal=True)
-
-
 def test_bfloat16():
     case = make_case([0, 7, 30], 5, group=4, width=32, dtype=jnp.bfloat16)
     check(case, tolerance=2e-2)
@@ -242,11 +238,6 @@ def test_kernel_with_windows_of_the_sequences(sinks):
     lengths, width = [0, 2, 9, 40, 33], 64
     case = make_case(lengths, 3, capacity=48, kv_heads=2, group=2, width=width, sinks=sinks)
     check_kernel(case | WINDOWS, window=20)
-
-
-def test_kernel_with_sinks():
-    case = make_case([0, 17], 3, capacity=32, kv_heads=2, group=2, width=64, sinks=True)
-    check_kernel(case, window=5)
 
 
 def test_what_vmem_cannot_hold_is_refused_with_its_sizes():

@@ -111,28 +111,6 @@ def test_ragged_starts_groups_and_chunks_of_heads(length, starts, page, dtype, h
     check_kernel(case, LatentSizes(*sizes))
 
 
-def test_trees():
-    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
-    case = latent_case([0, 19, 8], 6, heads=4, width=192, page_size=8, tree_mask=trees)
-    check_kernel(case, LatentSizes(16, 12, 6))
-
-
-@pytest.mark.parametrize(
-    ("length", "starts", "dtype", "kv_dtype"),
-    [
-        (1, [0, 127, 128, 300], F32, "int8"),
-        (16, [0, 120, 256], BF16, "float8_e4m3fn"),
-        (17, [130, 0, 111], F32, "int8"),
-    ],
-)
-def test_quantized_pages(length, starts, dtype, kv_dtype):
-    case = latent_case(
-        starts, length, heads=4, width=192, page_size=128, table_pages=4, dtype=dtype,
-        kv_dtype=kv_dtype,
-    )  # fmt: skip
-    check_kernel(case, LatentSizes(256, 2 * length, length))
-
-
 def test_trees_over_quantized_pages():
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
     case = latent_case(

@@ -40,18 +40,3 @@ def test_what_is_packed_comes_back(counts, total, replicas):
         np.testing.assert_array_equal(owners[b * replicas // len(counts), place], b)
     used = sum(counts) // replicas
     assert len({tuple(row) for row in packed[0, :used].tolist()}) == used
-
-
-def test_attention_sees_padded_rows():
-    counts = jnp.array([2, 4, 1])
-    packing = Packing.of(counts, LENGTH, 8, 1)
-    seen = []
-
-    def attend(queries, keys):
-        seen.append((queries.shape, keys.shape))
-        return queries + keys, "pages"
-
-    rows = packing.pack(padded(3))
-    attended, pages = packing.around(attend)(rows, rows)
-    assert (seen, pages) == ([((3, LENGTH, 2),) * 2], "pages")
-    np.testing.assert_array_equal(attended[0, :7], 2 * rows[0, :7])

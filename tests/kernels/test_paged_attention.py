@@ -49,20 +49,9 @@ def test_table_longer_than_the_sequences():
     case.check(run(case), 1e-5)
 
 
-def test_all_sequences_empty():
-    case = make_case([0, 0], 5)
-    case.check(run(case), 1e-5)
-
-
 def test_bfloat16():
     case = make_case([0, 7, 30], 5, group=4, width=32, dtype=jnp.bfloat16)
     case.check(run(case), 2e-2)
-
-
-def test_tree_mask_differs_by_sequence():
-    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
-    case = make_case([0, 9, 4], 6, tree_mask=trees)
-    case.check(run(case), 1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 3, 9, 40])
@@ -204,22 +193,6 @@ def test_scales_must_fit_their_pages():
         ValueError, match=r"value_pages.scales is \(2, 8, 4, 1\), expected \(2, 8, 1, 4\)"
     ):
         run(case)
-
-
-def test_head_width_must_be_the_cache_s():
-    case = make_case([5, 7], 3)
-    for name in ("queries", "keys", "values"):
-        case.arguments[name] = case.arguments[name][..., :4]
-    with pytest.raises(ValueError, match="do not fit key_pages"):
-        run(case)
-
-
-def test_row_index():
-    table = jnp.array([[4, 1, 7], [2, 0, 3]])
-    positions = jnp.array([[0, 3, 4], [11, 5, 8]])
-    np.testing.assert_array_equal(
-        paged.row_index(table, positions, 4), [[16, 19, 4], [3 * 4 + 3, 1, 3 * 4]]
-    )
 
 
 def test_write_rows_casts_to_the_pool():

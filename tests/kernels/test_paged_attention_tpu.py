@@ -6,17 +6,14 @@ mixes sequences without context with sequences that start around the edges of pa
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from support.interpreter import interpret
 from support.paged_cases import SCALE, ancestry, make_case
 
 from dflash.kernels import flash_tpu
 from dflash.kernels.paged_attention import paged_attention
-from dflash.kernels.paged_attention_tpu import paged_attention_tpu
 from dflash.kernels.tuning import BlockSizes
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -85,36 +82,6 @@ def test_windows_and_sinks(length, starts, window, queries):
         starts, length, kv_heads=2, width=64, page_size=8, window=window, sinks=True
     )  # fmt: skip
     check(case, keys=8, queries=queries, window=window)
-
-
-@pytest.mark.parametrize("window", [1, 3, 12])
-def test_windows_of_trees_count_depths(window):
-    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
-    case = make_case(
-        [0, 19, 8], 6, kv_heads=1, width=64, page_size=8, tree_mask=trees, window=window, sinks=True
-    )  # fmt: skip
-    check(case, keys=8, window=window)
-
-
-def test_a_window_over_quantized_pages():
-    case = make_case(
-        [300, 0], 3, kv_heads=1, width=64, page_size=128, window=100, sinks=True, kv_dtype="int8"
-    )  # fmt: skip
-    check(case, keys=128, window=100)
-
-
-def test_a_sequence_without_context_starts_no_copy():
-    """A copy that is started without a wait would raise in interpret mode."""
-    case = make_case([3, 0], 2, kv_heads=1, width=64, page_size=8, table_pages=2)
-    # No sequence has a second page.
-    case.arguments["page_table"] = case.arguments["page_table"].at[:, 1].set(10**6)
-    keys, values = (case.arguments[name].swapaxes(1, 2) for name in ("keys", "values"))
-    params = pltpu.InterpretParams(dma_execution_mode="eager", out_of_bounds_reads="raise")
-    call = functools.partial(
-        paged_attention_tpu, sizes=BlockSizes(16, 128), interpret=params, scale=SCALE
-    )
-    result = jax.jit(call)(**case.arguments | {"keys": keys, "values": values})
-    case.check(result, 2e-5, stale_unit=case.page_size)
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,6 @@ def test_acceptance_leaves_out_the_cycle_that_was_cut_short():
     assert conditional == (0.75, pytest.approx(2 / 3), 1.0)
 
 
-def test_positions_never_reached_have_no_conditional_acceptance():
-    joint, conditional = samples.position_acceptance([([1, 1, 1], [4, 4, 4])], longest_path=4)
-    assert joint == (0.0, 0.0, 0.0)
-    assert conditional == (0.0, None, None)
-
-
 def test_a_cycle_says_nothing_about_positions_that_it_did_not_draft():
     lengths, rows = [1, 2, 4, 2, 1, 1], [1, 2, 4, 4, 2, 4]
     joint, conditional = samples.position_acceptance([(lengths, rows)], longest_path=4)
@@ -165,11 +159,6 @@ def test_time_is_divided_among_the_prompts_in_flight():
     assert (sample.cycles, sample.tokens) == (7, 14)
 
 
-def test_a_prompt_alone_has_all_the_time():
-    (time,) = prompt_times([completion(0, [3, 1], 7.0)])
-    assert (time.elapsed_ms, time.share_ms) == (pytest.approx(14.0), pytest.approx(14.0))
-
-
 def test_slots_that_are_refilled_are_timed_as_one_queue():
     """Four prompts of 20 ms in two slots, and of 40 ms with the slower strategy."""
 
@@ -191,36 +180,6 @@ def test_slots_that_are_refilled_are_timed_as_one_queue():
     assert cell.speedup == pytest.approx(0.5)
 
 
-def test_prompts_that_were_decoded_together_share_their_rounds():
-    """Nothing differs but the rounds: drawn prompt by prompt they would average out."""
-    count = 30
-
-    def rounds_of(together):
-        samples = {"none": [], "x": []}
-        for number, factor in enumerate((1.0, 2.0)):
-            for name, ms in (("none", 3.0), ("x", 3.0 * factor)):
-                done = [completion(i, [1] * 9, ms, begin=100.0 + i) for i in range(count)]
-                queues = [done] if together else [[one] for one in done]
-                samples[name] += [sample_of(name, *some, number=number) for some in queues]
-        return bootstrap([samples["x"]], [samples["none"]])[1]
-
-    low, high = rounds_of(together=True)
-    assert (low, high) == (pytest.approx(0.5), pytest.approx(1.0))
-    low, high = rounds_of(together=False)
-    assert 0.58 < low < high < 0.8
-
-
-def test_the_interval_is_of_95_percent():
-    """Many groups of independent times: 1.96 standard errors to either side."""
-    random, count = np.random.default_rng(0), 400
-    times = 6.0 * random.normal(1, 0.1, count)
-    plain = [sample_of("none", completion(i, [1] * 9, 3.0)) for i in range(count)]
-    ours = [sample_of("x", completion(i, [3] * 3, times[i])) for i in range(count)]
-    speedup, (low, high) = bootstrap([ours], [plain])
-    error = speedup * times.std() / times.mean() / count**0.5
-    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.1)
-
-
 def test_the_largest_loss_holds_the_speedup_back():
     cell = cells_of(rounds(parts=(2.5, 3.0), pairs=3))["dflash"]
     assert table.limits([cell]) == [
@@ -228,15 +187,6 @@ def test_the_largest_loss_holds_the_speedup_back():
         "the verification"
     ]
     assert table.limits([cells_of(rounds(pairs=3))["none"]]) == []
-
-
-def test_the_table_has_the_ends_of_the_interval_in_order():
-    cell = dataclasses.replace(cells_of(rounds())["dflash"], speedup_interval=(1.25, 1.75))
-    values = results.as_values([cell], [], {"acceptance": {"source": "trace"}}, complete=True)
-    (row,) = results.rows(values)
-    assert (row["speedup_low"], row["speedup_high"]) == (1.25, 1.75)
-    assert row["cycle_ms"] == pytest.approx(6.0)
-    assert (row["draft_ms"], row["acceptance"]) == (1.0, "trace")
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():

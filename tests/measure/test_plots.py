@@ -1,12 +1,9 @@
 """Plots name every value, and give a strategy one color wherever it is drawn."""
 
-import numpy as np
 import pytest
-from matplotlib import colors, image
 from support.made_samples import task_round
 
 from dflash.measure import cells, plots
-from dflash.measure.plots import Line
 from dflash.measure.warnings import MARK
 
 LENGTHS = {"dflash": ([4, 2, 4, 2], [3, 3, 3, 3]), "eagle3": ([2, 2, 2, 2], [2, 2, 2, 2]),
@@ -48,34 +45,6 @@ def test_every_bar_is_labeled(figure_of, strategies):
     wanted = [cell for cell in some if cell.strategy != "none"]
     labels = sorted(f"{cell.speedup:.2f}×{MARK}" for cell in wanted)
     assert sorted(text for text in shown if text.startswith(("1.", "2."))) == labels
-
-
-def hues(png: bytes, tmp_path) -> set[str]:
-    """Returns the frequent colors of a picture."""
-    path = tmp_path / "plot.png"
-    path.write_bytes(png)
-    pixels = (image.imread(path)[..., :3] * 255).round().astype(np.uint8).reshape(-1, 3)
-    found, counts = np.unique(pixels, axis=0, return_counts=True)
-    return {colors.to_hex(rgb / 255) for rgb, n in zip(found, counts, strict=True) if n > 20}
-
-
-def test_a_strategy_has_one_color_everywhere(tmp_path):
-    """Also where it is drawn with others."""
-    alone, together = every_cell(("none", "eagle3"), ("math",)), every_cell(tasks=("math",))
-    color = plots.color_of(plots.strategy_slots(STRATEGIES)["eagle3"])
-    lines = [Line(name, (1, 2), (height, height)) for height, name in enumerate(STRATEGIES, 1)]
-    drawn = [
-        *(plots.speedups(some, "none") for some in (alone, together)),
-        *(plots.survival(some) for some in (alone, together)),
-        *(plots.costs(some) for some in (alone, together)),
-        *(plots.curves(some, title="", x="", y="") for some in (lines, lines[::-1])),
-    ]
-    for number, png in enumerate(drawn):
-        assert color in hues(png, tmp_path), number
-    # And no other strategy has it.
-    others = every_cell(("none", "dflash", "mine"), ("math",))
-    for png in (plots.speedups(others, "none"), plots.survival(others), plots.costs(others)):
-        assert color not in hues(png, tmp_path)
 
 
 def test_known_strategies_keep_their_colors_and_others_share_none():

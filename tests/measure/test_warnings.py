@@ -8,7 +8,7 @@ import json
 import pytest
 from support.made_samples import task_round
 
-from dflash.measure import cells, load, plots, report, results, table, warnings
+from dflash.measure import cells, load, plots, results, table, warnings
 from dflash.measure.plots import Line
 from dflash.measure.studies import result as studies
 from dflash.measure.warnings import COST, EVERYTHING, SPEEDUP, FigureWarning
@@ -147,14 +147,6 @@ def test_a_study_marks_its_rows():
     assert found.png() != trusted.png()
 
 
-def test_the_page_has_the_warnings():
-    facts = {"acceptance": {"source": "measured"}}
-    found, _, words = CASES["one prompt"]
-    values = results.as_values([found], [], facts, complete=True)
-    text = report.render_page(values, notes=table.warning_lines([found]), pictures={}, replays={})
-    assert text.count(words) == 2  # of its cell, and among the notes
-
-
 @pytest.mark.parametrize(
     ("after", "share"),
     [
@@ -173,8 +165,3 @@ def test_the_load_is_what_others_took(tmp_path, monkeypatch, after, share):
     meter = load.LoadMeter()
     stat.write_text(f"{after}\n")
     assert meter.read().others_share == pytest.approx(share)
-
-
-def test_a_system_that_does_not_say_has_no_load(tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "_STAT", tmp_path / "none")
-    assert load.LoadMeter().read().others_share is None

@@ -169,16 +169,6 @@ def test_remat_changes_nothing():
         np.testing.assert_allclose(grad, grads_again[path], rtol=1e-4, atol=1e-6, err_msg=path)
 
 
-def test_bfloat16_weights():
-    target, batch = make_target(), make_batch([[7, 12], [LENGTH]])
-    exact, _ = value_and_grad(target)(weights_of(target), batch)
-    (loss, metrics), grads = value_and_grad(target)(weights_of(target, jnp.bfloat16), batch)
-    assert loss.dtype == metrics["token_accuracy"].dtype == jnp.float32
-    np.testing.assert_allclose(loss, exact[0], rtol=2e-2)
-    assert {grad.dtype for grad in grads.values()} == {jnp.dtype(jnp.bfloat16)}
-    assert all(bool(jnp.isfinite(grad).all()) for grad in grads.values())
-
-
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}])
 def test_many_devices_equal_one(axes):
     one = make_target()

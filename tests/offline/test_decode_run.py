@@ -81,15 +81,6 @@ def test_a_later_turn_is_asked_after_the_model_s_own_answer(run, tmp_path):
     }
 
 
-def test_a_conversation_that_grows_too_long_is_named(run, tmp_path):
-    write(tmp_path / "turns.jsonl", [{"turns": ["a", "b" * 250]}])
-    status, _, err = run("prompts.file=turns.jsonl", "decode.max_length=null")
-    assert status == 2
-    (line,) = [line for line in err.splitlines() if line.startswith("error")]
-    assert line.startswith("error: turns.jsonl:1, turn 2: ")
-    assert "made for 256 positions" in line
-
-
 def test_answers_of_a_data_set_are_checked(run, tmp_path):
     """A published set by its name; its raw file is there, or the message says where it belongs."""
     status, _, err = run("prompts.dataset=gsm8k", "prompts.raw_dir=raw", "--dry_run")

@@ -111,16 +111,6 @@ def test_gather_runs_no_pickled_code(two_processes):
     assert not Payload.ran
 
 
-def test_a_process_group_runs_no_pickled_code(two_processes, monkeypatch):
-    two_processes(pickle.dumps(Payload()))
-    monkeypatch.setattr(agreement.ProcessGroup, "_watch", lambda self: None)
-    with pytest.raises(
-        errors.UserError, match=r"^process 1: its message 'start' cannot be decoded"
-    ):
-        agreement.ProcessGroup(print).check_same({"command": "decode"})
-    assert not Payload.ran
-
-
 def test_broadcast_runs_no_pickled_code(monkeypatch):
     from jax.experimental import multihost_utils
 

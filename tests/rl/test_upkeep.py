@@ -1,7 +1,6 @@
 """Tests of the drafter's training on rollouts."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -10,7 +9,7 @@ import dflash
 from dflash import errors
 from dflash.config.train_schema import LossConfig, UpkeepConfig, UpkeepRun
 from dflash.rl import options
-from dflash.rl.upkeep import Rollout, TokenLogps, Upkeep, has_fallen
+from dflash.rl.upkeep import Rollout, Upkeep, has_fallen
 
 TARGET = (
     "target.name=qwen3",
@@ -73,35 +72,6 @@ def test_training_raises_tau_and_changes_no_token(tmp_path):
     for one, two in zip(*map(arrays, map(nnx.state, (llm.drafter, other.drafter))), strict=True):
         np.testing.assert_array_equal(one, two)
     resumed.close()
-
-
-def padded(rows, width: int, *, left: bool) -> jax.Array:
-    """Token ids [B, width], padded with 63."""
-    pads = [(width - len(row), 0) if left else (0, width - len(row)) for row in rows]
-    return jnp.array(
-        [np.pad(row, pad, constant_values=63) for row, pad in zip(rows, pads, strict=True)]
-    )
-
-
-def test_outputs_of_a_log_probability_pass_are_used_again():
-    """Training on them is training on those of a pass of its own, however rows are padded."""
-    metrics = []
-    for is_kept in (False, True):
-        llm = models()
-        prompts = [[i + 1, 2 * i + 5, 7][: 2 + i % 2] for i in range(4)]
-        done = rollouts(llm.generate(prompts, dflash.Sampling(max_tokens=20)))
-        upkeep = Upkeep(llm, config(steps=2))
-        if is_kept:
-            score = TokenLogps(llm.target, upkeep.feature_layers)
-            left = padded([one.prompt for one in done], 5, left=True)
-            right = padded([one.output for one in done], 30, left=False)
-            upkeep.keep(left, right, 63, score(left, right, 63).outputs)
-        metrics.append(upkeep.train(done))
-    assert [one["reused"] for one in metrics] == [0.0, 1.0]
-    # A second training takes the four rollouts of the first one, too, up to steps × batch_size.
-    assert upkeep.train([Rollout((1, 2), (3, 4, 5))] * 9)["rollouts"] == 5
-    assert upkeep.train([Rollout((1, 2), (3, i, 5)) for i in range(9)])["rollouts"] == 8
-    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], abs=1e-3)
 
 
 def test_training_begins_when_tau_has_fallen():

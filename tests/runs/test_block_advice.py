@@ -38,16 +38,6 @@ def test_strategies_without_a_fixed_block_are_advised_to_stop(drafter):
     assert longer_than_needed(drafter, SHORT) == []
 
 
-def test_a_drafter_that_is_never_right_pays_at_no_size():
-    (line,) = slower_than_plain(DFlashConfig(), BlockAcceptance({1: 9}, 4), 0.5)
-    assert line.endswith("use drafter.name=none")
-
-
-@pytest.mark.parametrize("speed_up", [None, 1.0, 2.5])
-def test_what_is_fast_or_unknown_needs_no_advice(speed_up):
-    assert slower_than_plain(DFlashConfig(), SHORT, speed_up) == []
-
-
 def test_blocks_that_are_longer_than_needed():
     (line,) = longer_than_needed(DFlashConfig(), SHORT)
     assert line.startswith("warning: cycles of 16 rows commit 1.70 tokens, and blocks of 3 would")

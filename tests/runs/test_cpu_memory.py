@@ -26,22 +26,6 @@ for _ in range(2):
     libc.free(block)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-UNMERGED = """
-import re, tempfile
-
-libc.fopen.restype = ctypes.c_void_p
-libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
-with tempfile.NamedTemporaryFile() as file:
-    stream = libc.fopen(file.name.encode(), b"w")
-    libc.malloc_info(0, stream)  # Allocates the large buffer of the stream.
-    blocks = [libc.malloc(64) for _ in range(1000)]
-    for block in blocks:
-        libc.free(block)
-    # To free the list, a large block, would merge them.
-    libc.malloc_info(0, stream)
-    libc.fclose(stream)
-    print(re.findall('type="fast" count="([0-9]+)"', file.read().decode())[-1])
-"""
 
 
 def run(program, mode):
@@ -57,10 +41,6 @@ def run(program, mode):
 def test_a_block_is_used_again_without_page_faults():
     # Pages of a block of this size are 16,384 small ones, or 32 large ones.
     assert run(FAULTS, "tuned") < 16 < run(FAULTS, "default")
-
-
-def test_small_blocks_are_merged_when_they_are_freed():
-    assert run(UNMERGED, "tuned") == 0 < run(UNMERGED, "default")
 
 
 def test_a_c_library_without_the_function_is_left_alone(monkeypatch):

@@ -75,12 +75,6 @@ def test_other_processes_of_a_run_touch_nothing(tmp_path, monkeypatch):
     assert loader.load(tmp_path / "run" / "config.yml") == CONFIG
 
 
-def test_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    take("~/run").close()
-    assert (tmp_path / "run" / "config.yml").exists()
-
-
 def test_another_config_is_refused(tmp_path):
     use(tmp_path)
     other = dataclasses.replace(HOTTER, dtype="float32")
@@ -125,31 +119,10 @@ def test_a_later_version_continues(tmp_path):
     assert loader.config_hash(wider) != loader.config_hash(CONFIG)
 
 
-def test_long_lists_of_differences_are_cut(tmp_path):
-    use(tmp_path)
-    values = {"max_new_tokens": 7, "top_k": 7, "seed": 7, "batch_size": 7, "sync_every": 7}
-    assert "more" not in refusal(tmp_path, changed(**values))
-    assert "; 1 more): " in refusal(tmp_path, changed(**values, stop_ids=(7,)))
-
-
-def test_config_is_compared_by_content(tmp_path):
-    use(tmp_path)
-    text = "# a comment\ndecode: {temperature: 0.0}\ntarget: {checkpoint: weights}\n"
-    (tmp_path / "config.yml").write_text(text)
-    take(tmp_path).close()
-    (tmp_path / "config.yml").write_text(text)
-    refusal(tmp_path, HOTTER)
-
-
 def test_a_run_that_left_nothing_makes_room(tmp_path):
     take(tmp_path).close()
     take(tmp_path, HOTTER).close()
     assert loader.load(tmp_path / "config.yml") == HOTTER
-
-
-def test_a_config_that_a_person_wrote_is_not_overwritten(tmp_path):
-    (tmp_path / "config.yml").write_text("target: {checkpoint: weights}  # mine\n")
-    assert "belongs to a run of another config (decode.temp" in refusal(tmp_path, HOTTER)
 
 
 def test_files_of_other_programs_are_not_overwritten(tmp_path):
@@ -189,12 +162,6 @@ def test_two_runs_at_once(tmp_path):
             f"{tmp_path}: in use by another run: wait for it, or use another --workdir"
         )
     take(tmp_path).close()  # free again
-
-
-def test_a_refused_run_holds_no_lock(tmp_path):
-    use(tmp_path)
-    refusal(tmp_path, HOTTER)
-    take(tmp_path).close()
 
 
 def test_a_lock_that_is_released_in_time(tmp_path, monkeypatch):

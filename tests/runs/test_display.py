@@ -1,6 +1,5 @@
 """Tests of what a run shows."""
 
-import inspect
 import io
 import re
 import time
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.distillation import stages
 from dflash.runs import display, outputs, result_text
 
 
@@ -65,15 +63,6 @@ def test_later_prompts_wait_for_their_turn():
     )
     shown.token(5, "!")
     assert stdout.getvalue().endswith("\nfive!")
-
-
-def test_prompt_without_text():
-    shown, stdout, stderr = make_display()
-    shown.expect({0: 1, 1: 1})
-    shown.finish(0, "done")
-    shown.token(1, "x")
-    assert stdout.getvalue() == "x"
-    assert stderr.getvalue() == "── prompt 0 · 1 token\n── done\n── prompt 1 · 1 token\n"
 
 
 @given(st.lists(st.lists(st.text(max_size=3), max_size=4), max_size=5), st.randoms())
@@ -132,12 +121,6 @@ def test_markup_in_messages_is_text():
     assert stderr.getvalue() == "[bold]target[/bold] [1, 2]\n"
 
 
-def test_long_lines_are_not_wrapped():
-    shown, _, stderr = make_display()
-    shown.note("word " * 50)
-    assert stderr.getvalue().count("\n") == 1
-
-
 def test_encodings_without_the_characters():
     raw = io.BytesIO()
     stdout = io.TextIOWrapper(raw, encoding="ascii")
@@ -183,22 +166,6 @@ def test_compiling_counts_programs(clock, hits, words):
             assert len(lines) == 1
 
 
-def test_nothing_to_compile_is_not_worth_a_line():
-    shown, _, stderr = make_display()
-    with shown.compiling():
-        pass
-    assert stderr.getvalue() == ""
-
-
-def test_status_around_other_lines(clock):
-    shown, _, stderr = make_display()
-    with shown.status("outer"):
-        shown.note("note")
-        with shown.status("inner"):
-            pass
-    assert stderr.getvalue() == "outer … \nnote\ninner … 2.0 s\nouter … 6.0 s\n"
-
-
 def test_status_that_fails_leaves_the_line_to_be_ended():
     shown, _, stderr = make_display()
     with pytest.raises(KeyError), shown.status("loading"):
@@ -216,17 +183,6 @@ def test_lines_do_not_run_into_live_text_on_a_terminal():
     shown.token(0, " more")
     shown.close()
     assert stdout.getvalue().endswith("half\nnote\n more\n")
-
-
-def test_lines_leave_piped_text_alone():
-    shown, stdout, stderr = make_display()
-    shown.expect({0: 1})
-    shown.token(0, "half")
-    shown.note("note")
-    shown.token(0, " more")
-    shown.finish(0, "end")
-    assert stdout.getvalue() == "half more\n"
-    assert stderr.getvalue() == "── prompt 0 · 1 token\nnote\n── end\n"
 
 
 def test_progress_off_a_terminal_is_a_line_now_and_then(clock, monkeypatch):
@@ -284,16 +240,6 @@ def test_a_prompt_stands_before_its_answer():
     ]
 
 
-def test_silence(capfd):
-    shown = display.Display.silent()
-    shown.expect({0: 1})
-    shown.token(0, "text")
-    shown.finish(0, "end")
-    shown.note("note")
-    shown.results(outputs.summarize([], block_size=1))
-    assert capfd.readouterr() == ("", "")
-
-
 def make_record(**changes):
     values = {
         "index": 0,
@@ -339,18 +285,6 @@ def test_results():
     ]
 
 
-def test_rows_without_a_cycle_take_one_line():
-    counts = {
-        str(length): count for length, count in zip(range(1, 17), [2, 0, 6] + [0] * 13, strict=True)
-    }
-    assert result_text.histogram_lines(counts) == [
-        "    1  25.0 % " + "█" * 13,
-        "    2   0.0 %",
-        "    3  75.0 % " + "█" * 40,
-        " 4–16   0.0 %",
-    ]
-
-
 def test_comparison():
     shown, stdout, stderr = make_display()
     said = make_record(prompt="What is\nit?", output_ids=tuple(range(8, -1, -1)), decode_ms=20.0)
@@ -367,17 +301,3 @@ def test_comparison():
         ["w" * 23 + "…", "3.00", "200", "200", "1.00×", "yes"],
         ["all", "3.00", "400", "400", "1.00×", "no", "(1", "of", "2)"],
     ]
-
-
-def test_results_of_nothing():
-    shown, _, stderr = make_display()
-    shown.results(outputs.summarize([], block_size=4))
-    assert "throughput           –" in stderr.getvalue()
-    assert "tokens per cycle" not in stderr.getvalue().replace("τ", "")
-
-
-@pytest.mark.parametrize("name", ["token", "finish", "results", "comparison"])
-def test_a_display_that_shows_less_is_called_as_any_display(name):
-    called = inspect.signature(getattr(display.Display, name))
-    own = inspect.signature(getattr(stages._Progress, name))
-    own.bind(*called.parameters)

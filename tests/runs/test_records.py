@@ -155,17 +155,6 @@ def test_damage_before_the_end(tmp_path, damage, message):
     assert message in refusal(tmp_path)
 
 
-def test_a_conversation_is_pending_until_its_last_turn_is_done(tmp_path):
-    later = ({"role": "user", "content": "and then?"},)
-    talk = prompts.Prompt(0, (0, 7), source="p:0", later_turns=later)
-    assert list(talk.indices) == [0, 1]
-    with open_records(tmp_path) as work:
-        work.append(make_record(0))
-        assert work.pending([talk]) == [talk]
-        work.append(make_record(1))
-        assert work.pending([talk]) == []
-
-
 def test_a_baseline_alone_makes_a_directory_used(tmp_path):
     assert not records.has_outputs(tmp_path)
     (tmp_path / "outputs.jsonl").touch()

@@ -222,14 +222,6 @@ def test_a_table_has_the_columns_of_all_points(tmp_path):
     ]
 
 
-def test_results_are_kept_beside_the_point(load, tmp_path):
-    run(load(), tmp_path, index=0)
-    path = tmp_path / "points" / "decode.seed=1,decode.top_k=10" / sweeps.POINT
-    content = json.loads(path.read_text())
-    assert content["values"] == {"decode.seed": 1, "decode.top_k": 10}
-    assert content["metrics"] == {"sum": 11, "half": None}
-
-
 def test_heat_maps_have_a_cell_for_every_point(load, tmp_path):
     sweep = load()
     _, outcome = run(sweep, tmp_path)
@@ -259,14 +251,3 @@ def test_a_heat_map_is_a_picture(load, tmp_path):
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7]}) > 10
     assert not sweeps.draw(sweep, "sum", {}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("length", "drawn"), [(30, True), (31, False)])
-def test_no_heat_map_has_labels_that_leave_no_room_for_it(load, tmp_path, length, drawn):
-    sweep = load(
-        f"sweep.zip.prompts.text=[[{'x' * length}], [y]]", "sweep.product.decode.top_k=[7]"
-    )
-    rows = {name: {"sum": 1.0} for name in sweep.points}
-    assert sweeps.draw(sweep, "sum", rows, tmp_path / "sum.png") is drawn
-    assert (tmp_path / "sum.png").exists() is drawn

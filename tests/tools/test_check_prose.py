@@ -58,21 +58,6 @@ def test_good_prose_passes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "summary",
-    [
-        "Returns x.",
-        "Lazily reads a tensor.",
-        "Names the mesh axes.",
-        "Draws a token for each row.",
-        "Converts, checks and writes a checkpoint.",
-        "Writes e.g. `a.json`.",
-    ],
-)
-def test_a_function_starts_with_a_verb(tmp_path, summary):
-    assert problems(tmp_path, function(summary)) == []
-
-
-@pytest.mark.parametrize(
     ("summary", "problem"),
     [
         ("What the rows attend to.", "'What'"),
@@ -100,30 +85,6 @@ def test_a_bad_summary_is_found(tmp_path, summary, problem):
 def test_a_bare_entry_is_found(tmp_path, section, entry):
     source = function(f"Returns x.\n\n    {section}:\n      size: {entry}\n    ")
     assert len(problems(tmp_path, source)) == 1
-
-
-def test_a_lower_case_result_is_found(tmp_path):
-    source = function("Returns x.\n\n    Returns:\n      the cache.\n    ")
-    assert "capital" in problems(tmp_path, source)[0]
-
-
-def test_house_words_are_found_in_comments_and_messages(tmp_path):
-    source = 'x = 1  # whoever reads it\nraise ValueError("nobody asked for it")\n'
-    assert [text.split(" is ")[0] for text in problems(tmp_path, source)] == [
-        "'whoever'",
-        "'nobody asked'",
-    ]
-
-
-@pytest.mark.parametrize("kind", ["module", "class", "property"])
-def test_a_noun_phrase_may_have_an_article_except_in_a_function(tmp_path, kind):
-    source = {
-        "module": '"""The decode loop."""\n',
-        "class": 'class Loop:\n    """A decode loop."""\n',
-        "property": 'class Loop:\n    @property\n    def size(self):\n        """The size."""\n',
-    }[kind]
-    assert problems(tmp_path, source) == []
-    assert problems(tmp_path, function("The decode loop."))
 
 
 def test_a_good_page_passes(tmp_path):
@@ -158,12 +119,6 @@ def test_another_file_is_rejected_in_one_line(tmp_path, capsys, name):
     assert (
         f"{name}: expected a directory, or a file ending in .py or .md" in capsys.readouterr().err
     )
-
-
-def test_line_numbers_are_those_of_the_file(tmp_path):
-    path = tmp_path / "sample.py"
-    path.write_text(function("Returns x.\n\n    Args:\n      size: theirs.\n    "))
-    assert [problem.line for problem in check_prose.problems(path)] == [5]
 
 
 def test_the_command_exits_with_1_on_problems(tmp_path, capsys):

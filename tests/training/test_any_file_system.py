@@ -14,7 +14,6 @@ from dflash.config import loader, schema
 from dflash.data import corpus
 from dflash.runs import directory as directories
 from dflash.storage import files
-from dflash.training import checkpoints as checkpoints_lib
 
 
 @pytest.fixture
@@ -37,11 +36,6 @@ def poor(monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
-def test_what_is_asked_of_a_file_system(tmp_path):
-    assert files.renames_directories(tmp_path)
-    assert not any(tmp_path.iterdir())
-
-
 def test_what_is_not_asked(poor, tmp_path):
     assert not files.renames_directories(tmp_path)
     assert not any(tmp_path.iterdir())
@@ -60,16 +54,6 @@ def test_a_run_in_legs_equals_one_run(poor, tmp_path):
     assert rest.started_at == 5
     assert not half.exists()
     assert rest.notes == []
-
-
-def test_damage_is_set_aside(poor, tmp_path):
-    toy.Run(tmp_path, steps=5, checkpoint_every=2).go()
-    state = tmp_path / "checkpoints" / "5" / "state"
-    next(path for path in state.rglob("*") if path.is_file()).write_bytes(b"no")
-    rest = toy.Run(tmp_path, steps=8, checkpoint_every=2)
-    rest.go()
-    assert rest.started_at == 4
-    assert (tmp_path / checkpoints_lib.DAMAGED / "5").is_dir()
 
 
 def test_a_run_moves_to_such_a_file_system(tmp_path, request):
@@ -98,16 +82,6 @@ def test_a_checkpoint_is_whole_once_its_config_is_there(poor, tmp_path, monkeypa
     )
     export(tmp_path / "other", "two")
     assert written == ["config.json"]
-
-
-def test_a_directory_is_replaced(poor, tmp_path):
-    for content in ("old", "new"):
-        (tmp_path / "fresh").mkdir()
-        (tmp_path / "fresh" / "marker").write_text(content)
-        (tmp_path / "fresh" / content).touch()
-        files.publish(tmp_path / "fresh", tmp_path / "final", "marker")
-    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == ["marker", "new"]
-    assert not (tmp_path / "fresh").exists()
 
 
 def test_corpora_are_stored(poor, tmp_path):

@@ -82,10 +82,6 @@ def run_code(code: str, directory: pathlib.Path) -> subprocess.CompletedProcess:
     )
 
 
-def test_nothing_saved_nothing_restored(tmp_path):
-    assert restore(tmp_path) == (None, [])
-
-
 def test_the_newest_comes_back(two_saved):
     restored, notes = restore(two_saved)
     assert (restored.step, restored.metadata, notes) == (2, {"data": {"next": 2}}, [])
@@ -129,17 +125,6 @@ def test_a_damaged_newest_falls_back_to_the_one_before(two_saved, damage):
     assert restore(two_saved)[1] == []
 
 
-def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(two_saved):
-    flip_a_bit(files_of(two_saved, 2)[0])
-    with Checkpoints(two_saved / "checkpoints", keep_last=2) as checkpoints:
-        checkpoints.restore(like(make_state(0)), lambda note: None)
-        assert checkpoints.good_step == 1
-        checkpoints.save(2, make_state(2), {}, best=None)
-        checkpoints.wait()
-    restored, _ = restore(two_saved)
-    assert_equal(restored.state, make_state(2))
-
-
 def test_with_all_damaged_the_run_does_not_start_over_in_silence(two_saved):
     """Neither at this start nor at the next, until damaged/ is deleted."""
     for step in (1, 2):
@@ -180,28 +165,6 @@ def test_a_failure_that_is_no_damage_touches_nothing(two_saved, failure, monkeyp
     assert (restored.step, notes) == (2, [])
 
 
-FEW_HANDLES = """
-import resource, sys
-sys.path[:0] = {path!r}
-import test_checkpoints as t
-from dflash import errors
-with t.Checkpoints(t.pathlib.Path({directory!r}) / "checkpoints", keep_last=2) as checkpoints:
-    like = t.like(t.make_state(0))
-    used = len(list(t.pathlib.Path("/proc/self/fd").iterdir()))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
-    try:
-        checkpoints.restore(like, print)
-    except errors.WorkdirError as error:
-        print(error)
-"""
-
-
-def test_too_few_file_handles_touch_nothing(two_saved):
-    done = run_code(FEW_HANDLES, two_saved)
-    assert "checkpoints/2: cannot be restored: Too many open files; nothing" in done.stdout
-    assert saved(two_saved / "checkpoints") == [1, 2]
-
-
 def test_every_file_of_a_checkpoint_is_checked(two_saved):
     """Whatever an error was, damage to any file that is read is found; and none where none is."""
     path = two_saved / "checkpoints" / "2"
@@ -229,14 +192,6 @@ def test_without_checksums_of_files_only_certain_damage_counts(two_saved):
     restored, (note,) = restore(two_saved)
     assert restored.step == 1
     assert "facts/metadata" in note
-
-
-def test_what_a_kill_left_half_written_is_removed(two_saved):
-    partial = two_saved / "checkpoints" / "3.orbax-checkpoint-tmp"
-    partial.mkdir()
-    (partial / "half").write_bytes(b"x" * 100)
-    assert restore(two_saved)[0].step == 2
-    assert not partial.exists()
 
 
 def test_the_last_and_the_best_are_kept(tmp_path):

@@ -57,11 +57,6 @@ def test_rows_are_found_by_their_place_in_the_order(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_finished_cache_computes_nothing(tmp_path):
-    open_cache(tmp_path)
-    assert read(open_cache(tmp_path, compute=None), [23, 0]) == ORDER[[23, 0]].tolist()
-
-
 def test_only_rows_that_are_needed_are_computed_and_a_longer_run_adds_the_next(tmp_path):
     assert open_cache(tmp_path, 5).num_rows == 8
     assert len(compute.calls) == 2
@@ -117,14 +112,6 @@ def test_damage_is_named(tmp_path, damage):
     with pytest.raises(errors.InputError) as caught:
         open_cache(tmp_path)
     assert str(caught.value) == f"{file}: damaged; delete {tmp_path} to compute it again"
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"begin": 0}'])
-def test_damaged_facts_are_named(tmp_path, content):
-    open_cache(tmp_path)
-    (tmp_path / "part-00001" / "part.json").write_text(content)
-    with pytest.raises(errors.InputError, match=r"part-00001/part\.json: damaged; delete"):
-        open_cache(tmp_path)
 
 
 def make_mixture():

@@ -117,40 +117,6 @@ def test_the_time_left_counts_evaluations(tmp_path, monkeypatch):
     assert left == ["0:00:15+ left", "0:02:05 left", "0:01:40 left"]
 
 
-def test_a_bar_shows_the_time_left_before_the_first_log(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    stream = Terminal()
-    with open_report(tmp_path, stream) as report:
-        report.start_clock(1)
-        report.step(2)
-        report.evaluating(2)
-    assert "evaluating" in stream.getvalue()
-    assert "? left" not in stream.getvalue().splitlines()[-1]
-
-
-def test_a_first_step_that_is_logged_alone_counts_from_the_opening(tmp_path, monkeypatch):
-    clock = iter([0.0, 10.0, 12.5])
-    monkeypatch.setattr(report_lib.time, "perf_counter", lambda: next(clock))
-    with open_report(tmp_path, io.StringIO()) as report:
-        report.start_clock(1)
-        report.log(1, METRICS)
-    assert [line["tokens_per_second"] for line in lines(tmp_path)] == [50 / 12.5]
-
-
-def test_tensorboard_drops_events_after_the_first_step_alone(tmp_path, monkeypatch):
-    import tensorboardX  # Takes seconds where torch is installed.
-
-    seen = []
-    writer = tensorboardX.SummaryWriter
-    monkeypatch.setattr(
-        tensorboardX,
-        "SummaryWriter",
-        lambda *args, purge_step: seen.append(purge_step) or writer(*args, purge_step=purge_step),
-    )
-    open_report(tmp_path, io.StringIO(), first_step=20).close()
-    assert seen == [21]
-
-
 def test_a_continued_run_drops_lines_that_it_will_write_again(tmp_path):
     with open_report(tmp_path, io.StringIO()) as report:
         for step in (10, 20, 30):
@@ -159,17 +125,6 @@ def test_a_continued_run_drops_lines_that_it_will_write_again(tmp_path):
         file.write('{"kind": "tra')
     open_report(tmp_path, io.StringIO(), first_step=20).close()
     assert [line["step"] for line in lines(tmp_path)] == [10, 20]
-
-
-def test_other_processes_have_no_output(tmp_path):
-    stream = io.StringIO()
-    with open_report(None, stream) as report:
-        report.step(1)
-        report.log(10, METRICS)
-        report.evaluation(10, METRICS, 1.0)
-        report.note("hello")
-    assert stream.getvalue() == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_one_line(tmp_path):

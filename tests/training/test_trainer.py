@@ -3,7 +3,6 @@
 import os
 import pathlib
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -85,17 +84,6 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted, tmp_path):
     again = toy.Run(tmp_path, steps=STEPS)
     toy.assert_identical(toy.arrays(again.go()), uninterrupted)
     assert again.started_at == STEPS
-
-
-def test_a_restart_within_a_log_window_logs_the_same(tmp_path):
-    """Steps 7 and 8 are part of the mean at step 9."""
-    toy.Run(tmp_path, steps=12, checkpoint_every=4).go()
-    before = [line["loss"] for line in toy.metrics(tmp_path)]
-    shutil.rmtree(tmp_path / "checkpoints" / "12")
-    again = toy.Run(tmp_path, steps=12, checkpoint_every=4)
-    again.go()
-    assert again.started_at == 8
-    assert [line["loss"] for line in toy.metrics(tmp_path)] == before
 
 
 def test_kill_9_at_random_moments_costs_nothing(uninterrupted, tmp_path):
@@ -246,13 +234,6 @@ def test_a_run_that_no_longer_gets_better_ends_early(tmp_path):
     assert (outcome.step, outcome.stalled) == (15, True)
     again = toy.Run(tmp_path / "legs", steps=18, scores=(), **legs).go()
     assert (again.step, again.stalled, again.exit_status) == (15, True, 0)
-
-
-def test_other_evaluations_begin_a_new_comparison(tmp_path):
-    legs = {"evaluate_every": 3, "patience": 2}
-    toy.Run(tmp_path, steps=6, scores=(2.0, 1.0), **legs).go()
-    outcome = toy.Run(tmp_path, steps=15, scores=(1.0, 0.5, 0.7), evaluation="4", **legs).go()
-    assert (outcome.step, outcome.stalled, outcome.best["step"]) == (15, False, 9)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -290,10 +290,3 @@ def test_what_cannot_be_downloaded_says_where_to_put_it(tmp_path, server):
         "(downloading failed: File not found)"
     )
     assert not [path for path in (tmp_path / "set").iterdir() if path.name != ".lock"]
-
-
-def test_where_raw_files_lie(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert raw.raw_directory(None) == tmp_path / "dflash" / "datasets" / "raw"
-    assert raw.raw_directory(None, str(tmp_path / "d")) == tmp_path / "d" / "raw"
-    assert raw.raw_directory(str(tmp_path / "r"), "elsewhere") == tmp_path / "r"

@@ -172,17 +172,6 @@ def test_golden_corrections_and_confidence(kind):
         np.testing.assert_allclose(odds, wanted["confidence_logits"][k], **TOLERANCE)
 
 
-def test_a_smaller_block_is_run_whole_or_by_itself():
-    """Rows of a block see one another, so fewer rows are another block."""
-    for case, rows in (("dflash2", 4), ("rnn", 3)):
-        whole, first = drafted(case), drafted(case, block_size=4)
-        np.testing.assert_array_equal(first["hidden"], whole["hidden"])
-        np.testing.assert_array_equal(first["tokens"], whole["tokens"][:3])
-        short = drafted(case, block_size=4, short_pass=True)
-        assert short["hidden"].shape[0] == rows
-        assert short["tokens"].shape == (3,)
-
-
 @pytest.mark.parametrize("tree", [None, ConditionalTree(budget=12, top_k=4)], ids=["chain", "tree"])
 @pytest.mark.parametrize("case", ["dflash2", "rnn"])
 def test_fewer_drafts_are_the_first_ones_of_all(case, tree):

@@ -8,18 +8,13 @@ from support.engines import (
     decode,
     engine,
     expected,
-    make_requests,
-    occupied,
     random_prompts,
     redrafted,
 )
 from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
 
-from dflash.compiler import hlo
-from dflash.drafters.none import NoDrafter
-from dflash.inference.cycle import backlog
-from dflash.inference.cycle.choice import POOL_MEMORY, only
+from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
 
 LENGTH = 128  # positions that a script covers
@@ -79,19 +74,6 @@ def test_a_drafter_that_is_always_wrong_is_left_alone(batch_size, temperature):
     assert max(sizes) > 1, "nothing was ever tried"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_a_drafter_that_is_always_right_gets_the_largest_block(batch_size, temperature):
-    limits = [32, 25, 32, 18, 32, 32]
-    done = decode_scripted(
-        False, limits, batch_size=batch_size, temperature=temperature, index=10 + batch_size
-    )
-    for one in done:
-        # The last tokens before the limit need no whole block.
-        assert set(one.block_sizes[:-1]) == {8}
-        assert set(one.acceptance_lengths[:-1]) == {8}
-
-
 @pytest.mark.parametrize(("wrong_until", "index"), [(14, 40), (18, 50)])
 def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, index):
     """A scripted drafter drafts wrongly if a single row of its memory is.
@@ -107,20 +89,6 @@ def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, i
     assert 1 in sizes_of(done)
 
 
-def test_rows_that_cost_less_beside_long_contexts_are_drafted_there():
-    """A block costs 24 times a plain cycle after 8 tokens, and not twice as much after 32."""
-    table = [[1.0, 90.0, 90.0, 24.0], [13.0, 90.0, 90.0, 24.0]]
-    options = {"batch_size": 1, "temperature": 0.0, "index": 90}
-    (one, *_) = decode_scripted(False, [32] * 6, **options, seconds=table)
-    trial, *sizes = one.block_sizes
-    assert trial == 8, "the first trial has the size that promises most"
-    first = sizes.index(8)
-    length = len(PROMPTS[0]) + 1 + sum(one.acceptance_lengths[: first + 1])
-    assert 12 < length < 28
-    assert set(sizes[:first]) == {1}
-    assert sizes[first : first + 2] == [8, 8]
-
-
 def test_a_run_begins_with_what_the_run_before_has_found_out():
     wrong = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
     run = redrafted(scripted_engine(1), wrong)
@@ -129,74 +97,6 @@ def test_a_run_begins_with_what_the_run_before_has_found_out():
     drafted = [sum(size > 1 for size in sizes) for sizes in (first, last)]
     assert drafted[0] > 3, "a stranger is given a chance"
     assert drafted[1] <= 1, "and not every time anew"
-
-
-def test_it_learns_from_each_cycle_what_the_room_before_it_allowed():
-    """The rates of the pool follow from what cycles committed, their sizes and the room they had.
-
-    The sequence ends at its limit, soon after a refused draft: had the room after a cycle counted,
-    that refusal would have taught nothing.
-    """
-    prompt, limit = PROMPTS[1], 13
-    ((ids, _),) = expected([prompt], [32], temperature=0.0)
-    wrong = np.zeros((LENGTH, 8), bool)
-    wrong[:, 2:] = True  # two drafts are right in every cycle
-    model = ScriptedDrafter(
-        Script.chain(LENGTH, 7, wrong), [(*prompt, *ids)] + [()] * 5, tree=False
-    )
-    run = redrafted(scripted_engine(1), model)
-    state = occupied(run, make_requests([prompt], limit))
-    tried, accepted = np.array(state.choice.pool.tried), np.zeros(7)
-    assert not tried.any(), "it begins with what an earlier run has found out"
-    left, cycles = limit - 1, []
-    while state.active[0]:
-        state, report = run.generate(state)
-        for i in range(int(report.cycles)):
-            cycles.append((int(report.num_committed[i, 0]), int(report.block_sizes[i, 0])))
-    for committed, size in cycles:
-        useful = min(size - 1, committed - 1 + (committed < left))
-        now = (np.arange(7) < useful).astype(float)
-        fade = (1 - 1 / POOL_MEMORY) ** now[0]
-        tried = tried * fade + now
-        accepted = accepted * fade + now * (np.arange(7) < committed - 1)
-        left -= committed
-    assert left == 0
-    np.testing.assert_allclose(state.choice.pool.tried, tried, rtol=1e-5)
-    np.testing.assert_allclose(state.choice.pool.accepted, accepted, rtol=1e-5)
-    assert tried[2] > accepted[2] == 0, "no refused draft has taught anything"
-
-
-def test_a_backlog_is_observed_only_where_it_is_cleared():
-    """XLA may move work that no iteration changes out of a loop, where it would always be done."""
-    run = engine(drafter("dflash"), batch_size=1, adaptive_blocks=True)
-    module = hlo.parse(run.program("generate").as_text())
-    # The body of the outer loop: one loop per choice, and one that clears the backlog.
-    (turn,) = (
-        computation.instructions
-        for computation in module.computations.values()
-        if sum(one.opcode == "while" for one in computation.instructions) > len(run.rules.choices)
-    )
-    work = {"dot", "fusion", "custom-call"}
-    assert not [one.name for one in turn if "/drafter/" in one.op_name and one.opcode in work]
-
-
-def test_long_plain_stretches_fill_the_backlog():
-    """More plain cycles in a row than rows can be put aside."""
-    run = engine(
-        drafter("dflash"),
-        batch_size=2,
-        sync_every=16,
-        max_length=96 + backlog.ROWS,
-        adaptive_blocks=True,
-    )
-    run.cycle_seconds = (1.0, *[60.0] * (len(run.rules.choices) - 1))
-    limit = 2 * backlog.ROWS + 9
-    done = decode(run, PROMPTS[:3], limit)
-    plain = decode(
-        engine(NoDrafter(), batch_size=2, max_length=96 + backlog.ROWS), PROMPTS[:3], limit
-    )
-    assert [one.output_ids for one in done] == [one.output_ids for one in plain]
-    assert all(set(one.block_sizes[1:]) == {1} for one in done), "only the first cycle is a trial"
 
 
 @pytest.mark.parametrize(

@@ -304,26 +304,6 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
     assert float(tokens) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_division_drafts_a_few_times_its_rows_or_the_largest_block():
-    sizes = (1, 2, 4, 8, 12, 16)
-    chain, tree = Choices(sizes), Choices(sizes, trees=True)
-    assert [chain.drafted(mean) for mean in (1, 2, 4, 8)] == [2, 4, 8, 16]
-    assert [tree.drafted(mean) for mean in (1, 2, 4, 8)] == [4, 8, 16, 16]
-    assert Choices((1, 2, 3)).drafted(2) == 3
-
-
-def test_trials_go_from_division_to_division_and_to_the_largest_block():
-    larger = Choices(SIZES, (2, 4)).larger()
-    assert [np.flatnonzero(row).tolist() for row in larger] == [
-        [1, 2, 3],
-        [2, 3],
-        [3],
-        [],
-        [5],
-        [3],
-    ]
-
-
 def test_a_division_is_left_if_it_gains_nothing_and_tried_again_later():
     choice, chosen, batch = blank(3, [1.0, 1.8, 3.0, 1.7], CONFIDENT), [], 3
     everyone, far = jnp.ones(batch, bool), jnp.full(batch, FAR)
