@@ -42,10 +42,6 @@ class CheckpointError(UserError):
     exit_status = 2
 
 
-class UnavailableError(UserError):
-    """Another server cannot be reached; the same request may succeed later."""
-
-
 class NumericsError(UserError):
     """A model computes non-finite values; the message names where they first appear."""
 

@@ -162,10 +162,7 @@ class LLM:
         if config is None and target is None:
             raise errors.ConfigError("expected a config file, or target=")
         self._path = config
-        self._overrides = (
-            *overrides,
-            *models.overrides(target, drafter),
-        )
+        self._overrides = (*overrides, *models.overrides(target, drafter))
         run = loader.load(self._path, self._overrides)
         compilation_cache_lib.enable(compilation_cache)
         self._job = jobs.prepare_models(run)
@@ -208,8 +205,8 @@ class LLM:
             target.
         """
         other = copy.copy(self)
-        kept = [each for each in self._overrides if not each.startswith("drafter.")]
-        other._overrides = (*kept, *models.overrides(None, drafter), *overrides)
+        unrelated = [each for each in self._overrides if not each.startswith("drafter.")]
+        other._overrides = (*unrelated, *models.overrides(None, drafter), *overrides)
         run = loader.load(self._path, other._overrides)
         if jobs.target_key(run) != jobs.target_key(self.config):
             raise errors.ConfigError(

@@ -82,7 +82,7 @@ def _serve(command: cli.Command) -> int:
     return server.run(
         Backend(job, config, display),
         listener,
-        on_ready=_print,
+        on_ready=lambda url: print(url, flush=True),
         profile_dir=command.profile_dir,
     )
 
@@ -92,10 +92,6 @@ def _is_missing(module: str) -> bool:
         return importlib.util.find_spec(module) is None
     except ModuleNotFoundError:  # A package that holds it is missing.
         return True
-
-
-def _print(url: str) -> None:
-    print(url, flush=True)
 
 
 main = cli.entry_point(SUBCOMMAND, _serve)

@@ -140,8 +140,8 @@ def _namesake(path: pathlib.Path) -> str:
 def _check_directory(directory: str) -> None:
     path = paths.to_path(directory)
     try:
-        taken = path.exists() and not path.is_dir()
+        is_other = path.exists() and not path.is_dir()
     except (OSError, ValueError) as error:
         raise errors.ConfigError(f"{directory}: {getattr(error, 'strerror', error)}") from error
-    if taken:
+    if is_other:
         raise errors.ConfigError(f"{directory}: is a file, expected a directory")

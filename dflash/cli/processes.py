@@ -34,7 +34,7 @@ def run(join_arguments: Sequence[Any], work: Callable[[ProcessGroup], int]) -> i
         status = work(group)
         sys.stdout.flush()
     except BaseException as error:
-        group.leave(*_told(error))
+        group.leave(*_failure_of(error))
     group.close()
     return status
 
@@ -51,7 +51,7 @@ def check_alike(group: ProcessGroup, command: str, config: Any) -> None:
     group.check_same({"devices of a process": jax.local_device_count()})
 
 
-def _told(error: BaseException) -> tuple[int, tuple[str, ...]]:
+def _failure_of(error: BaseException) -> tuple[int, tuple[str, ...]]:
     """Returns the exit status and the lines for an exception that ends a process."""
     if isinstance(error, errors.UserError):
         return error.exit_status, tuple(str(error).splitlines())

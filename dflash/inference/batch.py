@@ -1,7 +1,7 @@
 """The batch of an engine: its device state, and the requests that hold its slots and pages."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ class Batch:
       prefilling: Requests in prefill by prefill slot, in the order of admission.
       running: Requests that decode by slot, in the order of admission.
       pool: Pages of the target's cache.
+      state: Device state of the batch.
     """
 
     def __init__(self, engine: Engine):
@@ -39,7 +40,7 @@ class Batch:
         self.running: dict[int, ActiveRequest] = {}
         self.pool = PagePool(layout.num_replicas, layout.pages_per_replica)
         self._cache = PrefixCache(engine, self.pool)
-        self._state: DecodeState = jax.block_until_ready(engine.new_state())
+        self.state: DecodeState = jax.block_until_ready(engine.new_state())
         self._prefill_state = jax.block_until_ready(engine.new_prefill_state())
 
     @property
@@ -47,17 +48,12 @@ class Batch:
         """Requests that hold a slot."""
         return (*self.prefilling.values(), *self.running.values())
 
-    @property
-    def state(self) -> DecodeState:
-        """Device state of the batch."""
-        return self._state
-
     # --- device calls -----------------------------------------------------------------------------
 
     def next_rows(self) -> int:
         """Returns the number of rows of the next prefill chunk, padding included."""
-        left = max(request.context - request.prefilled for request in self.prefilling.values())
-        return self._layout.chunk(left)
+        remainders = (request.context - request.prefilled for request in self.prefilling.values())
+        return self._layout.chunk(max(remainders))
 
     def prefill(self) -> tuple[dict[int, tuple[ActiveRequest, bool]], jax.Array, Logprobs]:
         """Runs the next chunk of every prompt in prefill; complete ones enter their slots.
@@ -81,23 +77,23 @@ class Batch:
                 adapter=request.request.adapter,
             )
             request.prefilled, request.touched = end, True
-        self._state, self._prefill_state, anchors, logprobs = self._engine.prefill(
-            self._state, self._prefill_state, chunks
+        self.state, self._prefill_state, anchors, logprobs = self._engine.prefill(
+            self.state, self._prefill_state, chunks
         )
-        ran = {}
+        outcomes = {}
         for prefill_slot, request in requests.items():
             complete = request.prefilled == request.context
-            ran[prefill_slot] = request, complete
+            outcomes[prefill_slot] = request, complete
             if complete:
                 del self.prefilling[prefill_slot]
                 self._insert(request, self._prefill_state, anchors, prefill_slot)
-        return ran, anchors, logprobs
+        return outcomes, anchors, logprobs
 
     def _insert(
         self, request: ActiveRequest, prefill_state: Any, anchors: Any, prefill_slot: int
     ) -> None:
-        self._state = self._engine.insert(
-            self._state,
+        self.state = self._engine.insert(
+            self.state,
             prefill_state,
             anchors,
             prefill_slot,
@@ -118,26 +114,25 @@ class Batch:
             sequences are idle for longer than another dispatch costs.
         """
         running = self.running.items()
-        ready = {slot: one for slot, one in running if one.matcher and one.output_ids}
-        others = any(request.matcher is None for _, request in running)
-        if not (ready or others):
+        ready = {
+            slot: request for slot, request in running if request.matcher and request.output_ids
+        }
+        unconstrained = None
+        if any(request.matcher is None for _, request in running):
+            unconstrained = functools.partial(
+                self._engine.generate,
+                bucket=self._layout.bucket_for(self.running),
+                greedy=all(controls.is_greedy(request.request) for _, request in running),
+                max_idle=self._layout.batch_size // 2 if queued else dispatch.ANY,
+            )
+        if not (ready or unconstrained):
             return []
-        most_idle = self._layout.batch_size // 2 if queued else dispatch.ANY
-        others = self._dispatch(max_idle=most_idle) if others else None
-        self._state, reports = constrained.generate(self._engine, self._state, ready, others)
+        self.state, reports = constrained.generate(self._engine, self.state, ready, unconstrained)
         return reports
-
-    def _dispatch(self, *, max_idle: int) -> Callable[..., Any]:
-        """Returns the dispatch of the running requests, as a function of the state."""
-        bucket, running = self._layout.bucket_for(self.running), self.running.values()
-        greedy = all(controls.is_greedy(request.request) for request in running)
-        return functools.partial(
-            self._engine.generate, bucket=bucket, greedy=greedy, max_idle=max_idle
-        )
 
     def close(self) -> None:
         """Hands the acceptance statistics to the engine."""
-        self._engine.retire(self._state)
+        self._engine.retire(self.state)
 
     # --- slots and pages ------------------------------------------------------------------------
 
@@ -145,18 +140,15 @@ class Batch:
         """Gives a request a slot and pages, and starts its prefill; False if none are free.
 
         Among several replicas it prefers the one that has most of the prompt's pages cached.
-
-        Args:
-          request: Request without a slot.
         """
-        taken = {held.slot for held in self.requests}
+        occupied = {active.slot for active in self.requests}
         free: dict[int, int] = {}  # First free slot by replica.
         for slot in range(self._layout.batch_size):
             replica = self._layout.replica_of(slot)
-            if slot not in taken and replica not in self.prefilling:
+            if slot not in occupied and replica not in self.prefilling:
                 free.setdefault(replica, slot)
-        wanted = request.token_ids, request.context, request.request.cache_group
-        cached = {replica: self._cache.find(replica, *wanted) for replica in free}
+        prefix = request.token_ids, request.context, request.request.cache_group
+        cached = {replica: self._cache.find(replica, *prefix) for replica in free}
         for replica in sorted(free, key=lambda replica: -len(cached[replica])):
             if self._take_pages(request, replica, cached[replica]):
                 self._start_prefill(request, free[replica], replica, cached[replica])
@@ -194,7 +186,7 @@ class Batch:
         if self.running.get(request.slot) is request:
             self._publish(request)
             del self.running[request.slot]
-            self._state = self._engine.release(self._state, request.slot)
+            self.state = self._engine.release(self.state, request.slot)
         else:
             del self.prefilling[replica]
         self.pool.give_back(replica, request.pages)
@@ -223,7 +215,7 @@ class Batch:
                     changed = True
         if changed:
             slots = [Slot(slot, request.pages) for slot, request in self.running.items()]
-            self._state = self._engine.set_pages(self._state, slots)
+            self.state = self._engine.set_pages(self.state, slots)
         return preempted
 
     def _youngest(self, replica: int) -> ActiveRequest:
@@ -246,7 +238,7 @@ class Batch:
         rows = max(rows, request.prefilled)
         slot = Slot(request.slot, request.pages)
         request.published = self._cache.publish(
-            self._state,
+            self.state,
             slot,
             request.token_ids,
             rows,

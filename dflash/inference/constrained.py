@@ -20,18 +20,16 @@ def generate(
     engine: Engine,
     state: DecodeState,
     ready: Mapping[int, ActiveRequest],
-    others: Callable[[DecodeState], tuple[DecodeState, Report | list[Report]]] | None,
+    unconstrained: Callable[[DecodeState], tuple[DecodeState, Report | list[Report]]] | None,
 ) -> tuple[DecodeState, list[Report]]:
     """Runs one dispatch; consumes `state`.
 
     Args:
-      engine: Engine that runs the dispatch.
-      state: State of the batch.
       ready: Constrained sequences by slot, with matchers that have consumed all of their output.
         Other constrained sequences wait, and so does a sequence whose matcher raises an exception,
         which becomes the sequence's error.
-      others: Runs the dispatch of unconstrained sequences, perhaps in parts; None if there are
-        none.
+      unconstrained: Runs the dispatch of unconstrained sequences, perhaps in parts; None if there
+        are none.
     Returns:
       The new state, and the reports of the parts of the dispatch.
     """
@@ -39,8 +37,8 @@ def generate(
     if ready:
         state, report = _masked_cycle(engine, state, ready)
         reports.append(report)
-    if others:
-        state, report = others(state)
+    if unconstrained:
+        state, report = unconstrained(state)
         reports += report if isinstance(report, list) else [report]
     return state, reports
 

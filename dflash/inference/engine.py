@@ -173,7 +173,7 @@ class Engine:
         samplings = [chunks[slot].sampling if slot in chunks else GREEDY for slot in slots]
         params = jax.tree.map(lambda *rows: np.stack(rows), *map(SamplingParams.of, samplings))
         stated = {slot: chunks[slot].constraints for slot in chunks if chunks[slot].constraints}
-        return inputs, self._defaults.with_stated(self.num_prefill_slots, stated), params
+        return inputs, self._defaults.with_rows(self.num_prefill_slots, stated), params
 
     def insert(
         self,

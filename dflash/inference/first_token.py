@@ -42,8 +42,6 @@ def draw(
     Args:
       logits: float32 [n, 1, V]; logits after the last token of each prompt.
       length: int32 [n]; number of tokens of each prompt.
-      sampling: Sampling parameters of the n sequences.
-      constraints: Constraints of the n sequences.
     Returns:
       Tokens int32 [n], `nonfinite.NO_TOKEN` where logits are not finite; log-probabilities [n].
     """
@@ -56,15 +54,16 @@ def draw(
         nothing = jnp.zeros((logits.shape[0], 0), jnp.int32)
         # `allowed` already excludes stop tokens before min_new_tokens.
         return controls.shape_logits(
-            logits, own, length, nothing, nothing, allowed=constraints.allowed[:, None]
+            logits, shaping, length, nothing, nothing, allowed=constraints.allowed[:, None]
         )
 
-    own = constraints.controls
-    shapes = own.shapes(length, jnp.ones(length.shape, bool)) | jnp.any(constraints.allowed != -1)
+    shaping = constraints.controls
+    masked = jnp.any(constraints.allowed != -1)
+    shapes = shaping.shapes(length, jnp.ones(length.shape, bool)) | masked
     with jax.named_scope("if_shaped"):
         drawn, finite = jax.lax.cond(shapes, lambda: judge(shape(logits)), lambda: judge(logits))
     rows, vocab_size = lambda: (logits, shape(logits)), logits.shape[-1]
-    drawn_logprobs = logprobs.of_tokens(rows, sampling, drawn, own.logprobs, vocab_size)
+    drawn_logprobs = logprobs.of_tokens(rows, sampling, drawn, shaping.logprobs, vocab_size)
     tokens = jnp.where(finite, drawn, nonfinite.NO_TOKEN)[:, 0]
     return tokens, jax.tree.map(lambda x: x[:, 0], drawn_logprobs)
 
@@ -95,16 +94,16 @@ class Defaults:
         """Returns the constraints of `count` unconstrained sequences."""
         return self._create(count)
 
-    def with_stated(
-        self, count: int, stated: Mapping[int, FirstTokenConstraints]
+    def with_rows(
+        self, count: int, rows: Mapping[int, FirstTokenConstraints]
     ) -> FirstTokenConstraints:
-        """Returns the constraints of `count` sequences, some of which are stated by index."""
+        """Returns the constraints of `count` sequences, some of which `rows` has by index."""
         default = self.of(count)
-        if not stated:
+        if not rows:
             return default
         host = jax.tree.map(np.array, default)
-        for i, one in stated.items():
-            jax.tree.map(lambda all, own, i=i: all.__setitem__(i, own), host, one)
+        for i, row in rows.items():
+            jax.tree.map(lambda array, value, i=i: array.__setitem__(i, value), host, row)
         return host
 
 
@@ -123,9 +122,7 @@ def allowed_first(request: Request, matcher: grammar.Matcher | None, vocab_size:
     """Returns the mask of tokens that may begin a request's output, int32 [ceil(V / 32)].
 
     Args:
-      request: Request with its grammar, stop tokens and minimal number of tokens.
       matcher: Matcher of the grammar at the start of the output; None without grammar.
-      vocab_size: Vocabulary size of the target.
     """
     mask = allow_all(vocab_size)
     if matcher is not None:

@@ -20,11 +20,9 @@ class ActiveRequest:
     """Request in flight and its progress; it holds a slot and pages from prefill to its end.
 
     Attributes:
-      request: The request.
       submitted_at: Time of submission, in seconds of time.perf_counter.
       matcher: Matcher of its grammar, which has consumed all of the output; None without grammar.
       constraints: Constraints on its first token; None for an unconstrained request.
-      output_ids: Committed output tokens.
       acceptance_lengths: Tokens committed by each cycle.
       block_sizes: Rows verified in each cycle.
       slot: Index of its slot; None while it waits and after its end.
@@ -76,7 +74,7 @@ class ActiveRequest:
         self.output_ids += tokens
         if self.matcher:
             with self.failing():
-                self.matcher.advance([one for one in tokens if one not in self.request.stop_ids])
+                self.matcher.advance([id for id in tokens if id not in self.request.stop_ids])
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -154,7 +152,6 @@ class PendingCycles:
 
     Attributes:
       enqueued_at: Time of the call, in seconds of time.perf_counter.
-      reports: Reports of the parts of the dispatch.
       queued: Whether requests waited for a slot.
     """
 
@@ -189,9 +186,6 @@ def committed_logprobs(
     """Returns the log-probabilities of the tokens that a slot committed in these cycles.
 
     Args:
-      report: Report of the dispatch.
-      slot: Index of the slot.
-      cycles: Indices of the cycles.
       count: Number of likeliest tokens to report; None returns nothing.
     """
     if count is None:

@@ -187,13 +187,7 @@ class Layout:
         """Returns the layout of a config for a drafter.
 
         Args:
-          config: Config of the decode loop.
-          max_length: Length of the longest sequence in tokens, prompt and output together.
-          block_size: Rows of the drafter's largest block.
           longest_path: Most tokens that one cycle commits.
-          num_replicas: Number of data replicas.
-          prefix_cache: Whether sequences may start with cached pages.
-          window: Largest window of the target's layers.
         Raises:
           ConfigError: `num_pages` is too small for the longest sequence.
         """
@@ -256,8 +250,8 @@ class Layout:
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
         """Batch buckets: numbers of slots per replica that a dispatch may cover, ascending."""
-        whole = self.slots_per_replica
-        return batch_buckets.bucket_sizes(whole) if self.partial else (whole,)
+        slots = self.slots_per_replica
+        return batch_buckets.bucket_sizes(slots) if self.partial else (slots,)
 
     def bucket_for(self, slots: Iterable[int]) -> int:
         """Returns the smallest batch bucket that covers the given slots."""
@@ -322,16 +316,13 @@ class Layout:
 
         If the pool overcommits, preempted sequences return as longer prompts; with a prefix cache,
         any part of a prompt may be left. In these cases all sizes up to the longest are needed.
-
-        Args:
-          lengths: Lengths of the prompts, in tokens.
         """
         lengths, longest = set(lengths), self.longest_chunk
         if lengths and (self.overcommits or self.prefix_cache):
             most = self.max_length if self.overcommits else max(lengths)
             return sorted({self.chunk(min(1 << i, most)) for i in range(most.bit_length() + 1)})
-        whole = {longest for length in lengths if length >= longest}
-        return sorted(whole | {self.chunk(left) for n in lengths if (left := n % longest)})
+        full = {longest for length in lengths if length >= longest}
+        return sorted(full | {self.chunk(rest) for n in lengths if (rest := n % longest)})
 
     @property
     def prefill_pages(self) -> int:

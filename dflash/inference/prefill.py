@@ -32,12 +32,9 @@ class PrefillChunk:
     """Tokens of a sequence that one call runs.
 
     Attributes:
-      tokens: Tokens of the chunk.
       start: Position of the first token.
       following: Token after the chunk; negative if the target samples it.
-      slot: Slot of the sequence.
       pages: Pages of the sequence, at least up to the end of the chunk.
-      sampling: Sampling parameters of the sequence.
       fresh: Whether this is the first chunk of the sequence that the drafter observes.
       constraints: Constraints on the sampled token, without a batch axis; None for none.
       adapter: Number of the sequence's adapter, 0 for none.
@@ -118,7 +115,6 @@ def pack(chunks: Mapping[int, PrefillChunk], num_slots: int, layout: Layout) -> 
     Args:
       chunks: Chunks by prefill slot.
       num_slots: Number n of prefill slots.
-      layout: Layout of the batch.
     Raises:
       ValueError: A chunk is empty or too long.
     """
@@ -160,10 +156,8 @@ def run_chunk(
     """Runs one chunk of each prompt by the target alone.
 
     Args:
-      target: Target model.
       feature_layers: Layers whose features are returned; see `Drafter`.
       cache: Cache of the batch; its page table is not used and not changed.
-      chunk: Chunks to run.
       sampling: Sampling parameters of the n sequences.
       constraints: Constraints on their first tokens.
     Returns:
@@ -196,11 +190,7 @@ def prefill_chunk(
     """Runs one chunk of each prompt, which the drafter observes.
 
     Args:
-      target: Target model.
-      drafter: Drafter.
-      cache: Cache of the batch.
       prefill_state: The drafter's state of the n sequences.
-      chunk: Chunks to run.
       *of_prompts: Further arguments of `run_chunk`.
     Returns:
       The cache; the prefill state; and the token after each chunk with its log-probabilities, as
@@ -223,7 +213,6 @@ def observe_chunk(
     """Lets the drafter observe a chunk, and returns its state.
 
     Args:
-      drafter: Drafter.
       prefill_state: The drafter's state of the n sequences.
       chunk: Chunks that the target has run.
       following: Token after each chunk, int32 [n].
@@ -242,7 +231,6 @@ def replay_chunk(drafter: Drafter, prefill_state: Any, chunk: ChunkInputs, heads
     """Lets a drafter whose state depends only on tokens observe cached tokens.
 
     Args:
-      drafter: Drafter.
       prefill_state: The drafter's state of the n sequences.
       chunk: Cached tokens, whose `following` is known.
       heads: The target's embedding and output head.

@@ -26,8 +26,6 @@ def page_keys(
     """Yields the keys of the pages that a sequence fills, in order, as a chain of hashes.
 
     Args:
-      token_ids: Tokens of the sequence.
-      page_size: Tokens per page.
       ahead: Number of tokens past its end that a page depends on too; pages without them are left
         out.
       group: What all keys depend on, so that pages of another group are never found.
@@ -50,12 +48,7 @@ class PrefixCache:
     """Prefix cache of an engine; empty if the engine has none."""
 
     def __init__(self, engine: Engine, pool: PagePool):
-        """Creates an empty cache.
-
-        Args:
-          engine: Engine that computes the pages.
-          pool: Pool that allocates the pages.
-        """
+        """Creates an empty cache of pages that the engine computes and the pool allocates."""
         self._engine, self._pool = engine, pool
         self._keeps_rows = program_table.keeps_rows(engine.shapes)
         # Pages of the drafter's rows, with the numbers of the target's pages.
@@ -84,8 +77,6 @@ class PrefixCache:
 
         Args:
           prefill_state: The drafter's state of the prompts in prefill; consumed.
-          prefill_slot: Prefill slot of the prompt.
-          pages: Cached pages.
           token_ids: Tokens of the prompt, which extends beyond these pages.
         """
         engine = self._engine
@@ -117,12 +108,8 @@ class PrefixCache:
         """Publishes the full pages of a sequence.
 
         Args:
-          state: State of the batch.
-          slot: Slot and pages of the sequence.
-          token_ids: Tokens of the sequence.
           rows: Number of its positions that both the cache and the drafter's state hold.
           begin: Number of its pages that were published before.
-          group: Group of the sequence; see `page_keys`.
         Returns:
           The number of its published pages, including those published by other sequences.
         """

@@ -71,7 +71,6 @@ class Request:
       id: Identifier chosen by the caller, unique among the requests in flight.
       prompt: Token ids, at least one.
       max_new_tokens: Number of output tokens at which the sequence ends.
-      sampling: Sampling parameters.
       stop_ids: Tokens that end the sequence, at most as many as the engine supports.
       min_new_tokens: Number of output tokens before which no stop token is drawn.
       logprobs: Number of the target's likeliest tokens to report beside each output token, 0 to
@@ -133,7 +132,6 @@ class Tokens:
     """Newly committed tokens of the request `id`.
 
     Attributes:
-      id: Identifier of the request.
       ids: Tokens of one or more cycles, or the first token, which comes from the prefill.
       acceptance_lengths: Tokens committed by each cycle; empty for the first token.
       accepted: Accepted drafts among the tokens of each cycle: all but the last, which is the
@@ -156,15 +154,15 @@ class Tokens:
     def first(self, count: int) -> "Tokens":
         """Returns the event of an output that ends with the first `count` of these tokens."""
         starts = itertools.accumulate(self.acceptance_lengths, initial=0)
-        kept = [count - start for start in starts if start < count][: len(self.acceptance_lengths)]
+        sizes = [count - start for start in starts if start < count][: len(self.acceptance_lengths)]
         return dataclasses.replace(
             self,
             ids=self.ids[:count],
-            acceptance_lengths=tuple(map(min, self.acceptance_lengths, kept)),
-            accepted=tuple(map(min, self.accepted, kept)),
+            acceptance_lengths=tuple(map(min, self.acceptance_lengths, sizes)),
+            accepted=tuple(map(min, self.accepted, sizes)),
             logprobs=self.logprobs[:count],
-            block_sizes=self.block_sizes[: len(kept)],
-            rejected=self.rejected[: len(kept)],
+            block_sizes=self.block_sizes[: len(sizes)],
+            rejected=self.rejected[: len(sizes)],
         )
 
 
@@ -173,7 +171,6 @@ class RequestOutput:
     """Output and statistics of a finished request.
 
     Attributes:
-      id: Identifier of the request.
       output_ids: Output tokens, without the prompt.
       finish_reason: "stop" (the last output id is a stop token), "length", or "error" (the output
         ended before it matched its grammar, or the request failed).
@@ -242,11 +239,8 @@ def check_request(
     """Raises if a request cannot be decoded.
 
     Args:
-      request: Request to check.
       max_length: Tokens that the cache holds per sequence.
-      vocab_size: Vocabulary size of the target.
       num_stop_ids: Stop ids that the engine supports; None skips this check.
-      num_adapters: Number of the target's adapters.
     Raises:
       InputError: A field is out of range; the message names the request and the field.
     """

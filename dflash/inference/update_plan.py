@@ -34,12 +34,10 @@ class Entry:
 
     Attributes:
       paths: Path of the parameter, then that of its scales if it is quantized.
-      shape: Shape of the parameter.
       parts: Origins of the parameter's parts; several if projections are joined.
-      dtype: Dtype of the parameter before quantization.
+      dtype: Dtype before quantization.
       places: Shardings of the parameter and of its scales.
       num_shards: Shards of a joined projection's columns.
-      conversion: Quantization, if any.
       in_panels: The parameter is stored in panels; see `matmul_cpu.to_panels`.
     """
 
@@ -81,10 +79,10 @@ class Entry:
 
     def finish(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Joins and quantizes the parts, and divides them into panels."""
-        whole = parts[0]
+        matrix = parts[0]
         if len(parts) > 1:
-            whole = side_by_side(self.num_shards, self.places[0])(parts)
-        values = (whole,) if self.conversion is None else self.conversion.program(whole)
+            matrix = side_by_side(self.num_shards, self.places[0])(parts)
+        values = (matrix,) if self.conversion is None else self.conversion.program(matrix)
         return (to_panels(values[0]), *values[1:]) if self.in_panels else tuple(values)
 
 
@@ -94,7 +92,6 @@ class Plan:
 
     Attributes:
       form: Form of the trees; see `form_of`.
-      entries: Parameters of the target.
       names: Names of the arrays that the parameters follow from.
       places: Places of these arrays among the leaves of a tree.
       variables: Variables of the entries by path, in order.
@@ -189,8 +186,7 @@ def _entries(
             )
         places = tuple(variables[each].get_value().sharding for each in paths)
         if in_panels:  # on one device; this place suits the matrix and its panels
-            whole = jax.sharding.NamedSharding(target.sharding.mesh, jax.sharding.PartitionSpec())
-            places = (whole, *places[1:])
+            places = (target.sharding.replicated(), *places[1:])
         entries.append(
             Entry(
                 paths,
@@ -216,8 +212,8 @@ def _check_tree(
     flat: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None], naming: Naming
 ) -> None:
     """Raises CheckpointError if an array is missing, unknown, or of another shape."""
-    given = {name for name in flat if name in shapes or not naming.ignores(name)}
-    files.check_names(given, shapes, "weights", MISFIT)
+    names = {name for name in flat if name in shapes or not naming.ignores(name)}
+    files.check_names(names, shapes, "weights", MISFIT)
     for name, shape in shapes.items():
         if shape is not None and np.shape(flat[name]) != tuple(shape):
             raise errors.CheckpointError(

@@ -32,7 +32,6 @@ def update(target: Decoder, tree: Any, *, lora_alpha: float | None = None) -> No
     """Replaces the weights of a target in place; every engine over it decodes with the new ones.
 
     Args:
-      target: Target, with weights.
       tree: Weights under the names of Hugging Face, Tunix or MaxText; see `foreign_trees`. Its
         arrays may be on other devices, are copied, and stay valid.
       lora_alpha: Numerator of the scale of LoRA parameters in the tree, which are merged.
@@ -50,16 +49,18 @@ def update(target: Decoder, tree: Any, *, lora_alpha: float | None = None) -> No
     # A trainer may forbid transfers around its own work, as Tunix does.
     with jax.transfer_guard("allow"):
         if plan.write is not None:
-            _check_finite_together(plan, arrays)
+            on_one_cpu = update_plan.is_one_cpu(plan.entries[0].places[0])
+            if not _are_finite(arrays, on_one_cpu=on_one_cpu):
+                _check_finite_apart(plan.names, arrays)
             _write_together(plan, arrays)
         else:
             _check_finite_apart(plan.names, arrays)
             _write_apart(plan, dict(zip(plan.names, arrays, strict=True)))
 
 
-def have_same_forms(params: Any, others: Any) -> bool:
+def have_same_forms(params: Any, like: Any) -> bool:
     """Returns whether two states of parameters have the same paths, shapes and dtypes."""
-    forms, other = (jax.tree.map(lambda x: (x.shape, x.dtype), each) for each in (params, others))
+    forms, other = (jax.tree.map(lambda x: (x.shape, x.dtype), each) for each in (params, like))
     return forms == other
 
 
@@ -73,12 +74,6 @@ def _check_alive(names: Sequence[str], arrays: Sequence[Any]) -> None:
                 f"weights: tensor {name!r} was donated or deleted; give the trainer's current "
                 "arrays"
             )
-
-
-def _check_finite_together(plan: Plan, arrays: Sequence[jax.Array]) -> None:
-    on_one_cpu = update_plan.is_one_cpu(plan.entries[0].places[0])
-    if not _are_finite(arrays, on_one_cpu=on_one_cpu):
-        _check_finite_apart(plan.names, arrays)
 
 
 def _check_finite_apart(names: Sequence[str], arrays: Sequence[Any]) -> None:

@@ -136,12 +136,12 @@ def all_turns(job: Job) -> list[Prompt]:
       InputError: The chat template rejects a conversation, or it has grown too long.
     """
     # The answer to the last turn is not needed, since no turn follows it.
-    asked = [
+    conversations = [
         dataclasses.replace(prompt, later_turns=prompt.later_turns[:-1])
         for prompt in job.prompts
         if prompt.later_turns
     ]
-    job_between, records = dataclasses.replace(job, prompts=tuple(asked)), Records()
+    job_between, records = dataclasses.replace(job, prompts=tuple(conversations)), Records()
     _decode(job_between, records, _ready(job_between, records), Display.silent())
     done, turns = records.completed(), []
     for prompt in job.prompts:
@@ -189,12 +189,8 @@ def _ready(job: Job, records: Records) -> list[Prompt]:
     for prompt in records.pending(job.prompts):
         turn = next(turn for turn, index in enumerate(prompt.indices) if index not in done)
         ready.append(job.follow(prompt, turn, done[prompt.index + turn - 1]) if turn else prompt)
-    return _agree(ready)
-
-
-def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
-    """Broadcasts the ready prompts of the first process, which alone reads the records."""
-    return distributed.broadcast(list(ready), [Prompt])
+    # Only the first process reads the records.
+    return distributed.broadcast(ready, [Prompt])
 
 
 def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:
@@ -223,7 +219,7 @@ def _round(
     silent = frozenset(job.stop_ids)
     display.expect(
         {index: len(prompt.ids) for index, prompt in by_index.items()},
-        {index: result_text.prompt_text(_asked(prompt)) for index, prompt in by_index.items()},
+        {index: result_text.prompt_text(_input(prompt)) for index, prompt in by_index.items()},
     )
     reached_s, begin, tokens = clock_s, time.perf_counter(), 0
 
@@ -245,14 +241,14 @@ def _round(
     return reached_s
 
 
-def _asked(prompt: Prompt) -> str | tuple[Mapping[str, Any], ...] | None:
+def _input(prompt: Prompt) -> str | tuple[Mapping[str, Any], ...] | None:
     return prompt.text if prompt.messages is None else prompt.messages
 
 
 def _record(prompt: Prompt, completion: RequestOutput, tokenizer, clock_s: float) -> Record:
     return Record(
         index=prompt.index,
-        prompt=_asked(prompt),
+        prompt=_input(prompt),
         prompt_ids=prompt.ids,
         output_ids=completion.output_ids,
         text=decode_output(tokenizer, prompt.ids, completion.text_ids),

@@ -68,7 +68,9 @@ class Weights:
         Raises:
           CheckpointError: A checkpoint is damaged, or does not fit its model.
         """
-        keys = {"target": jobs.target_key(job.config), "drafter": _drafter_key(job.config)}
+        target = jobs.target_key(job.config)
+        drafter = loader.config_hash({"target": target, "drafter": job.config.drafter})
+        keys = {"target": target, "drafter": drafter}
         # Free models that are no longer needed first: memory may not hold both.
         self._loaded = {
             role: (key, model) for role, (key, model) in self._loaded.items() if key == keys[role]
@@ -83,10 +85,6 @@ class Weights:
                 models.load(model, source, job.target.sharding)
             self._loaded[role] = key, model
         return self._loaded[role][1]
-
-
-def _drafter_key(config: DecodeRun) -> str:
-    return loader.config_hash({"target": jobs.target_key(config), "drafter": config.drafter})
 
 
 def _prepare(config: DecodeRun, date: datetime.date) -> Job:

@@ -40,7 +40,7 @@ class Usage:
         """Returns the figures for results.json; empty if nothing was decoded."""
         if not self.counts:
             return {}
-        counts = self.counts
+        counts, cycles = self.counts, self.counts["cycles"]
         busy_s = counts["prefill_seconds"] + counts["decode_seconds"]
         return {
             "prefill": {
@@ -54,12 +54,9 @@ class Usage:
                 "stood_still_share": counts["stalled_seconds"] / busy_s if busy_s else None,
             },
             "tokens_per_second_end_to_end": self.tokens / self.seconds if self.seconds else None,
-            "mean_cycle_ms": self._ratio(1e3 * counts["decode_seconds"], "cycles"),
+            "mean_cycle_ms": 1e3 * counts["decode_seconds"] / cycles if cycles else None,
             **({"events": self.events} if self.events else {}),
         }
-
-    def _ratio(self, amount: float, count: str) -> float | None:
-        return amount / self.counts[count] if self.counts[count] else None
 
     def _share(self, busy: str, cycles: str) -> float | None:
         total = self.slots * self.counts[cycles]

@@ -28,13 +28,13 @@ UPKEEP_DEFAULTS = {
 }
 
 
-def find(rollout_config: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def find(rollout_config: Any, direct: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the options of a rollout engine, by dotted key.
 
     Args:
       rollout_config: Tunix's RolloutConfig, in whose `rollout_vllm_additional_config` or
         `rollout_vllm_kwargs` the entry `dflash` holds options.
-      given: Options that the caller passes directly; they take precedence.
+      direct: Options that the caller passes directly; they take precedence.
     Raises:
       ConfigError: The options are no mapping, or name neither a config file nor a target.
     """
@@ -44,7 +44,7 @@ def find(rollout_config: Any, given: Mapping[str, Any] | None) -> dict[str, Any]
         if not isinstance(entry, Mapping):
             raise errors.ConfigError(f"{name}: {KEY}: expected a mapping of options, got {entry!r}")
         options |= dict(_dotted(entry, ""))
-    options |= dict(_dotted(given or {}, ""))
+    options |= dict(_dotted(direct or {}, ""))
     if CONFIG not in options and CHECKPOINT not in options:
         raise errors.ConfigError(
             "DFlashRollout: expected options such as dflash={'target': {'checkpoint': DIRECTORY}, "
@@ -55,13 +55,10 @@ def find(rollout_config: Any, given: Mapping[str, Any] | None) -> dict[str, Any]
 
 def overrides(options: Mapping[str, Any]) -> list[str]:
     """Returns options as overrides `key=value` of a decode config."""
-    config_options = {
-        name: value for name, value in options.items() if name not in (CONFIG, LORA_ALPHA)
-    }
     return [
         f"{key}={_text(value)}"
-        for key, value in config_options.items()
-        if not key.startswith(UPKEEP)
+        for key, value in options.items()
+        if key not in (CONFIG, LORA_ALPHA) and not key.startswith(UPKEEP)
     ]
 
 
@@ -76,9 +73,8 @@ def upkeep(options: Mapping[str, Any], temperature: float = 1.0) -> UpkeepRun:
     """
     chosen = {name: value for name, value in options.items() if name.startswith(UPKEEP)}
     settings = UPKEEP_DEFAULTS | {"loss.temperature": float(temperature or 1.0)} | chosen
-    return loader.load(
-        None, [f"{key}={_text(value)}" for key, value in settings.items()], UpkeepRun
-    )
+    arguments = [f"{key}={_text(value)}" for key, value in settings.items()]
+    return loader.load(None, arguments, UpkeepRun)
 
 
 def defaults(options: Mapping[str, Any], rollout_config: Any) -> list[str]:
@@ -94,17 +90,14 @@ def defaults(options: Mapping[str, Any], rollout_config: Any) -> list[str]:
         "decode.max_new_tokens": rollout_config.max_tokens_to_generate,
         "decode.prefix_cache": True,
     }
-    if getattr(rollout_config, "data_type", None) is not None:
-        settings["dtype"] = _dtype_name(rollout_config.data_type)
+    dtype = getattr(rollout_config, "data_type", None)
+    if dtype is not None:
+        settings["dtype"] = getattr(dtype, "__name__", None) or str(dtype)
     return [f"{key}={_text(value)}" for key, value in settings.items() if key not in options]
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _dtype_name(dtype: Any) -> str:
-    return getattr(dtype, "__name__", None) or str(dtype)
 
 
 def _dotted(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -107,7 +107,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         Raises:
           UserError: The options are unusable, or the tokenizer or weights do not fit the target.
         """
-        del mesh, ignored
         rollout_config = rollout_config or base_rollout.RolloutConfig()
         options = options_lib.find(rollout_config, dflash)
         upkeep = options_lib.upkeep(options, rollout_config.temperature)
@@ -145,7 +144,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         Raises:
           InputError: A prompt is empty or too long.
         """
-        del kwargs
         ids = [self._encode(prompt) for prompt in prompts]
         sampling = self._sampling(rollout_config)
         begin = time.perf_counter()
@@ -189,7 +187,6 @@ class DFlashRollout(base_rollout.BaseRollout):
           completion_tokens: int32 [B, T]; padded on the right.
           temperature: Divisor of the logits.
         """
-        del kwargs
         scores = self._logps(prompt_tokens, completion_tokens, self.pad_id(), temperature)
         if self.upkeep is not None:
             with jax.transfer_guard("allow"):
@@ -213,7 +210,10 @@ class DFlashRollout(base_rollout.BaseRollout):
             self._train_drafter()
             self.llm.update_weights(tree, lora_alpha=self._lora_alpha)
         if self.stats.tokens:
-            self._end_step()
+            end = time.perf_counter()
+            step_s = end - self._step_began
+            self.history.append(dataclasses.replace(self.stats, step_seconds=step_s))
+            self.stats, self._step_began = RolloutStats(), end
 
     def _train_drafter(self) -> None:
         taus = [step.tau for step in (*self.history, self.stats) if step.cycles]
@@ -227,11 +227,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         jax.block_until_ready(nnx.state(self.llm.drafter))
         seconds, self._rollouts = time.perf_counter() - begin, []
         self.stats = dataclasses.replace(self.stats, training=metrics, training_seconds=seconds)
-
-    def _end_step(self) -> None:
-        end = time.perf_counter()
-        self.history.append(dataclasses.replace(self.stats, step_seconds=end - self._step_began))
-        self.stats, self._step_began = RolloutStats(), end
 
     def pad_id(self) -> int:
         """Returns the token that pads prompts and outputs."""
@@ -259,7 +254,6 @@ class DFlashRollout(base_rollout.BaseRollout):
 
         The drafter is trained at a step's end, so its time is that of the step before.
         """
-        del args, kwargs
         previous = self.history[-1] if self.history else RolloutStats()
         return {
             "rollout/tau": (self.stats.tau, np.mean),

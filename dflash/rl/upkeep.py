@@ -228,10 +228,7 @@ class Upkeep:
         reused = sum(rollout in self._scored for rollout in new) / len(new)
         outputs = self._recent | self._outputs_of(new)
         usable = list(outputs)[-count:]
-        self._recent, self._scored = (
-            {rollout: outputs[rollout] for rollout in usable},
-            {},
-        )
+        self._recent, self._scored = {rollout: outputs[rollout] for rollout in usable}, {}
         rng = np.random.default_rng((config.seed, self.num_trainings))
         chosen = [usable[i] for i in rng.permutation(np.arange(count) % len(usable))]
         frozen = self._task.abstract_frozen()

@@ -121,8 +121,9 @@ class Endpoints:
         async with self._bodies.read(http_request) as content:
             model = self._service.served()
             threads = self._large if len(content) > http.LARGE_BYTES else self._small
-            work = functools.partial(_parse_and_read, read, content, model)
-            running = asyncio.get_running_loop().run_in_executor(threads, work)
+            running = asyncio.get_running_loop().run_in_executor(
+                threads, lambda: read(http.parse_json(content), model)
+            )
             return await http.until_disconnect(http_request.receive, running)
 
     async def _admit(self, http_request: Request, request: CompletionRequest) -> RequestGroup:
@@ -208,8 +209,15 @@ class Endpoints:
     # --- about the server -----------------------------------------------------------------------
 
     async def page(self, http_request: Request) -> Response:
-        """Returns the web page."""
-        return _page()
+        """Returns the page; its policy allows only the page's own script and style."""
+        content, policy = _content()
+        headers = {
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        }
+        return Response(content, media_type="text/html", headers=headers)
 
     async def health(self, http_request: Request) -> Response:
         """Returns the service's state; the status is 200 while requests are served, else 503."""
@@ -262,7 +270,9 @@ class Endpoints:
 
     async def update_weights(self, http_request: Request) -> Response:
         """Replaces the target's weights by those of a checkpoint on the server's machine."""
-        fields = await self._read(http_request, _update_weights_body)
+        fields = await self._read(
+            http_request, lambda body, model: validation.parse(UpdateWeightsBody, body)
+        )
         updating = self._service.update_weights(fields.path)
         await http.until_disconnect(http_request.receive, updating)
         return JSONResponse({"success": True})
@@ -294,30 +304,8 @@ class Endpoints:
         return Response(status_code=200)
 
 
-def _parse_and_read(
-    read: Callable[[Body, ServedModel], Result], content: bytes, model: ServedModel
-) -> Result:
-    return read(http.parse_json(content), model)
-
-
-def _update_weights_body(body: Body, model: ServedModel) -> UpdateWeightsBody:
-    return validation.parse(UpdateWeightsBody, body)
-
-
 def _id(http_request: Request) -> str:
     return http_request.scope["request_id"]
-
-
-def _page() -> Response:
-    """Returns the page; its Content-Security-Policy allows only the page's own script and style."""
-    content, policy = _content()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Response(content, media_type="text/html", headers=headers)
 
 
 @functools.cache

@@ -416,16 +416,10 @@ class ToolCall(Body):
         return {"id": self.id, "type": "function", "function": function}
 
 
-def _text_type(value: Any) -> Any:
-    if value == "text":
-        return value
-    raise invalid(f'only "text" is supported, not {jsonl.quote(value)}', "unsupported")
-
-
 class TextPart(Body):
     """Part of a message's content; other parts than text are not supported."""
 
-    type: Annotated[Any, AfterValidator(_text_type)]
+    type: only("text")
     text: Text
 
 

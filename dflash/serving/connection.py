@@ -92,10 +92,6 @@ class Connection(H11Protocol):
     def _between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    @property
-    def _is_waiting(self) -> bool:
-        return self._between_requests or self.cycle.more_body
-
     def _make_room(self) -> None:
         """Closes the connection that has been waiting longest, if there are too many."""
         connections = [
@@ -105,7 +101,9 @@ class Connection(H11Protocol):
         ]
         if len(connections) < self._limits.connections:
             return
-        waiting = [other for other in connections if other._is_waiting]
+        waiting = [
+            other for other in connections if other._between_requests or other.cycle.more_body
+        ]
         longest = min(waiting, key=lambda other: other._waiting_since, default=self)
         longest.transport.abort()
 

@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+import typing
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -70,17 +71,7 @@ class Stop:
 
 Command = Submit | Cancel | Flush | ReplaceWeights | Profile | Stop
 # Dataclasses that process 0 may broadcast.
-_MESSAGE_TYPES = (
-    Submit,
-    Cancel,
-    Flush,
-    ReplaceWeights,
-    Profile,
-    Stop,
-    Request,
-    RequestSampling,
-    Grammar,
-)
+_MESSAGE_TYPES = (*typing.get_args(Command), Request, RequestSampling, Grammar)
 
 
 class _StoppedEarly(Exception):
@@ -197,14 +188,10 @@ class EngineThread(threading.Thread):
                 commands.append(self._commands.get())
         if not several:
             return commands
-        received = distributed.broadcast(list(map(_portable, commands)), _MESSAGE_TYPES)
-        return [self._restored(command) for command in received]
-
-    def _restored(self, command: Command) -> Command:
-        """Restores the vocabulary that `_portable` removed."""
-        if not isinstance(command, Submit) or command.request.grammar is None:
-            return command
-        return _with_vocabulary(command, self._backend.vocabulary())
+        # Every process has its own copy of the vocabulary.
+        commands = [_with_vocabulary(command, lambda: None) for command in commands]
+        received = distributed.broadcast(commands, _MESSAGE_TYPES)
+        return [_with_vocabulary(command, self._backend.vocabulary) for command in received]
 
     def _execute(self, commands: Sequence[Command]) -> bool:
         """Executes commands; returns False after a `Stop`."""
@@ -241,14 +228,10 @@ class EngineThread(threading.Thread):
         return None
 
 
-def _portable(command: Command) -> Command:
-    """Removes the vocabulary from a command's grammar, since every process has its own copy."""
+def _with_vocabulary(command: Command, vocabulary: Callable[[], Vocabulary | None]) -> Command:
+    """Replaces the vocabulary of a command's grammar, if it has one."""
     if not isinstance(command, Submit) or command.request.grammar is None:
         return command
-    return _with_vocabulary(command, None)
-
-
-def _with_vocabulary(command: Submit, vocabulary: Vocabulary | None) -> Submit:
-    grammar = dataclasses.replace(command.request.grammar, vocabulary=vocabulary)
+    grammar = dataclasses.replace(command.request.grammar, vocabulary=vocabulary())
     request = dataclasses.replace(command.request, grammar=grammar)
     return dataclasses.replace(command, request=request)

@@ -15,7 +15,7 @@ class _Share:
     """
 
     count: int = 0
-    held: int = 0
+    num_taken: int = 0
     used_s: float = 0.0
     rivals_used_s: float = 0.0
     children: int = 0
@@ -71,7 +71,7 @@ class FairQueue:
             self._taken[id] = owners, self._clock()
             del self._priorities[id]
             for path in _paths(owners):
-                self._shares[path].held += 1
+                self._shares[path].num_taken += 1
             yield id
 
     def remove(self, id: int) -> bool:
@@ -83,7 +83,7 @@ class FairQueue:
         for path in reversed(list(_paths(owners))):
             share, parent = self._shares[path], self._shares[path[:-1]]
             share.count -= 1
-            share.held -= was_taken
+            share.num_taken -= was_taken
             share.used_s += used_s
             parent.rivals_used_s += used_s / parent.children
             if not share.count:
@@ -93,7 +93,7 @@ class FairQueue:
 
     def _order_of(self, id: int) -> list[float]:
         shares = (self._shares[path] for path in _paths(self._waiting[id]))
-        used = (value for share in shares for value in (share.held, share.used_s))
+        used = (value for share in shares for value in (share.num_taken, share.used_s))
         return [self._priorities[id], *used]
 
 

@@ -12,7 +12,7 @@ from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.output import Output, OutputDelta, TokenText
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
-from dflash.serving.validation import RequestError, unavailable
+from dflash.serving.validation import RequestError
 from dflash.text.chat_formats.reader import OutputPart
 
 Json = dict[str, Any]
@@ -50,8 +50,6 @@ async def follow(
 
 def _failure(done: RequestOutput) -> RequestError:
     message = str(done.error).removeprefix(f"prompt {done.id}: ")
-    if isinstance(done.error, errors.UnavailableError):
-        return unavailable(message)
     status = 400 if isinstance(done.error, errors.InputError) else 500
     return RequestError(message, status=status, code="failed")
 

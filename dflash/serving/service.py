@@ -24,7 +24,6 @@ from dflash.serving.backend import DRAFTED, PLAIN, Backend
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.engine_thread import (
     Cancel,
-    Command,
     EngineThread,
     Flush,
     Listener,
@@ -184,12 +183,12 @@ class Service(Listener):
         """Cancels the request `id` if it is in flight."""
         if self._requests.pop(id, None) is not None:
             if self._leave_queue(id):
-                self._put(Cancel(id))
+                self._thread.put(Cancel(id))
             self._submit_next()
 
     def flush(self) -> None:
         """Empties the prefix caches."""
-        self._put(Flush())
+        self._thread.put(Flush())
 
     async def update_weights(self, path: str) -> None:
         """Replaces the target's weights; requests in flight go on with the new ones.
@@ -202,7 +201,7 @@ class Service(Listener):
             raise RequestError(message, status=404)
         end: asyncio.Future[str | None] = self._loop.create_future()
         self._updates.append(end)
-        self._put(ReplaceWeights(path))
+        self._thread.put(ReplaceWeights(path))
         problem = await end
         if problem is not None:
             raise RequestError(f"path: {problem}", param="path")
@@ -220,7 +219,7 @@ class Service(Listener):
             hint = "a profile is running; stop it first" if running else "no profile is running"
             raise RequestError(hint, status=409)
         self._is_profiling = running
-        self._put(Profile(self.profile_dir if running else None))
+        self._thread.put(Profile(self.profile_dir if running else None))
 
     async def drain(self) -> None:
         """Rejects new requests, and waits up to serve.drain_s for those in flight."""
@@ -234,7 +233,7 @@ class Service(Listener):
 
     async def stop(self) -> None:
         """Stops the engine's thread; does not wait for it if it is still compiling."""
-        self._put(Stop())
+        self._thread.put(Stop())
         if self.is_ready.is_set():
             await self.ended.wait()
 
@@ -248,14 +247,11 @@ class Service(Listener):
             for id in queue.take():
                 served = self._requests[id]
                 served.taken_at = time.perf_counter()
-                self._put(Submit(mode, served.request))
+                self._thread.put(Submit(mode, served.request))
 
     def _leave_queue(self, id: int) -> bool:
         """Gives the place of a request back; returns whether it had been submitted."""
         return any(queue.remove(id) for queue in self._queues.values())
-
-    def _put(self, command: Command) -> None:
-        self._thread.put(command)
 
     def _retry_after_s(self) -> int:
         if self._mean_s is None:

@@ -13,10 +13,9 @@ from dflash.serving.validation import RequestError
 from dflash.text import grammar
 from dflash.text.grammar import Grammar, Kind, Vocabulary
 
-_WORKERS = 2  # grammars that are compiled at the same time
-_MAX_WAITING = (
-    8  # further grammars of a client, each of which may take `grammar_compiler.COMPILE_SECONDS`
-)
+_WORKERS = 2  # Grammars that are compiled at the same time.
+# Further grammars of a client, each of which may take `grammar_compiler.COMPILE_SECONDS`.
+_MAX_WAITING = 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,6 @@ def shape_logits(
 
     Args:
       logits: float32 [B, R, V]; the target's logits after each row.
-      controls: Logit controls of the B sequences.
       length: int32 [B]; committed tokens, the anchor included.
       stop_ids: int32 [B, E]; tokens that end each sequence, padded with -1.
       drafts: int32 [B, R - 1]; tokens of the rows after the anchor's.
@@ -135,11 +134,11 @@ def shape_logits(
 def _scatter(ids: jax.Array, values: jax.Array, vocab_size: int) -> jax.Array:
     """Sums the values [B, T] of each id, float32 [B, V]; negative ids are ignored."""
 
-    def one(ids, values):
+    def sums(ids, values):
         places = jnp.where(ids < 0, vocab_size, ids)
         return jnp.zeros(vocab_size, jnp.float32).at[places].add(values, mode="drop")
 
-    return jax.vmap(one)(ids, values)
+    return jax.vmap(sums)(ids, values)
 
 
 def _count_drafts(drafts: jax.Array, on_path: jax.Array, vocab_size: int) -> jax.Array:
@@ -168,10 +167,8 @@ def abstract(batch: int, name: str | None, max_length: int, sharding: Sharding) 
     """Returns abstract controls.
 
     Args:
-      batch: Batch size B.
       name: Logical axis of the batch; None replicates it.
       max_length: Length L of the longest sequence, in tokens.
-      sharding: Sharding of the arrays.
     """
 
     def array(dtype, *shape):
@@ -193,8 +190,8 @@ def abstract(batch: int, name: str | None, max_length: int, sharding: Sharding) 
 
 def default(batch: int, max_length: int) -> Controls:
     """Returns the controls of `batch` sequences that use none, as numpy arrays."""
-    one = of_request(Request(0, (), 1), (), max_length)
-    return jax.tree.map(lambda x: np.broadcast_to(x, (batch, *x.shape)), one)
+    row = of_request(Request(0, (), 1), (), max_length)
+    return jax.tree.map(lambda x: np.broadcast_to(x, (batch, *x.shape)), row)
 
 
 def is_default(request: Request) -> bool:
@@ -222,8 +219,7 @@ def of_request(request: Request, output_ids: Sequence[int], max_length: int) -> 
     constrained sequences.
 
     Args:
-      request: Request.
-      output_ids: Its output so far.
+      output_ids: Output so far.
       max_length: Length L of the longest sequence, in tokens.
     """
     sampling = request.sampling

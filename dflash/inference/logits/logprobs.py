@@ -58,7 +58,7 @@ def of_tokens(
     rows: Callable[[], tuple[jax.Array, jax.Array]],
     params: SamplingParams,
     tokens: jax.Array,
-    wanted: jax.Array,
+    requested: jax.Array,
     vocab_size: int,
 ) -> Logprobs:
     """Computes log-probabilities of tokens if any sequence requests them; returns zeros otherwise.
@@ -68,19 +68,19 @@ def of_tokens(
         after the sequences' controls. Called where they are needed.
       params: Sampling parameters of the B sequences; a greedy one counts as temperature 1.
       tokens: int32 [B, T].
-      wanted: bool [B]; sequences that request log-probabilities.
-      vocab_size: Vocabulary size V.
+      requested: bool [B]; sequences that request log-probabilities.
     """
 
     def compute():
         plain, shaped = rows()
-        own = jax.nn.log_softmax(plain, axis=-1)
-        kept = jax.nn.log_softmax(filter_logits(shaped, params), axis=-1)
-        top, top_ids = jax.lax.top_k(own, min(MAX_LOGPROBS, vocab_size))
+        raw = jax.nn.log_softmax(plain, axis=-1)
+        filtered = jax.nn.log_softmax(filter_logits(shaped, params), axis=-1)
+        top, top_ids = jax.lax.top_k(raw, min(MAX_LOGPROBS, vocab_size))
         drawn, sampled = (
-            jnp.take_along_axis(each, tokens[..., None], axis=-1)[..., 0] for each in (own, kept)
+            jnp.take_along_axis(each, tokens[..., None], axis=-1)[..., 0]
+            for each in (raw, filtered)
         )
         return Logprobs(drawn, sampled, top_ids.astype(jnp.int32), top)
 
     with jax.named_scope("if_logprobs"):
-        return jax.lax.cond(jnp.any(wanted), compute, lambda: zeros(tokens.shape, vocab_size))
+        return jax.lax.cond(jnp.any(requested), compute, lambda: zeros(tokens.shape, vocab_size))

@@ -41,12 +41,11 @@ def examine_chunk(
     """Runs a chunk of a sequence and checks the output of every stage for non-finite values.
 
     Args:
-      target: Target model.
       cache: Cache of the positions before `start`, with batch size 1.
       tokens: int32 [1, T]; the first `count` belong to the sequence.
       start: int32 []; position of the first token.
       count: int32 []; number of valid tokens.
-      adapter: int32 []; number of the sequence's adapter, 0 for none.
+      adapter: int32 []; number of the sequence's adapter.
     Returns:
       The cache, and whether each of `stages` gave finite values, bool [stages].
     """
@@ -92,8 +91,6 @@ def error(
     """Returns the error that reports where non-finite logits came from.
 
     Args:
-      target: Target model with its weights.
-      request: Request whose decoding failed.
       output_ids: Output before the token that could not be sampled.
       finite: Whether each of `stages` is finite; None if there was no memory to find out.
     """
@@ -108,7 +105,7 @@ def error(
     if not wrong:
         return errors.NumericsError(f"{where}, but computed once more they are: check the machine")
     name, path = wrong[0]
-    damaged = [one for one in _damaged(target) if one.startswith(path)]
+    damaged = [parameter for parameter in _damaged(target) if parameter.startswith(path)]
     if damaged:
         reason = f"its weights are not: {target.checkpoint_name(damaged[0])}"
     else:

@@ -207,7 +207,6 @@ def sample(
     Args:
       logits: float32 [B, T, V], or [B, T, Q] for a draft vocabulary.
       positions: int32 [B, T]; positions of the tokens to sample.
-      params: Sampling parameters of the B sequences.
       stream: Stream of noise: COUPLED, DRAFT, ACCEPT or RESIDUAL.
       vocabulary: Draft vocabulary of the logits; None for the whole vocabulary.
     Returns:
@@ -269,7 +268,6 @@ def uniform(
 
     Args:
       positions: int32 [B, T].
-      params: Sampling parameters of the B sequences.
       stream: Stream of noise: COUPLED, DRAFT, ACCEPT or RESIDUAL.
       index: int32 [B, T] or None; number of the draw among several of one position.
     """
@@ -305,12 +303,12 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
 
     def filtered():
         with jax.named_scope("if_filtered"):
-            kept = jax.lax.cond(
+            likeliest = jax.lax.cond(
                 jnp.any(ranked),
                 lambda: top_k_top_p.top_k_top_p(logits, params.top_k, params.top_p),
                 lambda: logits,
             )
-        return _min_p(kept, params)
+        return _min_p(likeliest, params)
 
     with jax.named_scope("if_filtered"):
         return jax.lax.cond(

@@ -147,10 +147,10 @@ def test_rows_that_another_sequence_has_damaged_are_computed_again():
             begun += not isinstance(event, RequestOutput)
         if begun == 2:  # Both prompts have their first token.
             begun += 1
-            state = one._batch._state
+            state = one._batch.state
             pools = jax.tree.map(lambda pages: pages * jnp.nan, state.cache.layers)
             cache = dataclasses.replace(state.cache, layers=pools)
-            one._batch._state = dataclasses.replace(state, cache=cache)
+            one._batch.state = dataclasses.replace(state, cache=cache)
     assert [(done[i].output_ids, done[i].error) for i in (0, 1)] == [
         (each.output_ids, None) for each in whole
     ]
