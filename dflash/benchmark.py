@@ -61,12 +61,11 @@ def run(
 ) -> dict[str, Any]:
     """Measures, as `dflash benchmark` does, and prints its table.
 
+    The keyword arguments are the flags of these names.
+
     Args:
       config: Path of a YAML file, looked up as on the command line.
       *overrides: Overrides of the form `key=value`.
-      workdir: Value of the flag with this name.
-      profile_dir: Value of the flag with this name.
-      compilation_cache: Value of the flag with this name.
     Returns:
       The content of results.json, or of study.json; see docs/measuring.md.
     Raises:

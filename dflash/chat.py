@@ -173,9 +173,9 @@ class Conversation:
 
     def _turn(self, text: str) -> None:
         """Answers a message; a message that cannot be answered is not kept."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         try:
-            answer = self._answer(asked)
+            answer = self._answer(messages)
         except KeyboardInterrupt:
             self._note("\nstopped; forgotten")
             return
@@ -183,7 +183,7 @@ class Conversation:
             for line in str(error).splitlines():
                 self._err.print(f"error: {line}; {_CLEAR} begins anew", soft_wrap=True)
             return
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _answer(self, messages: list[Mapping[str, str]]) -> str:
         """Prints an answer as its tokens are accepted, and returns its text."""
@@ -191,13 +191,13 @@ class Conversation:
 
         from dflash.runs.result_text import visible
 
-        tally, said = Tally(), []
+        tally, texts = Tally(), []
         with self._err.status("compiling, if this length is new"):  # Shown on terminals only.
             stream = self._llm.stream(messages, self._sampling)
         with _stop_on_interrupt() as stopped:
             for piece in stream:
                 tally = tally.plus(piece)
-                said.append(piece.text)
+                texts.append(piece.text)
                 if self._out.is_terminal:
                     style = _DRAFTED if piece.drafted else _OWN
                     self._out.print(Text(visible(piece.text), style), end="", soft_wrap=True)
@@ -209,7 +209,7 @@ class Conversation:
         self._out.print()
         done = stream.completion
         self._note(tally.line("stopped" if done is None else done.finish_reason))
-        return "".join(said)
+        return "".join(texts)
 
     def _note(self, text: str) -> None:
         self._err.print(text, style=_QUIET, soft_wrap=not self._err.is_terminal)

@@ -29,24 +29,24 @@ def _check(command: cli.Command) -> int:
     job = diagnosis.prepare(jobs.prepare_models(command.config))
     job.load_weights()
     print("\n".join(report.facts(job)), flush=True)
-    others, display = diagnosis.alternatives_of(job), Display(stream=False)
+    readings, display = diagnosis.alternatives_of(job), Display(stream=False)
     with display.compiling() as progress:
-        engine = diagnosis.compiled_engine(job, others, progress)
+        engine = diagnosis.compiled_engine(job, readings, progress)
     with display.status(f"decoding {len(job.prompts)} prompts"):
         decoded = diagnosis.measure(engine, job)
-    found = decoded.acceptance
-    print("", *report.acceptance_lines(job, found), "", sep="\n", flush=True)
-    if others:
+    acceptance = decoded.acceptance
+    print("", *report.acceptance_lines(job, acceptance), "", sep="\n", flush=True)
+    if readings:
         print("other readings of one field, on the same texts", flush=True)
-    readings = diagnosis.read_all(
+    results = diagnosis.read_all(
         engine,
         job,
         decoded,
-        others,
-        lambda reading: print(report.reading_line(reading, found), flush=True),
+        readings,
+        lambda reading: print(report.reading_line(reading, acceptance), flush=True),
     )
-    suspect = diagnosis.suspicious(found, readings)
-    print("", *report.verdict(job, found, suspect), sep="\n")
+    suspect = diagnosis.suspicious(acceptance, results)
+    print("", *report.verdict(job, acceptance, suspect), sep="\n")
     return 0 if suspect is None else 1
 
 

@@ -58,11 +58,11 @@ def run(
 ) -> "CompileReport":
     """Compiles for a TPU, as `dflash compile` does, and prints the report.
 
+    The keyword arguments are the flags of these names.
+
     Args:
       config: Path of a YAML file, looked up as on the command line.
       *overrides: Overrides of the form `key=value`, such as "tpu.topology=v5p:2x2x1".
-      workdir: Value of the flag with this name.
-      kernels: Value of the flag with this name.
     Raises:
       UserError: The command would exit with an error.
     """

@@ -114,20 +114,19 @@ def _convert(command: cli.Command) -> None:
     print(conversion.convert(source, paths.to_path(destination), **options))
 
 
-def _layout(destination: str, stated: Mapping[str, Any]) -> checkpoint.Layout:
-    """Returns the layout to write."""
+def _layout(destination: str, flag_values: Mapping[str, Any]) -> checkpoint.Layout:
     usage = f"usage: {SUBCOMMAND.usage}; see --help"
     if destination.endswith(".gguf"):
-        if stated["to"] is not None:
+        if flag_values["to"] is not None:
             raise errors.ConfigError(f"--to: {destination} is a GGUF file; {usage}")
         if paths.in_bucket(paths.to_path(destination)):
             raise errors.ConfigError(f"{destination}: GGUF files are written to a disk; {usage}")
         return "gguf"
-    if stated["to"] is None:
+    if flag_values["to"] is None:
         raise errors.ConfigError(f"--to is missing; {usage}")
-    if stated["tokenizer"] is not None:
+    if flag_values["tokenizer"] is not None:
         raise errors.ConfigError(f"--tokenizer is for GGUF files; {usage}")
-    return stated["to"]
+    return flag_values["to"]
 
 
 main = cli.entry_point(SUBCOMMAND, _convert)

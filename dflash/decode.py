@@ -36,27 +36,26 @@ def _decode(command: cli.Command) -> None:
     from dflash.runs import dates, frame, records, shards
     from dflash.text import prompts
 
+    shard = command.shard
     # A dry run touches no device, so it asks no other process for the date.
-    date = (
-        None if command.dry_run else dates.find(command.workdir, shared=command.shard is not None)
-    )
+    date = None if command.dry_run else dates.find(command.workdir, shared=shard is not None)
     job = jobs.prepare(command.config, stdin=sys.stdin, dry=command.dry_run, date=date)
     if command.dry_run:
         lines = *job.plan().lines(), *job.notes(), *prompts.dropped_answers(job.prompts)
         print("\n".join(lines))
         return
-    divided = command.shard is None and distributed.compute_on_first(
+    divided = shard is None and distributed.compute_on_first(
         lambda: shards.is_divided(command.workdir, records.OUTPUTS)
     )
     with contextlib.closing(frame.open_display(stream=command.stream)) as display:
         if divided:
             decode_run.sum_up(job, command.workdir, display)
             return
-        mine = job if command.shard is None else job.of_shard(command.shard)
-        with decode_run.open_records(command.workdir, command.config, date, command.shard) as kept:
-            decode_run.run(mine, kept, display, profile_dir=command.profile_dir)
-        if command.shard is not None:
-            decode_run.sum_up(job, command.workdir, display, shard=command.shard)
+        mine = job if shard is None else job.of_shard(shard)
+        with decode_run.open_records(command.workdir, command.config, date, shard) as results:
+            decode_run.run(mine, results, display, profile_dir=command.profile_dir)
+        if shard is not None:
+            decode_run.sum_up(job, command.workdir, display, shard=shard)
 
 
 main = cli.entry_point(SUBCOMMAND, _decode)

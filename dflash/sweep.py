@@ -78,10 +78,11 @@ def _sweep(command: cli.Command) -> int:
             display.table(driver.table(sweep, columns, outcome.rows), keys)
         with files.explained(directory):
             runner.draw(sweep, outcome.rows, directory)
-        left = [name for name in sweep.points if name not in outcome.rows]
-        if command.shard is not None and left:
+        unfinished = [name for name in sweep.points if name not in outcome.rows]
+        if command.shard is not None and unfinished:
             display.note(
-                f"not finished yet: {len(left)} of {len(sweep.points)} points: {left[0]}, …"
+                f"not finished yet: {len(unfinished)} of {len(sweep.points)} points: "
+                f"{unfinished[0]}, …"
             )
         for name, reason in outcome.failed.items():
             display.note(f"failed: {name}: {reason}")

@@ -62,12 +62,11 @@ def run(
 ) -> Trained:
     """Trains or continues to train, as `dflash train` does.
 
+    The keyword arguments are the flags of these names.
+
     Args:
       config: Path of a YAML file, looked up as on the command line.
       *overrides: Overrides of the form `key=value`.
-      workdir: Value of the flag with this name.
-      profile_dir: Value of the flag with this name.
-      compilation_cache: Value of the flag with this name.
     Raises:
       UserError: The command would exit with an error.
     """

@@ -33,7 +33,9 @@ class PagePool:
 
     def take(self, replica: int, count: int) -> tuple[int, ...] | None:
         """Takes `count` pages of a replica, idle ones last; None if there are fewer."""
-        return self._replicas[replica].take(count)
+        if self.num_free(replica) < count:
+            return None
+        return tuple(self._replicas[replica].take() for _ in range(count))
 
     def give_back(self, replica: int, pages: tuple[int, ...]) -> None:
         """Releases the pages of a sequence, the last one first."""
@@ -52,12 +54,18 @@ class PagePool:
 
     def publish(self, replica: int, page: int, key: bytes) -> bool:
         """Publishes a held page; False if another page is published under this key."""
-        return self._replicas[replica].publish(page, key)
+        pages = self._replicas[replica]
+        if key in pages.page_of:
+            return False
+        pages.page_of[key], pages.key_of[page] = page, key
+        return True
 
     def forget(self) -> None:
         """Unpublishes all pages; idle ones become free."""
         for pages in self._replicas:
-            pages.forget()
+            pages.free.extend(reversed(pages.idle))
+            for table in (pages.idle, pages.page_of, pages.key_of):
+                table.clear()
 
     def num_free(self, replica: int) -> int:
         """Returns the number of pages of a replica that can be taken, idle ones included."""
@@ -76,20 +84,15 @@ class _ReplicaPages:
         self.holders: dict[int, int] = {}
         self.idle: dict[int, None] = {}  # In the order of reuse.
         self.page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
+        self.key_of: dict[int, bytes] = {}
 
-    def take(self, count: int) -> tuple[int, ...] | None:
-        if len(self.free) + len(self.idle) < count:
-            return None
-        return tuple(self._take_one() for _ in range(count))
-
-    def _take_one(self) -> int:
+    def take(self) -> int:
         if self.free:
             page = self.free.pop()
         else:
             page = next(iter(self.idle))
             del self.idle[page]
-            del self.page_of[self._key_of.pop(page)]
+            del self.page_of[self.key_of.pop(page)]
         self.holders[page] = 1
         return page
 
@@ -102,22 +105,10 @@ class _ReplicaPages:
         if self.holders[page]:
             return
         del self.holders[page]
-        if page in self._key_of:
+        if page in self.key_of:
             self.idle[page] = None
         else:
             self.free.append(page)
-
-    def publish(self, page: int, key: bytes) -> bool:
-        if key in self.page_of:
-            return False
-        self.page_of[key], self._key_of[page] = page, key
-        return True
-
-    def forget(self) -> None:
-        self.free.extend(reversed(self.idle))
-        self.idle.clear()
-        self.page_of.clear()
-        self._key_of.clear()
 
 
 @dataclasses.dataclass(frozen=True)

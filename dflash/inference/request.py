@@ -213,12 +213,6 @@ class RequestOutput:
         """Output tokens that are part of the text: all but the stop token."""
         return self.output_ids[:-1] if self.finish_reason == "stop" else self.output_ids
 
-    @property
-    def tau(self) -> float:
-        """Returns the mean acceptance length (τ); nan if there was no cycle."""
-        lengths = self.acceptance_lengths
-        return sum(lengths) / len(lengths) if lengths else float("nan")
-
 
 Event = Tokens | RequestOutput
 

@@ -129,12 +129,6 @@ def test_events_come_in_order_and_add_up(pools):
         assert pool.num_free(0) == pool.size
 
 
-def test_tau_is_the_mean_acceptance_length():
-    (one,) = completions(decode(run(), requests([5], [20])))
-    assert one.tau == np.mean(one.acceptance_lengths)
-    assert math.isnan(dataclasses.replace(one, acceptance_lengths=()).tau)
-
-
 def test_a_request_of_one_token_takes_no_cycle():
     events = list(decode(run(), requests([5], [1])))
     assert [type(event) for event in events] == [Tokens, RequestOutput]
