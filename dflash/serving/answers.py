@@ -14,6 +14,7 @@ from dflash.text import jsonl
 from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool
 from dflash.text.grammar_compiler import inline_schema
 
+_NO_EFFORT = frozenset(("none",))
 _THINKING_LIMITS = ("max_thinking_tokens", "thinking_budget", "thinking_token_budget")
 
 
@@ -34,7 +35,7 @@ def template_variables(fields: ChatPromptBody, model: ServedModel) -> dict[str, 
             variables["reasoning_effort"] = fields.reasoning_effort
         else:
             _check_template_reads("enable_thinking", "reasoning_effort", model)
-            variables.setdefault("enable_thinking", fields.reasoning_effort != "none")
+            variables.setdefault("enable_thinking", fields.reasoning_effort not in _NO_EFFORT)
     return variables
 
 
