@@ -31,7 +31,7 @@ _MAX_KEYS_SHOWN = 5
 _PATIENCE_S = 2.0
 
 
-class RunDirectory:
+class RunDirectory(contextlib.AbstractContextManager):
     """Work directory that is locked until it is closed; does nothing without a path.
 
     Only the first process locks and writes the directory; the others may read it.
@@ -99,9 +99,6 @@ class RunDirectory:
     def close(self) -> None:
         """Releases the directory for the next run."""
         self._held.close()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *unused):
         self.close()

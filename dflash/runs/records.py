@@ -5,6 +5,7 @@ run loses only its unfinished prompts, and in a bucket the prompts of the last s
 on the directory decodes them.
 """
 
+import contextlib
 import dataclasses
 import operator
 import pathlib
@@ -40,7 +41,7 @@ def check_division(path: pathlib.Path, shard: shards.Shard) -> None:
         )
 
 
-class Records:
+class Records(contextlib.AbstractContextManager):
     """Finished prompts in memory, for runs without a work directory.
 
     Only the first process of a run writes files, so the others use this class, too.
@@ -96,9 +97,6 @@ class Records:
 
     def close(self) -> None:
         """Closes the file of records."""
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *unused):
         self.close()

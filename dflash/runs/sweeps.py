@@ -278,14 +278,11 @@ def draw(
     longest = max(len(_label(step)) for step in (*downs, *acrosses))
     if not filled or len(panels) > MAX_PANELS or longest > MAX_LABEL:
         return False
-    # Do not use pyplot, which keeps figures alive and looks for a window system.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyplot keeps figures alive and looks for a window system
 
     width = 2.5 + _CELL_INCHES * len(acrosses)
     height = 1.6 + 0.6 * _CELL_INCHES * len(downs)
     figure = Figure((width, height * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(metric)
     all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
     low, high = min(filled), max(filled)

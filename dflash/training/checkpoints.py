@@ -61,7 +61,7 @@ class _LastAndBest:
         return [checkpoint.step in steps for checkpoint in checkpoints]
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """Checkpoints of a run: the last few and the best."""
 
     def __init__(self, directory: pathlib.Path, *, keep_last: int):
@@ -193,9 +193,6 @@ class Checkpoints:
                 self._manager.close()
         finally:
             logging.set_verbosity(self._verbosity)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *unused):
         self.close()

@@ -96,11 +96,6 @@ class FeatureCache:
         self._ends = [part.end for part in parts]
         self._files = functools.lru_cache(maxsize=_OPEN_FILES)(self._open)
 
-    @property
-    def num_rows(self) -> int:
-        """Number of cached rows, which are the first ones of the pass."""
-        return self._ends[-1] if self._ends else 0
-
     def __getitem__(self, number: int) -> Arrays:
         """Returns the arrays of a row, without a row axis."""
         part = bisect.bisect_right(self._ends, number)

@@ -1,5 +1,6 @@
 """Output of a training run: progress bar or plain lines, metrics.jsonl, and TensorBoard."""
 
+import contextlib
 import datetime
 import json
 import math
@@ -21,7 +22,7 @@ from dflash.training import rundir
 Metrics = Mapping[str, float]
 
 
-class TrainReport:
+class TrainReport(contextlib.AbstractContextManager):
     """Progress display and metrics files of a run; only process 0 has output."""
 
     def __init__(
@@ -137,9 +138,6 @@ class TrainReport:
             self._metrics.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *unused):
         self.close()

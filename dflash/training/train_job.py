@@ -58,11 +58,6 @@ class TrainJob:
     tokenizer: Tokenizer
     tokenizer_directory: pathlib.Path | None
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Indices of the rows of a batch that this process reads."""
-        return steps_lib.rows_of_process(self.sharding, self.config.train.batch_size)
-
     def optimizer(self, steps: int) -> tuple[optax.GradientTransformation, Any]:
         """Returns the optimizer and its learning-rate schedule."""
         config = self.config.optimizer

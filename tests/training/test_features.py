@@ -58,11 +58,11 @@ def test_rows_are_found_by_their_place_in_the_order(tmp_path):
 
 
 def test_only_rows_that_are_needed_are_computed_and_a_longer_run_adds_the_next(tmp_path):
-    assert open_cache(tmp_path, 5).num_rows == 8
+    assert open_cache(tmp_path, 5)._ends[-1] == 8
     assert len(compute.calls) == 2
     open_cache(tmp_path, 8, compute=None)
     cache = open_cache(tmp_path, 17)
-    assert cache.num_rows == 20
+    assert cache._ends[-1] == 20
     assert read(cache, range(20)) == ORDER[:20].tolist()
     assert len(compute.calls) == 5
 
