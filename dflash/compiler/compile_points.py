@@ -15,7 +15,7 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,13 +25,7 @@ from flax import nnx
 from dflash import errors
 from dflash.compiler import costs, forecast, hlo, programs
 from dflash.compiler.costs import ScheduledOperation
-from dflash.compiler.forecast import (
-    PLAIN,
-    CompiledCost,
-    DeviceMemory,
-    LayerRepeats,
-    StrategyPoint,
-)
+from dflash.compiler.forecast import PLAIN, CompiledCost, DeviceMemory, LayerRepeats, StrategyPoint
 from dflash.compiler.report import RunAssumptions
 from dflash.compiler.topology import TpuMachine
 from dflash.config.schema import DrafterConfig
@@ -40,7 +34,8 @@ from dflash.inference.cycle import cycle
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.request import Request, RequestSampling
-from dflash.loading import decode_plan, models
+from dflash.loading import models
+from dflash.loading.decode_plan import device_bytes
 from dflash.models.decoder import Decoder
 from dflash.storage import files
 from dflash.version import __version__
@@ -87,9 +82,6 @@ class PointSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-CompilePoint = Callable[[PointSpec, TpuMachine], StrategyPoint]
-
-
 def point_specs(config: CompileDecode) -> list[PointSpec]:
     """Returns the points of a forecast: plain decoding and every strategy, at every batch size.
 
@@ -120,7 +112,7 @@ def compile_points(
     machine: TpuMachine,
     workdir: pathlib.Path | None,
     progress: Callable[[str, float], None] = lambda title, fraction: None,
-    compile_one: CompilePoint | None = None,
+    compile_one: Callable[[PointSpec, TpuMachine], StrategyPoint] | None = None,
 ) -> dict[tuple[str, int], StrategyPoint]:
     """Compiles points, and reuses those that an earlier run wrote to the work directory.
 
@@ -183,8 +175,8 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     (empty, operations), (full, at_full) = cost(0.0), cost(1.0)
     per_token = _NOTHING.plus(full.plus(empty, -1), 1 / _CAPACITY)
     in_windows = {}
-    for window, own in forecast.by_window(at_full).items():
-        of_window = forecast.cost_of(own, rates, chip, fill=1.0, repeats=repeats)
+    for window, kernels in forecast.by_window(at_full).items():
+        of_window = forecast.cost_of(kernels, rates, chip, fill=1.0, repeats=repeats)
         in_windows[window] = _NOTHING.plus(of_window, 1 / _CAPACITY)
         per_token = per_token.plus(in_windows[window], -1)
     analysis = compiled.memory_analysis()
@@ -226,13 +218,8 @@ def _truncate(target: Decoder, drafter: Any) -> None:
 
 def _engine(target: Decoder, drafter: Any, spec: PointSpec, capacity: int = _CAPACITY) -> Engine:
     decode = dataclasses.replace(spec.config.decode, batch_size=spec.batch, num_pages=None)
-    return Engine(
-        target,
-        drafter,
-        decode,
-        max_length=capacity,
-        divide_rows=spec.drafter.divides_rows,
-    )
+    divide_rows = spec.drafter.divides_rows
+    return Engine(target, drafter, decode, max_length=capacity, divide_rows=divide_rows)
 
 
 def _compile_cycle(engine: Engine, block_size: int, mean_rows: int | None) -> jax.stages.Compiled:
@@ -269,18 +256,9 @@ def _memory(target: Decoder, drafter: Any, spec: PointSpec) -> DeviceMemory:
     def caches(capacity: int) -> tuple[int, int]:
         engine = _engine(target, drafter, spec, capacity)
         state = engine.abstract_state()
-        return engine.layout.capacity, decode_plan.measure(
-            (state.cache, state.drafter)
-        ).device_bytes
+        return engine.layout.capacity, device_bytes((state.cache, state.drafter))
 
     (capacity, size), (larger_capacity, larger_size) = caches(_CAPACITY), caches(2 * _CAPACITY)
     per_token = (larger_size - size) / (larger_capacity - capacity)
-    weights = sum(
-        decode_plan.measure(nnx.state(model, nnx.Param)).device_bytes for model in (target, drafter)
-    )
+    weights = sum(device_bytes(nnx.state(model, nnx.Param)) for model in (target, drafter))
     return DeviceMemory(weights + size - capacity * per_token, per_token)
-
-
-def to_json(points: Mapping[tuple[str, int], StrategyPoint]) -> list[dict[str, Any]]:
-    """Returns the points as JSON values."""
-    return [dataclasses.asdict(point) for point in points.values()]

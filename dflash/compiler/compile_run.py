@@ -1,21 +1,14 @@
 """The compile command: compiles the programs of a run for a topology, and reports on them."""
 
-import contextlib
 import dataclasses
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 
-from dflash.compiler import (
-    bundles,
-    programs,
-    report,
-    topology,
-)
+from dflash.compiler import bundles, programs, report, topology
 from dflash.compiler.bundles import Section
 from dflash.compiler.programs import CompiledProgram
 from dflash.compiler.report import CompileReport, ProgramReport, RunAssumptions
@@ -47,41 +40,37 @@ def run(
     Raises:
       UserError: The config, its models or the TPU compiler is unusable.
     """
-    with contextlib.ExitStack() as stack:
-        schedules = None
-        if kernels:
-            schedules = stack.enter_context(tempfile.TemporaryDirectory())
-        topology.prepare_environment(schedules)
-        return _run(config, workdir, schedules)
+    with tempfile.TemporaryDirectory() as schedules:
+        topology.prepare_environment(schedules if kernels else None)
+        return _run(config, workdir, pathlib.Path(schedules) if kernels else None)
 
 
 def _run(
-    config: CompileDecode | CompileTrain,
-    workdir: str | None,
-    schedules: str | None,
+    config: CompileDecode | CompileTrain, workdir: str | None, schedules: pathlib.Path | None
 ) -> CompileReport:
-    display = Display()
+    kernels: dict[str, list[Section]] = {}
 
-    def keep(
-        run_report: CompileReport,
-        kernels: Mapping[str, Sequence[Section]] | None = None,
-        *,
-        complete: bool = False,
-    ) -> None:
+    def keep(run_report: CompileReport, *, complete: bool = False) -> None:
         if workdir:
-            content = _to_json(run_report, kernels or {}, complete=complete)
+            content = {
+                "complete": complete,
+                **report.to_json(run_report),
+                "kernels": {
+                    name: [dataclasses.asdict(section) for section in sections]
+                    for name, sections in kernels.items()
+                },
+            }
             write(config, paths.to_path(workdir), {"compile.json": json.dumps(content, indent=2)})
 
-    with display.progress("compiling", every_s=0) as progress:
+    with Display().progress("compiling", every_s=0) as progress:
         machine = topology.find_machine(config)
         run_report = compile_programs(config, machine, progress, keep)
     print("\n".join(report.lines(run_report)), flush=True)
-    kernels = {}
     if schedules:
         names = {name for program in run_report.programs.values() for name in program.kernels}
-        kernels = bundles.read_schedules(pathlib.Path(schedules), sorted(names))
+        kernels |= bundles.read_schedules(schedules, sorted(names))
         print("\n".join(bundles.lines(kernels)))
-    keep(run_report, kernels, complete=True)
+    keep(run_report, complete=True)
     return run_report
 
 
@@ -147,22 +136,6 @@ def larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     The programs of a run share their arrays and execute one after another.
     """
     return {kind: max(a.get(kind, 0), b.get(kind, 0)) for kind in {**a, **b}}
-
-
-def _to_json(
-    run_report: CompileReport,
-    kernels: Mapping[str, Sequence[Section]],
-    *,
-    complete: bool,
-) -> dict[str, Any]:
-    return {
-        "complete": complete,
-        **report.to_json(run_report),
-        "kernels": {
-            name: [dataclasses.asdict(section) for section in sections]
-            for name, sections in kernels.items()
-        },
-    }
 
 
 def write(

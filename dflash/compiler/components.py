@@ -20,24 +20,14 @@ _MOVES = frozenset(("copy", "transpose"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Ideal:
-    """Lower bound on the bytes that a component reads: every weight and context row once.
-
-    Attributes:
-      num_bytes: Bytes to read on one device.
-    """
-
-    num_bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Component:
     """Figures of one component for a single execution of a program, per device.
 
     Attributes:
       flops: Floating-point operations of matmuls.
       hbm_bytes: Bytes read from and written to HBM.
-      ideal_ms: Time to read the bytes of `Ideal` and to compute `flops` at the chip's peak rates.
+      ideal_ms: Time to read every weight and context row once and to compute `flops`, at the
+        chip's peak rates.
       roofline_ms: Time of all operations in sequence, each at the compiler's roofline rates.
       cycles_ms: Time by the compiler's estimate of cycles, without asynchronous copies.
       async_ms: Time of the asynchronous copies at the roofline rates.
@@ -72,7 +62,7 @@ def component_of(scope: str) -> str:
 
 def summarize(
     operations: Iterable[ScheduledOperation],
-    ideals: Mapping[str, Ideal],
+    ideals: Mapping[str, float],
     chip: Chip,
     rates: RooflineRates,
 ) -> dict[str, Component]:
@@ -80,7 +70,7 @@ def summarize(
 
     Args:
       operations: Operations of the program or of its loop.
-      ideals: Lower bounds by component; a missing component has none.
+      ideals: Lower bounds on the bytes that each component reads; a missing component has none.
       chip: Chip with the peak rates, and the clock rate that converts cycles to time.
       rates: Rates of the compiler's roofline.
     """
@@ -88,8 +78,7 @@ def summarize(
     for operation in operations:
         grouped[component_of(operation.scope)].append(operation)
     return {
-        name: _sum(members, ideals.get(name, Ideal(0)), chip, rates)
-        for name, members in grouped.items()
+        name: _sum(members, ideals.get(name, 0.0), chip, rates) for name, members in grouped.items()
     }
 
 
@@ -98,11 +87,6 @@ def total(components: Iterable[Component]) -> Component:
     fields = [field.name for field in dataclasses.fields(Component)]
     components = list(components)
     return Component(*(sum(getattr(part, name) for part in components) for name in fields))
-
-
-def scaled(component: Component, factor: float) -> Component:
-    """Multiplies all figures of a component by a factor."""
-    return Component(*(factor * value for value in dataclasses.astuple(component)))
 
 
 def roofline_ms(operation: ScheduledOperation, rates: RooflineRates) -> float:
@@ -119,8 +103,8 @@ def collectives(operations: Iterable[ScheduledOperation]) -> dict[str, tuple[int
             # The result of an asynchronous collective lists its source before its destination.
             arrays = operation.instruction.results
             is_async = operation.is_async
-            own = arrays[:2][-1].num_bytes if is_async else operation.instruction.num_bytes
-            sums[kind] = (count + operation.times, size + own * operation.times)
+            moved = arrays[:2][-1].num_bytes if is_async else operation.instruction.num_bytes
+            sums[kind] = (count + operation.times, size + moved * operation.times)
     return sums
 
 
@@ -142,7 +126,7 @@ def _only_moves_data(instruction: Instruction) -> bool:
 
 
 def _sum(
-    operations: list[ScheduledOperation], ideal: Ideal, chip: Chip, rates: RooflineRates
+    operations: list[ScheduledOperation], ideal: float, chip: Chip, rates: RooflineRates
 ) -> Component:
     def over(value: Callable[[ScheduledOperation], float]) -> float:
         return sum(value(operation) * operation.times for operation in operations)
@@ -152,7 +136,7 @@ def _sum(
     return Component(
         flops=flops,
         hbm_bytes=over(lambda operation: operation.hbm_bytes),
-        ideal_ms=chip.ideal_ms(flops, ideal.num_bytes) if ideal.num_bytes else 0.0,
+        ideal_ms=chip.ideal_ms(flops, ideal) if ideal else 0.0,
         roofline_ms=over(lambda operation: roofline_ms(operation, rates)),
         cycles_ms=cycles / (chip.clock_ghz * 1e6) if chip.clock_ghz else 0.0,
         async_ms=over(

@@ -102,6 +102,6 @@ def to_json(forecast: Forecast, contexts: Sequence[int]) -> dict[str, Any]:
     return {
         "label": LABEL,
         "capacity_bytes": forecast.capacity_bytes,
-        "points": compile_points.to_json(forecast.points),
+        "points": [dataclasses.asdict(point) for point in forecast.points.values()],
         "cells": cells,
     }

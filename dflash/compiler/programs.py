@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED, Ideal
+from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
 from dflash.config.schema import DecodeConfig, DecodeRun, DrafterConfig
 from dflash.config.tpu_schema import CompileTrain, TpuConfig
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
 from dflash.layers import moe
 from dflash.layers.cache import PagedCache
-from dflash.loading import decode_plan, models
+from dflash.loading import models
+from dflash.loading.decode_plan import device_bytes
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -48,7 +49,7 @@ class CompiledProgram:
     compiled: jax.stages.Compiled
     seconds: float
     context: int
-    ideals: Mapping[str, Ideal]
+    ideals: Mapping[str, float]
     arguments: Mapping[str, int]
     turns: int = 1
 
@@ -116,15 +117,15 @@ def _compile_decoding(
     max_context = max_length - drafter.block_size
     context = min(tpu.context or max_context, max_context)
     state = engine.abstract_state()
-    cache = state.cache
+    cache, capacity = state.cache, engine.layout.capacity
     arguments = {
-        "target weights": decode_plan.measure(nnx.state(target, nnx.Param)).device_bytes,
-        "drafter weights": decode_plan.measure(nnx.state(drafter, nnx.Param)).device_bytes,
-        "target KV": decode_plan.measure((cache.pools, cache.page_table)).device_bytes,
-        "draft KV": decode_plan.measure(state.drafter).device_bytes,
+        "target weights": device_bytes(nnx.state(target, nnx.Param)),
+        "drafter weights": device_bytes(nnx.state(drafter, nnx.Param)),
+        "target KV": device_bytes((cache.pools, cache.page_table)),
+        "draft KV": device_bytes(state.drafter),
     }
     if cache.states:
-        arguments["recurrent state"] = decode_plan.measure(cache.states).device_bytes
+        arguments["recurrent state"] = device_bytes(cache.states)
     if _is_selected(CYCLE, tpu):
         title = (
             f"cycle: batch {config.batch_size}, {drafter.block_size} rows per sequence, "
@@ -132,8 +133,7 @@ def _compile_decoding(
         )
         on_start(title)
         compiled, seconds = _compile_timed(engine, "generate")
-        rows, capacity = drafter.block_size, engine.layout.capacity
-        ideals = cycle_ideals(target, arguments, rows, context, state.cache, capacity)
+        ideals = cycle_ideals(target, arguments, drafter.block_size, context, cache, capacity)
         turns = config.sync_every
         yield CompiledProgram(CYCLE, title, compiled, seconds, context, ideals, arguments, turns)
     if _is_selected(PREFILL, tpu):
@@ -142,8 +142,7 @@ def _compile_decoding(
         title = f"prefill: {chunk} tokens, context {before}"
         on_start(title)
         compiled, seconds = _compile_timed(engine, "prefill", chunk)
-        capacity = engine.layout.capacity
-        ideals = cycle_ideals(target, arguments, chunk, 0, state.cache, capacity)
+        ideals = cycle_ideals(target, arguments, chunk, 0, cache, capacity)
         yield CompiledProgram(PREFILL, title, compiled, seconds, before, ideals, arguments)
 
 
@@ -159,26 +158,16 @@ def cycle_ideals(
     context: int,
     cache: PagedCache,
     capacity: int,
-) -> dict[str, Ideal]:
-    """Returns lower bounds on the bytes that a cycle reads per device, by component.
-
-    The drafter reads its weights and the part of its context cache that is in use.
-
-    Args:
-      target: Target, which may be abstract.
-      arguments: Bytes of the arguments on each device, by kind.
-      rows: New rows per sequence.
-      context: Tokens per sequence.
-      cache: Cache of the sequences.
-      capacity: Maximum number of tokens per sequence.
-    """
+) -> dict[str, float]:
+    """Returns `target_ideals` and those of a drafter, which reads the used part of its caches."""
     drafter = arguments["drafter weights"] + context / capacity * arguments["draft KV"]
-    return {**target_ideals(target, rows, context, cache), DRAFTER: Ideal(drafter)}
+    return {**target_ideals(target, rows, context, cache), DRAFTER: drafter}
 
 
-def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -> dict[str, Ideal]:
+def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -> dict[str, float]:
     """Returns lower bounds on the bytes that a target forward reads per device, by component.
 
+    Every weight and every row of the context counts once.
     Only the experts that a device's rows are expected to activate count; see `moe.shares`.
 
     Args:
@@ -192,16 +181,16 @@ def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -
     share_of = moe.shares(target, rows * sequences)
     for path, param in parameters.named_parameters(target):
         if name := _component_of_weight(path, target):
-            size = decode_plan.measure(param.get_value()).device_bytes
+            size = device_bytes(param.get_value())
             sizes[name] += size * share_of(path).read
     in_use = context * cache.page_table.shape[0]
     for pool in cache.pools:
         # The pool of a layer with a window may hold less than the context.
         share = min(1.0, in_use / (pool.shape[1] * cache.page_size))
-        sizes[ATTENTION] += share * decode_plan.measure(pool).device_bytes
+        sizes[ATTENTION] += share * device_bytes(pool)
     # Recurrent state is read, and written back.
-    sizes[ATTENTION] += 2 * decode_plan.measure(cache.states).device_bytes
-    return {name: Ideal(size) for name, size in sizes.items()}
+    sizes[ATTENTION] += 2 * device_bytes(cache.states)
+    return sizes
 
 
 def _component_of_weight(path: str, target: Decoder) -> str | None:
@@ -219,10 +208,8 @@ def _component_of_weight(path: str, target: Decoder) -> str | None:
 def _train_step(task: tasks.Task, sharding: Sharding, on_start: OnStart) -> CompiledProgram:
     config = task.config
     steps = config.train.steps or 1
-    optimizer, schedule = (
-        make_optimizer(config.optimizer, steps),
-        make_schedule(config.optimizer, steps),
-    )
+    optimizer = make_optimizer(config.optimizer, steps)
+    schedule = make_schedule(config.optimizer, steps)
     _, params = states.split(task.learner)
     state = states.abstract(params, optimizer, sharding)
     frozen = task.abstract_frozen()
@@ -242,23 +229,21 @@ def _train_step(task: tasks.Task, sharding: Sharding, on_start: OnStart) -> Comp
     compiled = step.lower(state, frozen, batch).compile()
     seconds = time.perf_counter() - begin
     arguments = {
-        "learning weights": decode_plan.measure(state.params).device_bytes,
-        "optimizer": decode_plan.measure(state.optimizer).device_bytes,
-        "frozen weights": decode_plan.measure(frozen).device_bytes,
-        "batch": decode_plan.measure(batch).device_bytes,
+        "learning weights": device_bytes(state.params),
+        "optimizer": device_bytes(state.optimizer),
+        "frozen weights": device_bytes(frozen),
+        "batch": device_bytes(batch),
     }
     learner = DRAFTER if task.drafts else MLP
     tokens = config.train.batch_size * config.data.length
-    sizes = {name: ideal.num_bytes for name, ideal in _frozen_ideals(task, tokens).items()}
+    ideals = _frozen_ideals(task, tokens)
     # The optimizer reads and writes the weights and the moments.
-    sizes[learner] = sizes.get(learner, 0) + 2 * (
-        arguments["learning weights"] + arguments["optimizer"]
-    )
-    ideals = {name: Ideal(size) for name, size in sizes.items()}
+    updated = arguments["learning weights"] + arguments["optimizer"]
+    ideals[learner] = ideals.get(learner, 0) + 2 * updated
     return CompiledProgram(TRAIN, title, compiled, seconds, config.data.length, ideals, arguments)
 
 
-def _frozen_ideals(task: tasks.Task, tokens: int) -> dict[str, Ideal]:
+def _frozen_ideals(task: tasks.Task, tokens: int) -> dict[str, float]:
     if not task.drafts:
         return {}
     cache = task.target.new_cache(batch=1, pages_per_sequence=1, num_pages=1, page_size=8)

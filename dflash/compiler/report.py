@@ -6,13 +6,13 @@ All figures are estimates of the compiler. Nothing was measured on a chip.
 import dataclasses
 import importlib.metadata
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from dflash.compiler import components, costs, hlo
-from dflash.compiler.components import UNEMBED, Component, Ideal
+from dflash.compiler.components import UNEMBED, Component
 from dflash.compiler.costs import ScheduledOperation
 from dflash.compiler.programs import CYCLE, CompiledProgram
 from dflash.compiler.topology import RooflineRates, Topology
@@ -149,9 +149,8 @@ class CompileReport:
         used_gb = self.used_bytes * chip.devices / 1e9
         if tpu.max_hbm_gb is not None and used_gb > tpu.max_hbm_gb:
             lines.append(f"tpu.max_hbm_gb: {used_gb:.2f} GB per chip, over {tpu.max_hbm_gb}")
-        cycle = self.programs.get(CYCLE)
-        if tpu.max_cycle_ms is not None and cycle is not None:
-            took = cycle.total.cycles_ms
+        if tpu.max_cycle_ms is not None and CYCLE in self.programs:
+            took = self.programs[CYCLE].total.cycles_ms
             if took > tpu.max_cycle_ms:
                 lines.append(f"tpu.max_cycle_ms: {took:.3f} ms by cycles, over {tpu.max_cycle_ms}")
         return lines
@@ -217,9 +216,9 @@ def to_json(report: CompileReport) -> dict[str, Any]:
     }
 
 
-def _ideals(program: CompiledProgram, operations: Sequence[ScheduledOperation]) -> dict[str, Ideal]:
+def _ideals(program: CompiledProgram, operations: Sequence[ScheduledOperation]) -> dict[str, float]:
     """Returns the program's lower bounds, with the output head counted once per read."""
-    head = program.ideals.get(UNEMBED, Ideal(0)).num_bytes
+    head = program.ideals.get(UNEMBED, 0.0)
     reads = sum(
         operation.times
         for operation in operations
@@ -227,7 +226,7 @@ def _ideals(program: CompiledProgram, operations: Sequence[ScheduledOperation]) 
         and operation.read_bytes > head / 2
         and components.component_of(operation.scope) == UNEMBED
     )
-    return {**program.ideals, UNEMBED: Ideal(head * max(reads, 1))}
+    return {**program.ideals, UNEMBED: head * max(reads, 1)}
 
 
 def _copy(operation: ScheduledOperation, chip: Chip) -> tuple[str, int, int, float]:
@@ -241,14 +240,11 @@ def _kernels(operations: Sequence[ScheduledOperation]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for operation in operations:
         instruction = operation.instruction
-        if instruction.opcode == "custom-call" and _is_kernel(instruction):
+        is_pallas = 'custom_call_target="tpu_custom_call"' in instruction.attributes
+        if instruction.opcode == "custom-call" and is_pallas:
             name = re.sub(r"(\.\d+)+$", "", instruction.name)
             counts[name] = counts.get(name, 0) + operation.times
     return counts
-
-
-def _is_kernel(instruction: hlo.Instruction) -> bool:
-    return 'custom_call_target="tpu_custom_call"' in instruction.attributes
 
 
 def lines(report: CompileReport) -> list[str]:
@@ -284,16 +280,16 @@ def _memory(report: CompileReport) -> list[str]:
 
 def _program(program: ProgramReport) -> list[str]:
     head = f"{'':<20}{'ideal':>10}{'roofline':>10}{'cycles':>10}{'prefetch':>10}"
-    whole, once = program.total, program.once
+    total, once = program.total, program.once
     text = [
         f"{program.title} (compiled in {program.compile_s:.0f} s)",
         f"  {head}{'GFLOP':>10}{'MB':>10}",
         *(_row(name, part) for name, part in program.components.items()),
-        _row("all", whole),
+        _row("all", total),
     ]
-    if whole.ideal_ms:
-        by_roofline = whole.roofline_ms / whole.ideal_ms
-        by_cycles = whole.cycles_ms / whole.ideal_ms
+    if total.ideal_ms:
+        by_roofline = total.roofline_ms / total.ideal_ms
+        by_cycles = total.cycles_ms / total.ideal_ms
         text.append(f"  × ideal: {by_roofline:.2f} by roofline, {by_cycles:.2f} by cycles")
     if once.cycles_ms or once.hbm_bytes:
         text.append(
@@ -302,7 +298,8 @@ def _program(program: ProgramReport) -> list[str]:
         )
     text += [_collectives(program), _copies(program)]
     if program.kernels:
-        text.append(f"  kernels, not included in cycles: {_counts(program.kernels.items())}")
+        kernels = ", ".join(f"{count} × {name}" for name, count in program.kernels.items())
+        text.append(f"  kernels, not included in cycles: {kernels}")
     return text
 
 
@@ -330,13 +327,8 @@ def _copies(program: ProgramReport) -> str:
     times = sum(times for _, times, _, _ in copies)
     size = sum(times * size for _, times, size, _ in copies) / 1e6
     milliseconds = sum(times * each for _, times, _, each in copies)
-    largest = max(copies, key=lambda copy: copy[2])
+    name, _, largest, _ = max(copies, key=lambda copy: copy[2])
     return (
         f"  copies and layout changes of 1 MiB or more: {times}, {size:.1f} MB, "
-        f"{milliseconds:.3f} ms; "
-        f"the largest is {largest[0]} of {largest[2] / 1e6:.1f} MB"
+        f"{milliseconds:.3f} ms; the largest is {name} of {largest / 1e6:.1f} MB"
     )
-
-
-def _counts(items: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{count} × {name}" for name, count in items)

@@ -167,17 +167,17 @@ def _test_sets(key: str, names: Iterable[str], noun: str = "data set") -> Iterat
 def _strategies(config: Any) -> Iterator[Problem]:
     """Applies the checks of `drafter` to each strategy."""
     for name, drafter in config.strategies.items():
-        own = f"strategies.{name}"
+        prefix = f"strategies.{name}"
         alone = types.SimpleNamespace(drafter=drafter)
         beside = types.SimpleNamespace(drafter=drafter, target=config.target)
         for keys, message in (*_checkpoints(alone), *_drafter_architecture(beside)):
-            renamed = (re.sub(r"^drafter\b", own, key) for key in keys)
-            yield tuple(renamed), re.sub(r"\bdrafter\.", f"{own}.", message)
+            renamed = (re.sub(r"^drafter\b", prefix, key) for key in keys)
+            yield tuple(renamed), re.sub(r"\bdrafter\.", f"{prefix}.", message)
         if drafter.overlaps:
-            yield (f"{own}.overlap",), "is for decoding and serving only; leave it out"
+            yield (f"{prefix}.overlap",), "is for decoding and serving only; leave it out"
         if getattr(drafter, "block_size", None) == schema.AUTO and (fixed := _fixed_sizes(config)):
             message = "auto depends on acceptance, which is not measured here; give a number"
-            yield (f"{own}.block_size", fixed), message
+            yield (f"{prefix}.block_size", fixed), message
 
 
 def _fixed_sizes(config: Any) -> str | None:
@@ -344,9 +344,9 @@ def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Prob
 
 def _shape(group: Any) -> Any:
     """Returns the group's architecture, or the default one for random weights."""
-    stated = getattr(group, "architecture", None)
-    if stated is not None or getattr(group, "checkpoint", None) != schema.RANDOM:
-        return stated
+    shape = getattr(group, "architecture", None)
+    if shape is not None or getattr(group, "checkpoint", None) != schema.RANDOM:
+        return shape
     kind = typing.get_type_hints(type(group)).get("architecture")
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     return next((option() for option in options if dataclasses.is_dataclass(option)), None)

@@ -28,8 +28,7 @@ def _fixed(config: Any) -> Iterator[Problem]:
 def _longest_context(config: Any) -> Iterator[Problem]:
     """Checks that cycles without drafts are among the choices."""
     drafter = config.drafter
-    stated = getattr(drafter, "longest_context", None)
-    if stated is not None and not drafter.adaptive:
+    if getattr(drafter, "longest_context", None) is not None and not drafter.adaptive:
         keys = "drafter.longest_context", "drafter.block_size"
         yield keys, "needs drafter.block_size=auto, which can decode plainly"
 

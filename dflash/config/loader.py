@@ -91,8 +91,7 @@ def resolve(
     readable = [file for file in files if file is not None]
     complete = len(readable) == len(files)
     layered = [*([file] for file in readable), *over]
-    others = build.alternatives(schema)
-    tree = merging.merge(layered, build.named_groups(schema), origin, others)
+    tree = merging.merge(layered, build.named_groups(schema), origin, build.alternatives(schema))
     inherited: list[str] = []
     for mapping, group in build.overriding_groups(schema):
         names = build.CHOICES[typing.get_type_hints(schema)[group]]
@@ -136,12 +135,12 @@ def check_command(
     def strange(kinds: Iterable[type]) -> int:
         return min(len(keys - {field.name for field in dataclasses.fields(kind)}) for kind in kinds)
 
-    others = {
+    strange_to = {
         command: strange(registry.load(reference) for reference in references)
         for command, references in registry.CONFIGS.items()
     }
-    best = min(others, key=others.get)
-    if others[best] < strange(schemas):
+    best = min(strange_to, key=strange_to.get)
+    if strange_to[best] < strange(schemas):
         raise errors.ConfigError(f"{origin}: a config of dflash {best}, not of {of}")
 
 
@@ -153,9 +152,16 @@ def without_sweep(node: Node | None) -> Node | None:
     return dataclasses.replace(node, value=content)
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Returns the resolved config as plain dicts, lists and scalars, defaults included."""
-    return _plain(config)
+def to_dict(config: Any) -> Any:
+    """Returns a config, or a value in it, as plain dicts, lists and scalars, defaults included."""
+    if dataclasses.is_dataclass(config):
+        fields = dataclasses.fields(config)
+        return {field.name: to_dict(getattr(config, field.name)) for field in fields}
+    if isinstance(config, Mapping):
+        return {key: to_dict(item) for key, item in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [to_dict(item) for item in config]
+    return config
 
 
 def to_yaml(config: Any) -> str:
@@ -181,7 +187,7 @@ def non_defaults(config: Any) -> Any:
         return changed
     if isinstance(config, Mapping):
         return {key: non_defaults(item) for key, item in config.items()}
-    return _plain(config)
+    return to_dict(config)
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -258,14 +264,3 @@ def _default(field: dataclasses.Field) -> Any:
     """Returns the default of a field; MISSING, which equals no value, for a required field."""
     has_factory = field.default_factory is not dataclasses.MISSING
     return field.default_factory() if has_factory else field.default
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

@@ -356,17 +356,19 @@ def _read_with_bases(
         if not exists(base_path):
             base_path = _shipped(pathlib.Path(base.value))
         if base_path is None:
-            problems.append(
-                f"{base.source}: base: no such file {base.value!r}, neither beside this file "
-                "nor among the shipped configs"
+            problem = (
+                f"no such file {base.value!r}, neither beside this file nor among the shipped "
+                "configs"
             )
-            layers.append(None)
         elif not _is_config(base_path):
-            problems.append(f"{base.source}: base: {base.value!r}: {_NO_CONFIG}")
-            layers.append(None)
+            problem = f"{base.value!r}: {_NO_CONFIG}"
         elif base_path.resolve() in (resolved := [link.resolve() for link in (*chain, path)]):
             cycle = [*resolved[resolved.index(base_path.resolve()) :], base_path.resolve()]
-            problems.append(f"{base.source}: base: cycle {' -> '.join(map(_display, cycle))}")
+            problem = f"cycle {' -> '.join(map(_display, cycle))}"
+        else:
+            problem = None
+        if problem:
+            problems.append(f"{base.source}: base: {problem}")
             layers.append(None)
         else:
             layers += _read_with_bases(base_path, (*chain, path), problems)

@@ -61,15 +61,14 @@ class _Loader(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent, index):
-        event = self.peek_event()
+        event, problem = self.peek_event(), None
         if event.anchor is not None:
             problem = "anchors and aliases are not supported; share keys through `base`"
-            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
-        if getattr(event, "tag", None) is not None:
+        elif getattr(event, "tag", None) is not None:
             problem = f"tags are not supported, got {event.tag}"
-            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
-        if self._depth > MAX_DEPTH:
+        elif self._depth > MAX_DEPTH:
             problem = f"nested deeper than {MAX_DEPTH} levels"
+        if problem:
             raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
         self._depth += 1
         node = super().compose_node(parent, index)
@@ -166,9 +165,8 @@ def _convert(
     if isinstance(node, yaml.ScalarNode):
         return Node(_scalar(node), source, node.value if typed else None)
     if isinstance(node, yaml.SequenceNode):
-        return Node(
-            tuple(_convert(item, where, problems, typed=typed) for item in node.value), source
-        )
+        items = (_convert(item, where, problems, typed=typed) for item in node.value)
+        return Node(tuple(items), source)
     content: dict[str, Node] = {}
     lines: dict[str, int] = {}
     for key, value in node.value:
@@ -212,10 +210,5 @@ def _place(error: yaml.YAMLError, name: str) -> str:
 
 def _reason(error: yaml.YAMLError) -> str:
     """Returns PyYAML's message as one line, without excerpt and positions."""
-    reason = (
-        getattr(error, "problem", None)
-        or getattr(error, "context", None)
-        or getattr(error, "reason", None)
-        or str(error)
-    )
-    return " ".join(reason.split())
+    parts = (getattr(error, name, None) for name in ("problem", "context", "reason"))
+    return " ".join(next(filter(None, parts), str(error)).split())

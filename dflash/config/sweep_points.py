@@ -234,12 +234,12 @@ def _name(values: Mapping[str, Any]) -> str:
     Names get a hash if they are long, have characters that file systems may not accept, or could
     also be the name of other values.
     """
-    whole = ",".join(f"{key}={label(value)}" for key, value in values.items())
+    full = ",".join(f"{key}={label(value)}" for key, value in values.items())
     fit = ",".join(f"{key}={_UNFIT.sub('-', label(value))}" for key, value in values.items())
     ambiguous = any(_is_ambiguous(value) or "," in label(value) for value in values.values())
-    if fit == whole and len(fit) <= _MAX_NAME_CHARACTERS and not ambiguous:
+    if fit == full and len(fit) <= _MAX_NAME_CHARACTERS and not ambiguous:
         return fit
-    content = json.dumps(values, sort_keys=True) if ambiguous else whole
+    content = json.dumps(values, sort_keys=True) if ambiguous else full
     digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     return f"{fit[:_MAX_NAME_CHARACTERS]}-{digest}"
 

@@ -32,7 +32,7 @@ def build_from_json(
       The instance, valid only if both lists are empty; the names of missing fields; every other
       problem, one line each.
     """
-    node = _stated(content, schema_class, source)
+    node = _group_node(content, schema_class, source)
     missing = [
         field.name
         for field in dataclasses.fields(schema_class)
@@ -52,8 +52,8 @@ def _kinds(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _stated(content: Mapping[str, Any], schema_class: type, source: str) -> Node:
-    """Returns the fields of `schema_class` that a JSON mapping states, as config nodes."""
+def _group_node(content: Mapping[str, Any], schema_class: type, source: str) -> Node:
+    """Returns the fields of `schema_class` that a JSON mapping has, as config nodes."""
     kinds = _kinds(schema_class)
     known = {name: content[name] for name in kinds if content.get(name) is not None}
     return Node({name: _json_node(known[name], kinds[name], source) for name in known}, source)
@@ -64,7 +64,7 @@ def _json_node(value: Any, kind: Any, source: str) -> Node:
     options = (kind, *typing.get_args(kind))
     if isinstance(value, Mapping):
         group = next((option for option in options if dataclasses.is_dataclass(option)), None)
-        return Node({}, source) if group is None else _stated(value, group, source)
+        return Node({}, source) if group is None else _group_node(value, group, source)
     if isinstance(value, list):
         rows = next((option for option in options if typing.get_origin(option) is tuple), None)
         if rows is None:
@@ -218,10 +218,8 @@ class Builder:
         if type(node.value) is float and schema.FLOAT32_MAX < node.value < float("inf"):
             bounds = {**bounds, "maximum": bounds.get("maximum") or schema.FLOAT32_MAX}
         expected = value_types.describe(declared, bounds)
-        message = (
-            f"expected {expected}, got {value_types.show(node)}{value_types.near(declared, node)}"
-        )
-        self._report(path, message, node.source)
+        got = f"{value_types.show(node)}{value_types.near(declared, node)}"
+        self._report(path, f"expected {expected}, got {got}", node.source)
         return INVALID
 
     def _ignores(self, path: Path, content: Any) -> bool:

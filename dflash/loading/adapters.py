@@ -11,7 +11,7 @@ from dflash import errors
 from dflash.checkpoints import files, lora, tensor_map
 from dflash.checkpoints.lora import Adapter, LowRankUpdate
 from dflash.checkpoints.tensor_map import TensorPiece
-from dflash.layers.linear import Kernel, Linear, LowRank
+from dflash.layers.linear import Linear, LowRank
 from dflash.loading.quantization import projections
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
@@ -22,7 +22,7 @@ from dflash.parallel import parameters
 def check_mergeable(target: Decoder, adapter: Adapter) -> None:
     """Raises CheckpointError if an adapter cannot be merged into a target."""
     stored = _stored(target)
-    _check_shapes(adapter, {name: held[0][1].shape for name, held in stored.items()})
+    _check_shapes(adapter, {name: pieces[0][1].shape for name, pieces in stored.items()})
     quantized = {path for path, kernel in projections(target) if kernel.format is not None}
     for name in adapter.updates:
         for path, _ in stored[name]:
@@ -88,9 +88,9 @@ def declare(target: Decoder, references: Mapping[str, str]) -> dict[str, Adapter
     for adapter in adapters.values():
         _check_shapes(adapter, shapes)
     for name, linear in maps.items():
-        held = {number: update.rank for number, update in _of_map(name, adapters.values())}
-        if held:
-            linear.low_rank = LowRank(linear, held)
+        ranks = {number: update.rank for number, update in _of_map(name, adapters.values())}
+        if ranks:
+            linear.low_rank = LowRank(linear, ranks)
     target.adapters = tuple(adapters)
     return adapters
 
@@ -100,11 +100,11 @@ def fill(target: Decoder, adapters: Sequence[Adapter]) -> None:
     for name, linear in linear_maps(target):
         updates = [update for _, update in _of_map(name, adapters)]
         if updates:
-            whole = {
+            joined = {
                 "a": np.concatenate([update.a for update in updates]).T,
                 "b": np.concatenate([update.b.T for update in updates]),
             }
-            parameters.assign_host(linear.low_rank, whole)
+            parameters.assign_host(linear.low_rank, joined)
 
 
 def _of_map(name: str, adapters: Sequence[Adapter]) -> Iterator[tuple[int, LowRankUpdate]]:
@@ -118,13 +118,9 @@ def linear_maps(target: Decoder) -> Iterator[tuple[str, Linear]]:
     """Yields the linear maps of the layers that are a tensor of the checkpoint, by its name."""
     for path, kernel in projections(target):
         name = tensor_map.source_of(target, f"{path}.kernel")
-        if _is_called(kernel, path) and isinstance(name, str):
+        # Maps of experts, which are no `Linear`, do not multiply the rows of sequences.
+        if isinstance(kernel, Linear) and path.startswith("layers.") and isinstance(name, str):
             yield name, kernel
-
-
-def _is_called(kernel: Kernel, path: str) -> bool:
-    """Returns whether a map multiplies the rows of sequences, as those of experts do not."""
-    return isinstance(kernel, Linear) and path.startswith("layers.")
 
 
 def _check_shapes(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -137,9 +133,9 @@ def _check_shapes(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> No
             "linear maps of its own"
         )
     for name, update in adapter.updates.items():
-        found = (len(update.b), update.a.shape[1])
-        if found != tuple(shapes[name]):
+        shape = (len(update.b), update.a.shape[1])
+        if shape != tuple(shapes[name]):
             raise errors.CheckpointError(
-                f"{place}: {name}: updates a map of {list(found)}, but the target's is "
+                f"{place}: {name}: updates a map of {list(shape)}, but the target's is "
                 f"{list(shapes[name])}; give the adapter's own base model"
             )

@@ -47,7 +47,10 @@ def convert(
     directory = checkpoint.resolve(source)
     items = maxtext_io.find_items(directory)
     described = _find_description(directory, items, like)
-    dtype = dtype or str(_stored_dtype(directory, items))
+    if dtype is None and items is None:
+        dtype = str(checkpoint.stored_dtype(directory))
+    elif dtype is None:
+        dtype = str(checkpoint.narrowest(maxtext_io.stored_dtypes(items)))
     name, module = build_abstract(described, dtype)
     write = _writer(to, module, described, tokenizer, scan_layers)
     if items is None:
@@ -61,12 +64,6 @@ def convert(
         f"{destination}: {name}, {count} tensors, {size / 1e9:.3g} GB, {dtype}, {to} layout, "
         f"written in {time.monotonic() - started:.1f} s"
     )
-
-
-def _stored_dtype(directory: pathlib.Path, items: pathlib.Path | None) -> jnp.dtype:
-    if items is None:
-        return checkpoint.stored_dtype(directory)
-    return checkpoint.narrowest(maxtext_io.stored_dtypes(items))
 
 
 def _find_description(

@@ -114,6 +114,11 @@ def measure(tree: Any) -> Share:
     return Share(total, device)
 
 
+def device_bytes(tree: Any) -> int:
+    """Returns the bytes on each device of all arrays of a pytree, abstract or not."""
+    return measure(tree).device_bytes
+
+
 def _table(title: str, memory: Mapping[str, Share]) -> list[str]:
     """Returns the lines of a table of bytes by kind of array, with their sum."""
     everything = Share(

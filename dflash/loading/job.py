@@ -128,11 +128,11 @@ class Job:
           InputError: The chat template rejects the conversation, or it has grown too long.
         """
         vocab_size = self.target.arch.vocab_size
-        found = prompts.continued(
+        following = prompts.continued(
             prompt, turn, before.prompt, before.text, self.tokenizer, vocab_size=vocab_size
         )
-        self.check_length(found)
-        return found
+        self.check_length(following)
+        return following
 
     def grade(self, records: Mapping[int, Record]) -> dict[str, int]:
         """Compares final answers with those of the prompts' data set.
@@ -200,13 +200,13 @@ class Job:
         Raises:
           ConfigError: `decode.max_length` exceeds the positions of the target.
         """
-        positions, asked = self.target.arch.max_position_embeddings, self.config.decode.max_length
-        if asked is not None and asked > positions:
+        positions, length = self.target.arch.max_position_embeddings, self.config.decode.max_length
+        if length is not None and length > positions:
             raise errors.ConfigError(
-                f"decode.max_length: {asked} is more than the {positions} positions that the "
+                f"decode.max_length: {length} is more than the {positions} positions that the "
                 "target was made for"
             )
-        return dataclasses.replace(self, max_length=asked or min(positions, _USUAL_LENGTH))
+        return dataclasses.replace(self, max_length=length or min(positions, _USUAL_LENGTH))
 
     def engine(self, prompts: Sequence[Prompt] = (), *, num_stop_ids: int = NUM_STOP_IDS) -> Engine:
         """Returns an engine over the current models.
@@ -292,17 +292,8 @@ def prepare_models(
     if not dry:
         agreement.check_same("tokenizer", words.fingerprint)
         agreement.check_same("commits of the hub's checkpoints", hub.commits)
-    return Job(
-        config,
-        target,
-        drafter,
-        target_source,
-        drafter_source,
-        words,
-        prompts=(),
-        max_length=0,
-        date=date,
-    )
+    sources = target_source, drafter_source
+    return Job(config, target, drafter, *sources, words, prompts=(), max_length=0, date=date)
 
 
 def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prompt]:
@@ -336,17 +327,22 @@ def find_graders(source: PromptsConfig, examples: Sequence[Example] | None = Non
     return [functools.partial(dataset.is_correct, example) for example in examples]
 
 
-def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
+def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
     """Returns the job with these prompts, after checking that they fit.
 
     Raises:
       UserError: A prompt or a stop id does not fit.
     """
-    longest = max_length(job.requests(found))
-    job = dataclasses.replace(
-        job, prompts=tuple(found), max_length=job.config.decode.max_length or longest
-    )
-    _check(job)
+    length = job.config.decode.max_length or max_length(job.requests(prompts))
+    job = dataclasses.replace(job, prompts=tuple(prompts), max_length=length)
+    for prompt in prompts:
+        job.check_length(prompt)
+    vocab_size = job.target.arch.vocab_size
+    outside = [token for token in job.stop_ids if token >= vocab_size]
+    if outside:
+        raise errors.ConfigError(
+            f"decode.stop_ids: {outside[0]} is outside the target's vocabulary of {vocab_size}"
+        )
     return job
 
 
@@ -384,15 +380,3 @@ def _find_drafter(
         vocabulary.check_same(target_source.directory, source.directory)
     engines.check_drafter(config, target, drafter)
     return source, drafter
-
-
-def _check(job: Job) -> None:
-    """Raises InputError if a prompt or a stop id does not fit."""
-    for prompt in job.prompts:
-        job.check_length(prompt)
-    vocab_size = job.target.arch.vocab_size
-    outside = [token for token in job.stop_ids if token >= vocab_size]
-    if outside:
-        raise errors.ConfigError(
-            f"decode.stop_ids: {outside[0]} is outside the target's vocabulary of {vocab_size}"
-        )

@@ -165,21 +165,21 @@ def _with_tensors(source: Source) -> Mapping[str, Any] | None:
     return source.hf
 
 
-def _quantize(model: nnx.Module, source: Source, wanted: str | None, group: str) -> None:
+def _quantize(model: nnx.Module, source: Source, scheme: str | None, group: str) -> None:
     """Declares weights as quantized if the checkpoint or the config quantizes them."""
     stored = None if source.hf is None else weight_formats.stored_format(source.hf)
-    if stored is not None and wanted is not None:
+    if stored is not None and scheme is not None:
         raise errors.ConfigError(
-            f"{group}.quantization: {wanted}, but the weights in {source.directory} are in eight "
+            f"{group}.quantization: {scheme}, but the weights in {source.directory} are in eight "
             "bits already; leave it out, or take an unquantized checkpoint"
         )
-    held = getattr(model, "checkpointed", model)
-    if wanted == quantization.Q8_0:
-        _keep_q8_0(held, source, group)
+    module = getattr(model, "checkpointed", model)
+    if scheme == quantization.Q8_0:
+        _keep_q8_0(module, source, group)
         return
     if stored is not None:
-        quantization.follow(held, checkpoint.stored_tensors(source.directory), stored)
-    quantization.quantize(held, wanted)
+        quantization.follow(module, checkpoint.stored_tensors(source.directory), stored)
+    quantization.quantize(module, scheme)
 
 
 def _keep_q8_0(model: nnx.Module, source: Source, group: str) -> None:
@@ -191,8 +191,8 @@ def _keep_q8_0(model: nnx.Module, source: Source, group: str) -> None:
             "int8, or give a GGUF file"
         )
     tensors = hf_tensors.read_tensors(source.directory)
-    kept = hf_tensors.in_eight_bits(tensors, tensors)
-    quantization.follow(model, kept, stored_values.Q8_0_FORMAT)
+    in_eight_bits = hf_tensors.in_eight_bits(tensors, tensors)
+    quantization.follow(model, in_eight_bits, stored_values.Q8_0_FORMAT)
     if all(kernel.format is None for _, kernel in quantization.projections(model)):
         file = next(iter(tensors.values())).file
         raise errors.ConfigError(
@@ -261,7 +261,7 @@ def find_class(
         kind = registry.load(entry.implementation)
         if set(stated) & set(kind.hf_architectures):
             return name, kind
-        known += [f"{one} ({name})" for one in kind.hf_architectures[:1]]
+        known += [f"{architecture} ({name})" for architecture in kind.hf_architectures[:1]]
     what = ", ".join(stated) or f"none (model_type {hf.get('model_type')!r})"
     raise errors.CheckpointError(
         f"{directory / files.CONFIG}: architectures: {what[:_MAX_QUOTED]} is not supported, only "

@@ -8,7 +8,7 @@ import pytest
 from support import hlo_snippets as snippets
 
 from dflash.compiler import report
-from dflash.compiler.components import MLP, UNEMBED, Ideal
+from dflash.compiler.components import MLP, UNEMBED
 from dflash.compiler.programs import CYCLE, PREFILL, CompiledProgram
 from dflash.compiler.report import CompileReport, RunAssumptions
 from dflash.compiler.topology import RooflineRates, Topology
@@ -37,7 +37,7 @@ class Compiled:
 
 
 def examine(name=CYCLE, text=snippets.MODULE, head=2765e6):
-    ideals = {MLP: Ideal(WEIGHT), UNEMBED: Ideal(head)}
+    ideals = {MLP: WEIGHT, UNEMBED: head}
     arguments = {"target weights": WEIGHT}
     program = CompiledProgram(name, "a title", Compiled(text), 1.5, 2000, ideals, arguments, 8)
     return report.examine(program, RunAssumptions(2000), CHIP, RATES)
