@@ -4,6 +4,7 @@ The light parts of this module (references, config.json) work without importing 
 wrong name in a config is reported at once.
 """
 
+import functools
 import pathlib
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,9 +174,7 @@ def save_hf(
     """
     from dflash.checkpoints import safetensors_io
 
-    def write(staged):
-        return safetensors_io.save(module, staged, dtype, max_shard_bytes)
-
+    write = functools.partial(safetensors_io.save, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return _save(write, module, directory, config, dtype, companions)
 
 
@@ -189,10 +188,7 @@ def save_orbax(
     """Writes a checkpoint directory in the native layout, atomically; see `save_hf`."""
     from dflash.checkpoints import orbax_io
 
-    def write(staged):
-        return orbax_io.save(module, staged)
-
-    return _save(write, module, directory, config, None, companions)
+    return _save(orbax_io.save, module, directory, config, None, companions)
 
 
 def save_maxtext(
@@ -210,9 +206,7 @@ def save_maxtext(
     """
     from dflash.checkpoints import maxtext_io
 
-    def write(staged):
-        return maxtext_io.save(module, staged, scan_layers=scan_layers)
-
+    write = functools.partial(maxtext_io.save, scan_layers=scan_layers)
     return _save(write, module, directory, config, None, companions)
 
 
@@ -241,7 +235,7 @@ def _save(write, module, directory, config, dtype, companions) -> int:
             files.write_json(staged / files.CONFIG, _with_dtype(config, np.dtype(dtype).name))
             if companions is not None:
                 files.copy_companions(companions, staged)
-        return write(staged)
+        return write(module, staged)
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from dflash import errors
@@ -181,6 +181,14 @@ def check_names(
         file = file_of(min(unexpected)) if file_of else listing
         raise errors.CheckpointError(
             f"{file}: {len(unexpected)} unexpected tensors: {quote_some(unexpected)}; {misfit}"
+        )
+
+
+def check_shape(place: object, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
+    """Checks the shape of a stored tensor; `place` is the file or tree that holds it."""
+    if tuple(shape) != tuple(expected):
+        raise errors.CheckpointError(
+            f"{place}: tensor {name!r} has shape {list(shape)}, expected {list(expected)}; {MISFIT}"
         )
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dflash import errors
+from dflash.checkpoints import files
 from dflash.checkpoints.safetensors_header import StoredTensor
 
 Shape = tuple[int, ...]
@@ -74,12 +74,7 @@ def _views(
     shapes = [expected[part.name] for part in parts]
     rows, last = sum(shape[0] for shape in shapes), parts[-1].expert
     lead = (rows,) if last is None else (last + 1, rows // (last + 1))
-    shape = (*lead, *shapes[0][1:])
-    if tensor.shape != shape:
-        raise errors.CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}, expected "
-            f"{list(shape)}; these weights do not belong to this config.json"
-        )
+    files.check_shape(tensor.file, tensor.name, tensor.shape, (*lead, *shapes[0][1:]))
     row_bytes, begin = (tensor.end - tensor.begin) // rows, tensor.begin
     for part, part_shape in zip(parts, shapes, strict=True):
         end = begin + part_shape[0] * row_bytes

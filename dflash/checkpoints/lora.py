@@ -51,7 +51,6 @@ class LowRankUpdate:
 
     @property
     def rank(self) -> int:
-        """Rank of the update."""
         return len(self.a)
 
 
@@ -84,7 +83,6 @@ def read(reference: str) -> Adapter:
 
 
 def _read_config(directory: pathlib.Path) -> Mapping[str, Any]:
-    """Reads and checks adapter_config.json."""
     path = directory / CONFIG
     if not path.exists():
         raise errors.CheckpointError(
@@ -147,7 +145,6 @@ def _headers(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
 def _updates(
     directory: pathlib.Path, config: Mapping[str, Any], pairs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, LowRankUpdate]]:
-    """Yields the updates by the name of the base's tensor."""
     import numpy as np
 
     for name, pair in pairs.items():

@@ -105,12 +105,6 @@ def _by_array(module: nnx.Module, naming: MaxTextNames) -> dict[str, list[tuple[
 
 
 def _check(stored, by_array, directory) -> None:
-    """Raises CheckpointError if arrays are missing, unexpected, or of another shape."""
     files.check_names(stored, by_array, directory, files.MISFIT)
     for name, ((_, origin), *_) in by_array.items():
-        shape, expected = tuple(stored[name].shape), origin.shapes[0]
-        if shape != expected:
-            raise errors.CheckpointError(
-                f"{directory}: tensor {name!r} has shape {list(shape)}, expected "
-                f"{list(expected)}; {files.MISFIT}"
-            )
+        files.check_shape(directory, name, stored[name].shape, origin.shapes[0])

@@ -104,15 +104,10 @@ def save_tree(values: dict[str, Any], directory: pathlib.Path) -> None:
 
 
 def _check(stored, expected, directory) -> None:
-    """Checks the stored tensors against the module's parameters."""
     params = directory / PARAMS
     files.check_names(stored, expected, params, files.MISFIT)
     for path, abstract in expected.items():
-        if stored[path].shape != abstract.shape:
-            raise errors.CheckpointError(
-                f"{params}: tensor {path!r} has shape {list(stored[path].shape)}, expected "
-                f"{list(abstract.shape)}; {files.MISFIT}"
-            )
+        files.check_shape(params, path, stored[path].shape, abstract.shape)
 
 
 def _group(expected: dict[str, jax.ShapeDtypeStruct]) -> list[tuple[list[str], int]]:

@@ -36,7 +36,6 @@ class OutgoingTensor:
         return values
 
     def _fetch(self, leaf: nnx.Variable, piece: TensorPiece) -> np.ndarray:
-        """Returns the rows of one piece."""
         value = leaf.get_value()
         # Convert a fresh array: a jax array keeps the host copy of its NumPy conversion while it
         # lives. Widen buffers on the host, since jax has no int64 here.

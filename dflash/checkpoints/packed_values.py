@@ -71,10 +71,6 @@ def _pairs() -> np.ndarray:
 _PAIRS = _pairs()
 
 
-def _read_exponents(stored: Read, index: Index) -> np.ndarray:
-    return halved_scales(stored(index))
-
-
 def halved_scales(exponents: np.ndarray) -> np.ndarray:
     """Returns half the scales, float32, of e8m0 exponents, uint8."""
     return np.ldexp(np.float32(0.5), exponents.astype(np.int32) - _EXPONENT_BIAS)
@@ -95,5 +91,5 @@ def _within(values: np.ndarray, index: slice, groups: slice, size: int) -> np.nd
 PACKINGS = (
     ValuePacking("." + PACKED, "I32", _shape_in_words, _read_words),
     ValuePacking(BLOCKS, "U8", _shape_in_blocks, _read_blocks),
-    ValuePacking(SCALES, "U8", lambda shape: shape, _read_exponents),
+    ValuePacking(SCALES, "U8", tuple, lambda stored, index: halved_scales(stored(index))),
 )

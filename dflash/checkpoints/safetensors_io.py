@@ -150,11 +150,7 @@ def _check(tensors, expected, names, module, listing) -> None:
         tensor, shape = tensors[name], piece.shape
         if tensor.packing is not None:
             shape = tensor.packing.stored_shape(shape)
-        if tensor.shape != shape:
-            raise errors.CheckpointError(
-                f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
-                f"{list(shape)}; {files.MISFIT}"
-            )
+        files.check_shape(tensor.file, name, tensor.shape, shape)
         if tensor.packing is None:
             _check_code(tensor, _codes_for(expected[path].dtype))
     for copy, original in getattr(module, "checkpoint_copies", {}).items():

@@ -184,8 +184,7 @@ class BucketPath(gpath.PosixGPath):
     def absolute(self) -> "BucketPath":
         return self
 
-    def expanduser(self) -> "BucketPath":
-        return self
+    expanduser = absolute
 
     def resolve(self, strict: bool = False) -> "BucketPath":
         return self

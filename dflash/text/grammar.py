@@ -153,7 +153,6 @@ class Budget:
     """
 
     def __init__(self):
-        """Starts with the maximum."""
         self.seconds = MASK_SECONDS
 
     def charge(self, since: float) -> float:
@@ -221,7 +220,6 @@ class Matcher:
     """Position of an output within its grammar."""
 
     def __init__(self, grammar: Grammar, timed: bool = True):
-        """Starts an empty output; see `Grammar.matcher`."""
         self._grammar, self._vocabulary, self._timed = grammar, grammar.vocabulary, timed
         self._state = grammar.begin()
         self._output_ids: list[int] = []

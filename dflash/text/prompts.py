@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import numbers
@@ -88,7 +89,11 @@ def read_prompts(
     if config.text and config.file:
         raise errors.InputError("prompts.text and prompts.file are both given: keep one of them")
     if config.text:
-        name, entries = "prompts.text", _text_entries(config.text)
+        name = "prompts.text"
+        entries = (
+            (f"{name}[{index}]", functools.partial(_fields, text))
+            for index, text in enumerate(config.text)
+        )
     elif config.file:
         name, entries = config.file, jsonl.entries(config.file)
     elif config.dataset:
@@ -116,7 +121,11 @@ def from_values(
     Raises:
       InputError: There are no prompts, or some are unusable; see `read_prompts`.
     """
-    return _collect("prompts", _value_entries(values), config, tokenizer, vocab_size)
+    entries = (
+        (f"prompts[{index}]", functools.partial(_fields, value))
+        for index, value in enumerate(values)
+    )
+    return _collect("prompts", entries, config, tokenizer, vocab_size)
 
 
 def _collect(
@@ -133,9 +142,7 @@ def _collect(
     problems: list[str] = []
     for source, read in entries:
         try:
-            prompt = _configured_prompt(
-                read(), config, tokenizer, vocab_size, drop_answer=drop_answers
-            )
+            prompt = _make_prompt(read(), config, tokenizer, vocab_size, drop_answer=drop_answers)
         except errors.InputError as error:
             problems.append(f"{source}: {error}")
         else:
@@ -154,7 +161,7 @@ def read_first(
     """Returns the first prompt of `config.file` that can be read; None without any."""
     for _, read in jsonl.entries(config.file):
         with contextlib.suppress(errors.InputError):
-            return _configured_prompt(read(), config, tokenizer, vocab_size, drop_answer=True)
+            return _make_prompt(read(), config, tokenizer, vocab_size, drop_answer=True)
     return None
 
 
@@ -202,15 +209,10 @@ def continued(
     source = f"{prompt.source}, turn {turn + 1}"
     try:
         fields = {**prompt.variables, "messages": list(messages)}
-        later = _make_prompt(fields, tokenizer, vocab_size=vocab_size)
+        later = _make_prompt(fields, schema.PromptsConfig(), tokenizer, vocab_size)
     except errors.InputError as error:
         raise errors.InputError(f"{source}: {error}") from error
     return dataclasses.replace(later, index=prompt.index + turn, source=source)
-
-
-def _value_entries(values: Iterable[Value]) -> _Entries:
-    for index, value in enumerate(values):
-        yield f"prompts[{index}]", lambda value=value: _fields(value)
 
 
 def _fields(value: Value) -> Mapping[str, Any]:
@@ -222,11 +224,6 @@ def _fields(value: Value) -> Mapping[str, Any]:
         return {"messages": [dict(item) if isinstance(item, Mapping) else item for item in items]}
     # Integers of arrays have other types than int.
     return {"prompt_ids": [int(id) if isinstance(id, numbers.Integral) else id for id in items]}
-
-
-def _text_entries(texts: Iterable[str]) -> _Entries:
-    for index, text in enumerate(texts):
-        yield f"prompts.text[{index}]", lambda text=text: {"prompt": text}
 
 
 def _conversation_entries(
@@ -247,32 +244,12 @@ def _stdin_entries(stdin: TextIO) -> _Entries:
         yield place, lambda line=line: {"prompt": jsonl.decode(line)}
 
 
-def _configured_prompt(
+def _make_prompt(
     fields: Mapping[str, Any],
     config: schema.PromptsConfig,
     tokenizer: tokenizer_lib.Tokenizer | None,
     vocab_size: int,
     *,
-    drop_answer: bool,
-) -> Prompt:
-    """Tokenizes an entry with the settings of the config; raises like `_make_prompt`."""
-    return _make_prompt(
-        fields,
-        tokenizer,
-        chat=config.chat,
-        special_tokens=config.special_tokens,
-        vocab_size=vocab_size,
-        drop_answer=drop_answer,
-    )
-
-
-def _make_prompt(
-    fields: Mapping[str, Any],
-    tokenizer: tokenizer_lib.Tokenizer | None,
-    *,
-    chat: bool | None = False,
-    special_tokens: bool = False,
-    vocab_size: int,
     drop_answer: bool = False,
 ) -> Prompt:
     """Checks and tokenizes an entry; the caller sets index and source."""
@@ -300,12 +277,12 @@ def _make_prompt(
     variables = jsonl.check_variables(fields)
     if messages is not None:
         ids = _encode_chat(messages, variables, tokenizer)
-    elif in_chat(chat, tokenizer):
+    elif in_chat(config.chat, tokenizer):
         ids = _encode_chat([{"role": "user", "content": text}], variables, tokenizer)
     elif variables:
         raise errors.InputError(f"{next(iter(variables))}: only chat templates render this field")
     else:
-        ids = tuple(tokenizer.encode(text, special_tokens=special_tokens))
+        ids = tuple(tokenizer.encode(text, special_tokens=config.special_tokens))
     if not ids:
         raise errors.InputError("empty prompt: the text has no tokens")
     _check_vocabulary(ids, vocab_size, "the tokenizer does not fit the target: token id")

@@ -147,22 +147,13 @@ class NoTokenizer(Tokenizer):
     def __init__(self, directory: pathlib.Path):
         self._message = (
             f"{directory}: no tokenizer ({TOKENIZER_JSON}, {SENTENCEPIECE_MODEL} or "
-            f"{TIKTOKEN_MODEL}); "
-            "give prompts as prompt_ids"
+            f"{TIKTOKEN_MODEL}); give prompts as prompt_ids"
         )
 
-    def encode(
-        self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
-    ) -> list[int]:
+    def encode(self, text: Any, **options: Any) -> list[int]:
         raise errors.InputError(self._message)
 
-    def render_chat(
-        self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        raise errors.InputError(self._message)
-
-    def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
-        raise errors.InputError(self._message)
+    render_chat = encode_rendered = encode
 
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
         return "".join(f"⟨{token}⟩" for token in ids)
@@ -174,9 +165,6 @@ def decode_output(
     """Decodes an output: returns what it adds to the text of its prompt.
 
     Many tokenizers drop the space of the first token of a text, which an output is not.
-
-    Args:
-      **options: Options of `Tokenizer.decode`.
     """
     context = _context(tokenizer, prompt, **options)
     before = tokenizer.decode(context, **options)
@@ -209,7 +197,6 @@ class IncrementalDecoder:
     def __init__(
         self, tokenizer: Tokenizer, *, prompt: Sequence[int] = (), special_tokens: bool = False
     ):
-        """Creates a decoder of the output that follows a prompt."""
         self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
         self._reset(_context(tokenizer, prompt, special_tokens=special_tokens))
 

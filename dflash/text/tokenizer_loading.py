@@ -53,8 +53,6 @@ def for_target(
       directory: Directory of the checkpoint; None for random weights, whose tokens are bytes.
       thinking: Whether the chat template asks for reasoning before the answer.
       date: Date that chat templates print; None for today.
-    Raises:
-      InputError: The tokenizer cannot be loaded; see `load_tokenizer`.
     """
     if directory is None:
         return ByteTokenizer()

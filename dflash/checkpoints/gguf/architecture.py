@@ -76,7 +76,10 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         _check_size(header, prefix + _ROTATED, config["head_dim"])
     for key, name in family.fields.items():
         config[name] = header.require(prefix + key, int)
-    config["rope_scaling"] = _rope_scaling(header, prefix, config)
+    if ROPE_FACTORS in header.tensors:
+        config["rope_scaling"] = _llama3_scaling(header, config)
+    else:
+        config["rope_scaling"] = stated_scaling(header, prefix)
     family_fields = family.own(header, prefix, config)
     return {
         "architectures": [family.hf_class],
@@ -230,15 +233,6 @@ def _num_rows(header: GgufHeader) -> int:
     return header.tensors[EMBEDDING].shape[0]
 
 
-def _rope_scaling(
-    header: GgufHeader, prefix: str, config: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Returns `rope_scaling` of config.json."""
-    if ROPE_FACTORS in header.tensors:
-        return _llama3_scaling(header, config)
-    return stated_scaling(header, prefix)
-
-
 def stated_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
     """Returns `rope_scaling` of config.json that the metadata state; None without scaling."""
     kind = header.get(f"{prefix}{_SCALING}type", str, _UNSCALED)
@@ -272,7 +266,6 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _divisors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> list[float]:
-    """Returns the divisor of each rotary frequency."""
     return [
         _divisor(2 * math.pi * config["rope_theta"] ** (2 * i / config["head_dim"]), scaling)
         for i in range(config["head_dim"] // 2)

@@ -50,7 +50,9 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "rope_scaling": architecture.stated_scaling(header, _PREFIX),
         "block_size": header.require(_BLOCK_SIZE, int),
         **_windows(header, decoder["num_hidden_layers"]),
-        "partial_rotary_factor": _rotated_part(header, decoder["head_dim"]),
+        "partial_rotary_factor": families.rotated_part(
+            header.get(_ROTATED, int, decoder["head_dim"]), decoder["head_dim"]
+        ),
         "attention_sink_bias": "blk.0.attn_sinks.weight" in header.tensors,
         "attention_value_scale": header.get(_VALUE_SCALE, float, 1.0),
     }
@@ -107,7 +109,6 @@ def _tapped(header: GgufHeader) -> list[int]:
 
 
 def _windows(header: GgufHeader, num_layers: int) -> dict[str, Any]:
-    """Returns the fields of config.json for windows of attention."""
     window = header.get(_WINDOW, int, 0)
     if not window:
         return {"layer_types": [_FULL] * num_layers, "sliding_window": None}
@@ -116,11 +117,6 @@ def _windows(header: GgufHeader, num_layers: int) -> dict[str, Any]:
         raise file_header.corrupt(header.file, f"{_PATTERN} is not one boolean for each layer")
     types = [_SLIDING if slides else _FULL for slides in pattern]
     return {"layer_types": types, "sliding_window": window}
-
-
-def _rotated_part(header: GgufHeader, head_dim: int) -> float:
-    """Returns `partial_rotary_factor`."""
-    return families.rotated_part(header.get(_ROTATED, int, head_dim), head_dim)
 
 
 def _dspark_fields(header: GgufHeader) -> dict[str, Any]:

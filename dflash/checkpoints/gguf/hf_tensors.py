@@ -58,11 +58,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
 def in_eight_bits(
     tensors: Mapping[str, StoredTensor], names: Collection[str]
 ) -> dict[str, StoredTensor]:
-    """Returns the tensors, those in Q8_0 as values and scales, in `Q8_0_FORMAT`.
-
-    Args:
-      names: Names of the tensors that stay in eight bits if they are in Q8_0.
-    """
+    """Returns the tensors, those of `names` in Q8_0 as values and scales, in `Q8_0_FORMAT`."""
     result = dict(tensors)
     for name, tensor in tensors.items():
         parts = tensor.eight_bits() if name in names and hasattr(tensor, "eight_bits") else None
@@ -80,7 +76,9 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     tensors = {}
     unexpected = []
     for name, entry in header.tensors.items():
-        if config.get(families.DRAFTING_LAYERS) and _is_behind(name, config):
+        layer = tensor_names.layer_of(name)
+        is_behind = layer is not None and layer >= config["num_hidden_layers"]
+        if config.get(families.DRAFTING_LAYERS) and is_behind:
             continue
         named = list(_named(header, name, entry, family, config))
         tensors |= {tensor.name: tensor for tensor in named}
@@ -95,12 +93,6 @@ def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
         return dict(family.join(tensors, config))
     except ValueError as error:
         raise errors.CheckpointError(f"{file}: tensor {error}") from error
-
-
-def _is_behind(name: str, config: Mapping) -> bool:
-    """Returns whether a tensor belongs to a layer behind those of the language model."""
-    layer = tensor_names.layer_of(name)
-    return layer is not None and layer >= config["num_hidden_layers"]
 
 
 def _named(
@@ -149,7 +141,6 @@ def _layout(
 
 
 def _draft_ids(header: GgufHeader) -> np.ndarray:
-    """Returns the target token of each draft token."""
     entry = header.tensors[block_drafter.DRAFT_IDS]
     if entry.kind != "I64" or len(entry.shape) != 1:
         what = f"tensor {block_drafter.DRAFT_IDS!r} is no list of token ids"
@@ -161,7 +152,6 @@ class _DraftIds(StoredTensor):
     """Table `d2t` of Hugging Face's layout: the difference between target and draft token."""
 
     def read(self, index: Index) -> np.ndarray:
-        """Returns the values at `index`."""
         return super().read(index) - np.arange(index[0].start, index[0].stop)
 
 
@@ -169,6 +159,5 @@ class _Drafted(StoredTensor):
     """Table `t2d` of Hugging Face's layout: whether a target token can be drafted."""
 
     def read(self, index: Index) -> np.ndarray:
-        """Returns the values at `index`."""
         drafted = view(self.file, self.begin, self.end).view(np.int64)
         return np.isin(np.arange(index[0].start, index[0].stop), drafted)

@@ -83,7 +83,11 @@ def paired_rope(name: str, shape: Shape, config: Config) -> TensorLayout:
 
 def shifted_norms(name: str, shape: Shape, config: Config) -> TensorLayout:
     """Returns the layout of families whose norms scale by 1 + weight; see `paired_rope`."""
-    return TensorLayout(restore=_minus_one) if name.endswith("norm.weight") else AS_STORED
+    return (
+        TensorLayout(restore=lambda values: values - 1)
+        if name.endswith("norm.weight")
+        else AS_STORED
+    )
 
 
 def grouped_delta(name: str, shape: Shape, config: Config) -> TensorLayout:
@@ -106,7 +110,8 @@ def tiled_delta(name: str, shape: Shape, config: Config) -> TensorLayout:
     """
     layout = grouped_delta(name, shape, config)
     stem = name.rpartition("blk.")[2].partition(".")[2]
-    width, keys = config["linear_value_head_dim"], 2 * _key_size(config)
+    width = config["linear_value_head_dim"]
+    keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
     if stem == "ssm_out.weight":
         return dataclasses.replace(layout, columns=_tiled(shape[-1], config, width))
     ordered = {
@@ -139,10 +144,6 @@ def grouped_by_key_head(config: Config) -> np.ndarray:
     return np.concatenate(parts, axis=1).reshape(-1)
 
 
-def _key_size(config: Config) -> int:
-    return config["linear_num_key_heads"] * config["linear_key_head_dim"]
-
-
 def _tiled(count: int, config: Config, width: int) -> np.ndarray:
     """Returns the place of each row of value heads of `width` rows, in the order of the file."""
     heads, groups = config["linear_num_value_heads"], config["linear_num_key_heads"]
@@ -152,10 +153,6 @@ def _tiled(count: int, config: Config, width: int) -> np.ndarray:
         )
     rows = np.arange(count).reshape(heads // groups, groups, width)
     return rows.swapaxes(0, 1).reshape(-1)
-
-
-def _minus_one(values: np.ndarray) -> np.ndarray:
-    return values - 1
 
 
 def _log_negated(values: np.ndarray) -> np.ndarray:

@@ -54,22 +54,18 @@ def _contents(header: GgufHeader) -> dict[str, bytes]:
     """Returns the content of each file in the directory, config.json last."""
     ends = {"eos_token_id": list(tokenizer_files.end_ids(header))}
     config = kinds.config_of(header) | ends
+    licence = header.get("general.license", str)
+    # The licence stands in README.md as in the model cards of the hub.
+    card = {} if licence is None else {"README.md": f"---\nlicense: {licence}\n---\n".encode()}
     return {
         **tokenizer_files.files_of(header),
         "generation_config.json": json.dumps(ends).encode(),
-        **_card(header),
+        **card,
         CONFIG: json.dumps(config, indent=2).encode(),
     }
 
 
-def _card(header: GgufHeader) -> dict[str, bytes]:
-    """Returns a README.md with the licence, as the model cards of the Hub have it."""
-    licence = header.get("general.license", str)
-    return {} if licence is None else {"README.md": f"---\nlicense: {licence}\n---\n".encode()}
-
-
 def _write(directory: pathlib.Path, file: pathlib.Path, contents: dict[str, bytes]) -> None:
-    """Writes the directory, as a whole."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     staged = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     try:

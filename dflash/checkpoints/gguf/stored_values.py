@@ -127,12 +127,7 @@ def _blocks(tensor: GgufTensor, begin: int, end: int, rows: int) -> np.ndarray:
 
 
 def read_ordered(read: Callable[[int, int], np.ndarray], numbers: np.ndarray) -> np.ndarray:
-    """Returns rows in any order, and reads each run of neighbors at once.
-
-    Args:
-      read: Function from a first row and the row after the last to the rows.
-      numbers: Numbers of the rows.
-    """
+    """Returns the rows `numbers`, and reads each run of neighbors, [first, last), at once."""
     sorted_rows = np.sort(numbers)
     runs = np.split(sorted_rows, np.flatnonzero(np.diff(sorted_rows) > _MAX_GAP) + 1)
     bounds = [(int(run[0]), int(run[-1]) + 1) for run in runs]
@@ -159,16 +154,13 @@ class _JoinedRows(StoredTensor):
 
     @property
     def row_bytes(self) -> int:
-        """Returns the bytes that a row takes in memory, dequantized."""
         return self.parts[0].row_bytes
 
     def read(self, index: Index) -> np.ndarray:
-        """Returns the values at `index`."""
         rows, *columns = index
         return read_ordered(self._rows, self.order[rows])[(slice(None), *columns)]
 
     def eight_bits(self) -> tuple[StoredTensor, StoredTensor] | None:
-        """Returns values and scales; see `GgufTensor.eight_bits`."""
         pairs = [part.eight_bits() for part in self.parts]
         if None in pairs:
             return None
@@ -261,16 +253,12 @@ def alternating_experts(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         parts = tuple(joined.pop(part) for part in names)
         joined_name = f"{head}.experts.{_JOINED[stem]}"
         if tail != stem:
-            stacks = [_biases(f"{joined_name}_bias", parts)]
+            experts, size = _shape(parts, 2)
+            stacks = [_experts(f"{joined_name}_bias", parts, (experts, len(parts) * size))]
         else:
             stacks = _weights(joined_name, parts)
         joined |= {tensor.name: tensor for tensor in stacks}
     return joined
-
-
-def _biases(name: str, parts: tuple[GgufTensor, ...]) -> _Experts:
-    experts, size = _shape(parts, 2)
-    return _experts(name, parts, (experts, len(parts) * size))
 
 
 def _weights(name: str, parts: tuple[GgufTensor, ...]) -> Iterator[_Experts]:
@@ -291,11 +279,7 @@ def _weights(name: str, parts: tuple[GgufTensor, ...]) -> Iterator[_Experts]:
 
 
 def _shape(parts: tuple[GgufTensor, ...], rank: int) -> tuple[int, ...]:
-    """Returns the shape of all parts.
-
-    Raises:
-      ValueError: Their shapes differ, or have another rank.
-    """
+    """Returns the shape that all parts have; raises ValueError unless it is of this rank."""
     shape = parts[0].shape
     if len(shape) != rank or any(part.shape != shape for part in parts):
         shapes = " and ".join(str(list(part.shape)) for part in parts)

@@ -161,7 +161,6 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 
 def _vocabulary(header: GgufHeader) -> tuple[list[str], list[int]]:
-    """Returns the spelling and the type of each token."""
     tokens = header.require(PREFIX + "tokens", list)
     types = header.get(PREFIX + "token_type", list, [1] * len(tokens))
     texts = bool(tokens) and all(isinstance(token, str) for token in tokens)
@@ -219,7 +218,6 @@ def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> dict
 
 
 def _merges(header: GgufHeader, known: set[str]) -> list[list[str]]:
-    """Returns the two parts of each merge."""
     merges = [
         merge.split(" ") if isinstance(merge, str) else []
         for merge in header.require(PREFIX + "merges", list)
@@ -273,7 +271,6 @@ def _added(token: int, text: str, kind: int) -> dict[str, Any]:
 def _sentencepiece(
     header: GgufHeader, tokens: list[str], types: list[int], named: Mapping[str, str]
 ) -> bytes:
-    """Returns the content of tokenizer.model."""
     from sentencepiece import sentencepiece_model_pb2
 
     scores = header.require(PREFIX + "scores", list)

@@ -103,7 +103,6 @@ def _byte_level(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def _type_of(token: int, ids: Mapping[int, str], special: Mapping[int, bool]) -> int:
-    """Returns the type of a token of tokenizer.json."""
     if token not in ids:
         return int(TokenType.UNUSED)
     if token not in special:

@@ -99,7 +99,6 @@ def save(
 def _tensors(
     tensors: Iterable[OutgoingTensor], family: Family, config: Mapping[str, Any]
 ) -> Iterator[_Tensor]:
-    """Yields the tensors of the file."""
     tensors = list(tensors)
     drafted = [tensor for tensor in tensors if tensor.name == block_drafter.DRAFT_IDS]
     stacks: dict[str, list[OutgoingTensor]] = {}
@@ -159,13 +158,10 @@ def _write(
 
 def _add(writer: Any, key: str, value: Any) -> None:
     """Adds a value of metadata; integers are unsigned, as llama.cpp expects them."""
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
+    adders.get(type(value), writer.add_array)(key, value)

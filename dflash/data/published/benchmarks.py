@@ -130,9 +130,7 @@ class Math500(_Boxed):
     """MATH-500: 500 competition problems of the MATH test set."""
 
     name = "math500"
-    raw_file = raw.RawFile(
-        "math500", "test.jsonl", f"{_HUB}/HuggingFaceH4/MATH-500/resolve/main/test.jsonl"
-    )
+    raw_file = raw.RawFile("math500", f"{_HUB}/HuggingFaceH4/MATH-500/resolve/main/test.jsonl")
 
 
 class Aime24(_Boxed):
@@ -140,9 +138,7 @@ class Aime24(_Boxed):
 
     name = "aime24"
     raw_file = raw.RawFile(
-        "aime24",
-        "train-00000-of-00001.parquet",
-        f"{_HUB}/HuggingFaceH4/aime_2024/resolve/main/data/train-00000-of-00001.parquet",
+        "aime24", f"{_HUB}/HuggingFaceH4/aime_2024/resolve/main/data/train-00000-of-00001.parquet"
     )
 
 
@@ -152,9 +148,7 @@ class Aime25(_Boxed):
     name = "aime25"
     solution = None
     raw_file = raw.RawFile(
-        "aime25",
-        "train-00000-of-00001.parquet",
-        f"{_HUB}/MathArena/aime_2025/resolve/main/data/train-00000-of-00001.parquet",
+        "aime25", f"{_HUB}/MathArena/aime_2025/resolve/main/data/train-00000-of-00001.parquet"
     )
 
 
@@ -164,9 +158,7 @@ class Gsm8k(_Boxed):
     name = "gsm8k"
     question, solution, answer = "question", "answer", None
     raw_file = raw.RawFile(
-        "gsm8k",
-        "test.jsonl",
-        f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/test.jsonl",
+        "gsm8k", f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
     )
 
 
@@ -175,9 +167,7 @@ class HumanEval(Benchmark):
 
     name = "humaneval"
     raw_file = raw.RawFile(
-        "humaneval",
-        "HumanEval.jsonl.gz",
-        "https://github.com/openai/human-eval/raw/master/data/HumanEval.jsonl.gz",
+        "humaneval", "https://github.com/openai/human-eval/raw/master/data/HumanEval.jsonl.gz"
     )
 
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
@@ -189,9 +179,7 @@ class Mbpp(Benchmark):
 
     name = "mbpp"
     raw_file = raw.RawFile(
-        "mbpp",
-        "sanitized-mbpp.json",
-        f"{_GITHUB}/google-research/google-research/master/mbpp/sanitized-mbpp.json",
+        "mbpp", f"{_GITHUB}/google-research/google-research/master/mbpp/sanitized-mbpp.json"
     )
 
     def belongs(self, row: Mapping[str, Any]) -> bool:
@@ -212,7 +200,6 @@ class MtBench(_Turns):
     name = "mt-bench"
     raw_file = raw.RawFile(
         "mt_bench",
-        "question.jsonl",
         f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/question.jsonl",
     )
 
@@ -223,9 +210,7 @@ class SpecBench(_Turns):
     name = "spec-bench"
     has_answers = True
     raw_file = raw.RawFile(
-        "spec_bench",
-        "question.jsonl",
-        f"{_GITHUB}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        "spec_bench", f"{_GITHUB}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
     )
 
     def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
@@ -239,11 +224,7 @@ class Alpaca(Benchmark):
     """Alpaca: instructions, some with an input to work on."""
 
     name = "alpaca"
-    raw_file = raw.RawFile(
-        "alpaca",
-        "alpaca_data.json",
-        f"{_GITHUB}/tatsu-lab/stanford_alpaca/main/alpaca_data.json",
-    )
+    raw_file = raw.RawFile("alpaca", f"{_GITHUB}/tatsu-lab/stanford_alpaca/main/alpaca_data.json")
 
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
         instruction, context = row["instruction"], row["input"]
@@ -257,7 +238,6 @@ class SweBench(Benchmark):
     name = "swe-bench"
     raw_file = raw.RawFile(
         "swe_bench",
-        "test-00000-of-00001.parquet",
         f"{_HUB}/princeton-nlp/SWE-bench_Lite/resolve/main/data/test-00000-of-00001.parquet",
     )
 

@@ -28,15 +28,15 @@ TIMEOUT_S = 60.0  # maximum time without receiving a byte
 
 @dataclasses.dataclass(frozen=True)
 class RawFile:
-    """Published file of rows.
-
-    Attributes:
-      name: File name; its suffix determines the format.
-    """
+    """Published file of rows."""
 
     folder: str
-    name: str
     url: str
+
+    @property
+    def name(self) -> str:
+        """File name; its suffix determines the format."""
+        return self.url.rpartition("/")[2]
 
 
 def raw_directory(raw_dir: str | None, data_dir: str | None = None) -> pathlib.Path:

@@ -73,7 +73,7 @@ class SpeedBench(Benchmark):
 
 
 def _file(config: str) -> raw.RawFile:
-    return raw.RawFile(f"speed/{config}", "test.parquet", f"{_HOME}/{config}/test.parquet")
+    return raw.RawFile(f"speed/{config}", f"{_HOME}/{config}/test.parquet")
 
 
 SpeedBench.raw_file = _file(SpeedBench.config)

@@ -51,7 +51,6 @@ class Reader:
     """
 
     def __init__(self):
-        """Starts an empty text."""
         self._text = ""
 
     def feed(self, text: str, *, final: bool) -> None:
@@ -155,7 +154,6 @@ class Parser:
     """Parser of one output."""
 
     def __init__(self, read: Callable[[Reader], Steps[None]]):
-        """Starts an empty output."""
         self._reader = Reader()
         self._steps = read(self._reader)
 
