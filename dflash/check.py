@@ -46,7 +46,7 @@ def _check(command: cli.Command) -> int:
         lambda reading: print(report.reading_line(reading, acceptance), flush=True),
     )
     suspect = diagnosis.suspicious(acceptance, results)
-    print("", *report.verdict(job, acceptance, suspect), sep="\n")
+    print("", report.verdict(job, acceptance, suspect), sep="\n")
     return 0 if suspect is None else 1
 
 

@@ -262,21 +262,12 @@ def read_shards(directory: pathlib.Path) -> list[TaskRound]:
 
 
 def _round(values: Mapping[str, Any]) -> TaskRound:
-    samples = tuple(
-        Sample(
-            **{
-                **sample,
-                "completions": tuple(
-                    RequestOutput(**_tuples(completion)) for completion in sample["completions"]
-                ),
-                "conversations": tuple(sample["conversations"]),
-                "marks": tuple(sample["marks"]),
-            }
-        )
-        for sample in values["samples"]
-    )
+    samples = []
+    for sample in values["samples"]:
+        completions = tuple(RequestOutput(**_tuples(output)) for output in sample["completions"])
+        samples.append(Sample(**_tuples(sample) | {"completions": completions}))
     parts = {name: Parts(**times) for name, times in values["parts"].items()}
-    return TaskRound(values["task"], values["round"], samples, parts)
+    return TaskRound(values["task"], values["round"], tuple(samples), parts)
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,16 +286,15 @@ def run_study(
     Returns:
       The content of study.json.
     """
-    name, meter, answer = config.study.name, LoadMeter(), None
+    name, meter = config.study.name, LoadMeter()
     with display.progress(f"study {name}") as progress:
         for step in studies.STUDIES[name](config):
             progress(step.what, step.done)
             if step.result is not None:
-                answer = step.result
-                values = _content(config, answer, meter.read())
+                answer, load = step.result, meter.read()
+                values = _content(config, answer, load)
                 directory.write_json(results.STUDY, values | {"complete": False})
-    load = meter.read()
-    values = _content(config, answer, load) | {"complete": True}
+    values |= {"complete": True}
     directory.write_json(results.STUDY, values)
     directory.write("study.csv", results.table_csv(answer.rows))
     # Studies of single forwards decode nothing, so acceptance lengths do not affect them.

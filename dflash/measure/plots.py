@@ -152,7 +152,7 @@ def _reach(cells: Sequence[Cell]) -> list[list[float]]:
 def survival(cells: Sequence[Cell], note: str = "") -> bytes:
     """Plots the fraction of cycles that accepted each draft position and all before it.
 
-    The color is the strategy's; tasks differ in shade, line style and marker.
+    The color is the strategy's; tasks differ in line style and marker.
     """
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
     figure, axes = _figure(7.0 if len(drafting) <= _WITHIN else 9.6)
@@ -161,12 +161,11 @@ def survival(cells: Sequence[Cell], note: str = "") -> bytes:
     styles = ("-", "--", ":", "-.")
     for cell in drafting:
         task = tasks.index(cell.task)
-        base_color = color_of(slots.get(cell.strategy))
         axes.plot(
             range(len(cell.joint_acceptance) + 1),
             (1.0, *cell.joint_acceptance),
             styles[task % len(styles)],
-            color=shade(base_color, 0.6 * task / len(tasks)),
+            color=color_of(slots.get(cell.strategy)),
             marker="os^Dv*"[task % 6],
             markersize=3,
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",

@@ -52,24 +52,24 @@ def reading_line(reading: Reading, acceptance: Acceptance) -> str:
     return f"  {change:<58} τ {tau:.2f}  ({tau - acceptance.tau:+.2f})"
 
 
-def verdict(job: Job, acceptance: Acceptance, suspect: Reading | None) -> list[str]:
+def verdict(job: Job, acceptance: Acceptance, suspect: Reading | None) -> str:
     """Returns what to do about the pair."""
     if suspect is not None:
         alternative = suspect.alternative
         place = "the run's config"
         if alternative.shape is not None and not alternative.field.startswith("drafter."):
             place = f"{job.drafter_source.directory}/config.json"
-        return [
+        return (
             f"suspicious: {alternative.field}. With {alternative.change}, τ is "
             f"{suspect.acceptance.tau:.2f} instead of {acceptance.tau:.2f}; set it in {place}"
-        ]
+        )
     first = acceptance.survival(1)[0]
     if first < _LOW:
-        return [
+        return (
             f"low acceptance ({first:.0%} of first drafts), and no single field explains it: check "
             "that the drafter was trained for this revision of the target and for such prompts"
-        ]
-    return ["no other reading of a field accepts clearly more: the fields fit the weights"]
+        )
+    return "no other reading of a field accepts clearly more: the fields fit the weights"
 
 
 def _shape_facts(job: Job, shape: Any) -> Iterator[str]:

@@ -125,7 +125,7 @@ def test_a_window_that_accepts_more_belongs_to_the_config_of_the_run():
     found = Reading(
         Alternative("drafter.window", "64", make_shape(FULL)), Acceptance(Counter({2: 10}))
     )
-    (line,) = report.verdict(None, Acceptance(Counter({1: 10})), found)
+    line = report.verdict(None, Acceptance(Counter({1: 10})), found)
     assert line == (
         "suspicious: drafter.window. With 64, τ is 2.00 instead of 1.00; set it in the run's config"
     )

@@ -94,7 +94,7 @@ def test_wrong_taps_are_found(tmp_path):
     suspect = diagnosis.suspicious(decoded.acceptance, readings)
     assert suspect is not None
     assert suspect.alternative.change == str(trained)
-    (line,) = report.verdict(job, decoded.acceptance, suspect)
+    line = report.verdict(job, decoded.acceptance, suspect)
     assert line.startswith("suspicious: target_layer_ids.")
     assert line.endswith("drafter/config.json")
 
