@@ -268,27 +268,6 @@ def test_unusable_prompts_are_the_commands_errors(tiny, prompts, sampling, messa
     assert message in str(caught.value)
 
 
-def test_an_output_in_json(tiny, plain):
-    """As a user asks for it; with the drafter and without."""
-    schema = {
-        "type": "object",
-        "properties": {"coins": {"type": "integer"}, "rich": {"type": "boolean"}},
-        "required": ["coins", "rich"],
-        "additionalProperties": False,
-    }
-    how = dflash.Sampling(json_schema=schema, max_tokens=100, logit_bias={1000: -5.0}, logprobs=1)
-    (said,) = tiny.generate(QUESTION, how)
-    assert said.finish_reason == "stop"
-    found = json.loads(said.text)
-    assert type(found["coins"]) is int
-    assert type(found["rich"]) is bool
-    assert len(said.logprobs) == len(said.token_ids)
-    assert plain.generate(QUESTION, how)[0].token_ids == said.token_ids
-    pieces = list(tiny.stream(QUESTION, how))
-    assert "".join(piece.text for piece in pieces) == said.text
-    assert sum((piece.logprobs for piece in pieces), ()) == said.logprobs
-
-
 def test_the_target_stays_when_the_drafter_changes(tiny):
     with pytest.raises(errors.ConfigError, match="with_drafter shares the target"):
         tiny.with_drafter("ngram", "dtype=bfloat16")

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -120,24 +118,6 @@ def known_architectures():
     ]
 
 
-def test_destination_that_is_taken(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert run(capsys, GOLDEN / "qwen3_b1" / "target", tmp_path, "--to=orbax") == (
-        2,
-        "",
-        f"error: {tmp_path}: already exists and is not an empty directory; "
-        "choose another destination or delete it first\n",
-    )
-
-
-def test_missing_source(tmp_path, capsys):
-    assert run(capsys, tmp_path / "none", tmp_path / "out", "--to=hf") == (
-        2,
-        "",
-        f"error: {tmp_path}/none: no such directory; give an existing directory\n",
-    )
-
-
 def test_destination_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     destination = tmp_path / "file" / "out"
@@ -169,18 +149,6 @@ def test_destination_that_cannot_be_made(tmp_path, capsys):
 def test_wrong_usage(capsys, argv, message):
     status, out, err = run(capsys, *argv)
     assert (status, out, err) == (2, "", f"error: {message}\n")
-
-
-def test_as_a_command(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "dflash.convert", tmp_path / "none", tmp_path / "out", "--to=hf"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ")
 
 
 def test_an_occupied_destination_is_refused_before_the_source_is_read(tmp_path, capsys):

@@ -1,5 +1,3 @@
-"""Tests of the scripts in examples/."""
-
 from support import engines, scripts
 
 

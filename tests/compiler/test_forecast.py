@@ -1,5 +1,3 @@
-"""Tests of forecasts against figures computed by hand."""
-
 import pytest
 
 from dflash.compiler import forecast_run

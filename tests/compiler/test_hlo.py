@@ -1,5 +1,3 @@
-"""Tests of parsing the text of a compiled module."""
-
 import pytest
 from support import hlo_snippets as snippets
 

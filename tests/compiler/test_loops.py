@@ -1,5 +1,3 @@
-"""Tests of the trip counts of hlo."""
-
 import pytest
 
 from dflash.compiler import hlo

@@ -21,8 +21,7 @@ SEED = "decode.seed: expected an integer in [-9223372036854775808, 9223372036854
          "target.block_size: unknown key; did you mean 'drafter.block_size'?"),
         ("drafter.architecture.vocab_size=9", "drafter.architecture.vocab_size: unknown key; "
          "did you mean 'target.architecture.vocab_size'?"),
-        ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor, expert, "
-             "drafter"),
+        ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor, expert"),
         ("decode.copy=1", "decode.copy: unknown key; expected one of temperature, top_k, "
          "top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed, "
          "max_new_tokens, min_new_tokens, verify, lookup, stop_ids, ignore_eos, baseline, "

@@ -1,5 +1,3 @@
-"""Tests of extracting and comparing final answers."""
-
 import pytest
 
 from dflash.data import answers

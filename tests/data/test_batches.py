@@ -1,5 +1,3 @@
-"""Tests of packing and batches."""
-
 import collections
 import dataclasses
 import itertools

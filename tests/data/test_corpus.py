@@ -1,5 +1,3 @@
-"""Tests of the memory and time of large corpora."""
-
 import sys
 import tracemalloc
 

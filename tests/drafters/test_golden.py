@@ -10,7 +10,6 @@ from support.golden import FAMILY_CASES, GOLDEN_CASES, golden, golden_models
 from support.models import make_cache, zeros
 
 from dflash.config.schema import DecodeConfig
-from dflash.drafters.none import NoDrafter
 from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
@@ -125,11 +124,3 @@ def test_decoding(case, options):
     for completion in decode(case, golden_models(case)[1], **options):
         assert list(completion.output_ids[: len(expected)]) == expected
         assert list(completion.acceptance_lengths[: len(lengths)]) == lengths
-
-
-def test_decoding_without_drafts():
-    vectors = golden("qwen3_v12")
-    expected = vectors["autoregressive_output_ids"][len(vectors["input_ids"]) :].tolist()
-    (completion,) = decode("qwen3_v12", NoDrafter())
-    assert list(completion.output_ids[: len(expected)]) == expected
-    assert set(completion.acceptance_lengths) == {1}

@@ -266,17 +266,6 @@ def test_training_scores_what_decoding_drafts():
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
-def test_an_anchor_at_the_start_of_a_document_has_no_row_before_it():
-    drafter = make_drafter()
-    lattice, hidden = drafter._lattice(jnp.ones((2, SLOTS, 48))), jnp.ones((2, SLOTS, 32))
-    embedded, anchor = jnp.ones((2, SLOTS, 3, 32)), jnp.array([1, 1])
-    rows = jnp.stack([jnp.zeros(32), jnp.ones(32)])
-    before, _ = drafter.lilicorr(lattice, embedded, hidden, anchor, rows, jnp.array([False, False]))
-    np.testing.assert_array_equal(before.vectors[0], before.vectors[1])
-    before, _ = drafter.lilicorr(lattice, embedded, hidden, anchor, rows, jnp.array([True, True]))
-    assert not np.allclose(before.vectors[0], before.vectors[1])
-
-
 @pytest.mark.parametrize("shape", [SHAPE, WIDE], ids=["narrow", "wide"])
 def test_files_come_back_under_published_names(shape, tmp_path):
     drafter = make_drafter(shape)

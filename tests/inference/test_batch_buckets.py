@@ -1,7 +1,5 @@
 """Tests of dispatches that cover fewer slots than there are."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from support.engines import engine, expected, make_requests, random_prompts
 from support.models import drafter, takes
 
 from dflash.inference import batch_buckets
-from dflash.inference.cycle.choice import only
 from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 
@@ -59,32 +56,6 @@ def test_every_kind_of_state_is_cut_and_put_back(name):
     used = check(run, temperature=0.8, seed=2)
     assert used[0] == used[-1] == 1, "one sequence alone needs one slot"
     assert max(used) == 4
-
-
-@functools.cache
-def adaptive_engine():
-    options = {"batch_size": 4, "sync_every": 2, "partial_dispatches": True}
-    return engine(drafter("dflash", block_size=2), adaptive_blocks=True, **options)
-
-
-def test_the_block_size_is_chosen_by_the_times_of_the_bucket():
-    """Drafting pays where few slots are computed and not where all are, or so it is told."""
-    run = adaptive_engine()
-    sizes = run.block_sizes
-    tables = [only(index, len(sizes)) for index in (len(sizes) - 1, 0)]
-    run.cycle_seconds = np.stack(tables)[:, None]  # Of both lengths.
-    one = Scheduler(run)
-    requests = make_requests(PROMPTS, 6, temperature=0.0)
-    one.submit(requests[0])
-    alone, together = [], []
-    while not one.idle:
-        alone += [event for event in one.step() if isinstance(event, RequestOutput)]
-    for request in requests[1:4]:
-        one.submit(request)
-    while not one.idle:
-        together += [event for event in one.step() if isinstance(event, RequestOutput)]
-    assert set(alone[0].block_sizes) == {sizes[-1]}
-    assert together[0].block_sizes[-1] == 1
 
 
 @given(slots=st.integers(1, 300))

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -178,39 +177,6 @@ def test_chosen_block_sizes_and_interruptions_change_nothing():
     assert long_ones(small) == long_ones(run("none"))
     long_ones(small)
     assert long_ones.preemptions > 0, "nothing was interrupted"
-
-
-@pytest.mark.parametrize("form", ["chain", "tree"])
-def test_a_mesh_changes_nothing(form):
-    """Slots over two devices, the vocabulary over two others; with everything else to ask for."""
-    mesh = (2, 1, 2)
-    model = drafter("dflash", block_size=4, mesh=mesh, tree=form == "tree")
-    split = engine(model, mesh=mesh, batch_size=4, sync_every=3, max_length=64)
-    asked = [grammars.regex("(a|b){5,20}"), None, grammars.json_schema('{"type": "array"}'), None]
-    how = {
-        "temperature": 0.9, "presence_penalty": 0.8, "repetition_penalty": 1.2, "min_p": 0.05,
-        "logit_bias": ((3, 1.0), (20, -2.0)), "logprobs": 4,
-    }  # fmt: skip
-    outputs = []
-    for one in (split, run("none")):
-        requests = make_requests(
-            random_prompts([9, 17, 5, 12]), 20, stop_ids=(grammars.END,), **how
-        )
-        requests = [
-            dataclasses.replace(request, grammar=grammar)
-            for request, grammar in zip(requests, asked, strict=True)
-        ]
-        ids, logprobs = {}, {i: [] for i in range(4)}
-        for event in decoding.decode(one, requests):
-            if isinstance(event, RequestOutput):
-                ids[event.id] = event.output_ids
-            else:
-                logprobs[event.id] += event.logprobs
-        outputs.append((ids, logprobs))
-    (found, mine), (wanted, plain) = outputs
-    assert found == wanted
-    close = functools.partial(np.testing.assert_allclose, atol=1e-4)
-    jax.tree.map(close, *([[vars(x)["logprob"] for x in one[0]] for one in (mine, plain)]))
 
 
 @pytest.mark.parametrize("step", ["fill", "advance"])

@@ -1,5 +1,3 @@
-"""Tests of the engine's programs and calls."""
-
 import dataclasses
 
 import jax

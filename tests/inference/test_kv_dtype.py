@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import decode, engine, make_requests, occupied, random_prompts
-from support.models import drafter, target
+from support.models import target
 from support.paged_cases import row_parts
 from support.scripted_drafter import Script, ScriptedDrafter
 
@@ -65,14 +65,6 @@ def cached_rows(pages, table, count):
     """Numbers [K, count, H] of the first rows of a sequence, and their scales [K, count, 1]."""
     parts = (part[:, np.asarray(table)] for part in row_parts(pages))
     return [part.reshape(part.shape[0], -1, part.shape[-1])[:, :count] for part in parts]
-
-
-@pytest.mark.parametrize(("kv_dtype", "tree"), [("int8", False), ("float8_e4m3fn", True)])
-def test_a_real_drafter_changes_no_token(kv_dtype, tree):
-    model = drafter("dflash", tree=tree, block_size=8)
-    run = engine(model, batch_size=2, kv_dtype=kv_dtype)
-    done = decode(run, PROMPTS, LIMITS, temperature=0.8)
-    assert [one.output_ids for one in done] == plain(kv_dtype)
 
 
 def logits_over(kv_dtype):

@@ -1,5 +1,3 @@
-"""Tests of the index of the largest element."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

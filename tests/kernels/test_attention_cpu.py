@@ -1,5 +1,3 @@
-"""Tests of attention in C++."""
-
 import functools
 
 import jax

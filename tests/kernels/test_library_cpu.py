@@ -1,5 +1,3 @@
-"""Tests of the library of kernels in C++."""
-
 import os
 
 import pytest

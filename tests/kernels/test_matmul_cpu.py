@@ -1,5 +1,3 @@
-"""Tests of the product of rows with a matrix in C++."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Tests of rows in eight bits."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Tests of the split into heads in C++."""
-
 import functools
 
 import jax

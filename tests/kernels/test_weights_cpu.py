@@ -1,5 +1,3 @@
-"""Tests of assembly and checks of weights in C++."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Tests of the projections around attention."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

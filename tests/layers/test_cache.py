@@ -1,5 +1,3 @@
-"""Tests of the paged and the static cache."""
-
 import dataclasses
 
 import jax
@@ -180,24 +178,6 @@ def test_rows_of_one_sequence_are_read_and_written_where_they_belong():
         expected = np.zeros(leaf.shape, leaf.dtype)
         expected[2, :, 28:32] = part
         np.testing.assert_array_equal(leaf, expected)
-
-
-def test_static_write_needs_rows_of_every_layer():
-    rows = [jnp.zeros((3, 1, 2, 4))]
-    with pytest.raises(ValueError, match="shorter"):
-        make_static().write(jnp.zeros(3, jnp.int32), rows, rows)
-
-
-def test_caches_lie_where_their_sequences_are():
-    sharding = make_sharding(data=2, fsdp=2, tensor=2)
-    paged, static = make_paged(4, shares=4, sharding=sharding), make_static(4, sharding=sharding)
-    spec = jax.sharding.PartitionSpec
-    assert paged.pools[0].sharding.spec == spec("tensor", ("data", "fsdp"), None, None)
-    quantized = make_paged(4, shares=4, sharding=sharding, kv_dtype=jnp.int8).pools[0]
-    assert quantized.scales.sharding.spec == quantized.values.sharding.spec
-    assert quantized.scales.sharding.spec == paged.pools[0].sharding.spec
-    assert paged.page_table.sharding.spec == spec(("data", "fsdp"), None)
-    assert static.keys[0].sharding.spec == spec(("data", "fsdp"), "tensor", None, None)
 
 
 @pytest.mark.parametrize(

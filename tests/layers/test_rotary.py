@@ -1,5 +1,3 @@
-"""Tests of rotary position embedding."""
-
 import dataclasses
 
 import jax.numpy as jnp

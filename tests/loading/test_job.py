@@ -1,5 +1,3 @@
-"""Tests of where a run's prompts come from."""
-
 import datetime
 import io
 import shutil

@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.engines import decode, engine, random_prompts
-from support.models import drafter, family_architecture, make_sharding
+from support.models import family_architecture, make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -221,17 +220,6 @@ def test_plain_weights_are_narrowed_as_they_are_read(checkpoints, family, form):
     kept = {path: leaf.get_value() for path, leaf in parameters.named_parameters(model)}
     assert {kept[path].dtype.itemsize for path in kept if path.endswith("_proj.kernel")} == {1}
     assert kept["lm_head.kernel" if "lm_head.kernel" in kept else "norm.scale"].dtype == jnp.float32
-
-
-def test_strategies_follow_the_narrow_target(checkpoints):
-    target = build(checkpoints["qwen3_moe"], "w8a8")
-    prompts, limits = random_prompts([9, 20, 3], seed=1), [14, 20, 9]
-    prompts = [tuple(token % VOCABULARY for token in prompt) for prompt in prompts]
-    options = {"on": target, "batch_size": 2, "sync_every": 4}
-    plain = [one.output_ids for one in decode(engine(**options), prompts, limits)]
-    for name, tree in (("dflash", True), ("ngram", False)):
-        run = engine(drafter(name, arch=target.arch, tree=tree), **options)
-        assert [one.output_ids for one in decode(run, prompts, limits)] == plain
 
 
 def test_joined_projections_multiply_alike(checkpoints):

@@ -113,11 +113,6 @@ def test_lengths_beyond_a_block_are_refused(tmp_path):
         workload.check_lengths(some, {"long": 5, "short": 4})
 
 
-def test_without_a_recording_nothing_is_forced():
-    empty = workload.Workload({"a": ()})
-    assert not empty.forced
-
-
 def test_prompts_meet_in_one_queue_where_there_are_slots_for_several():
     """Three conversations of two, one and three turns."""
     openings = [

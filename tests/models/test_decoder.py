@@ -388,9 +388,3 @@ def whole_cache(target):
     abstract = target.new_cache(batch=1, pages_per_sequence=2, num_pages=3, page_size=8)
     table = jax.device_put(np.array([[2, 1]], np.int32), abstract.page_table.sharding)
     return dataclasses.replace(zeros(abstract), page_table=table)
-
-
-def test_modules_are_born_abstract():
-    arch = dataclasses.replace(make_architecture(), vocab_size=10**9, hidden_size=10**6)
-    target = Qwen3(arch, dtype=jnp.bfloat16, sharding=make_sharding())
-    assert parameters.count(target) > 10**15

@@ -1,5 +1,3 @@
-"""Tests of declaring and filling parameters."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -97,20 +97,6 @@ def test_too_many_shards_of_a_model_name_a_mesh_that_fits(sizes, length, advice)
     sharding.make_sharding(fitting, RULES, abstract=True).named((length,), ("kv_heads",))
 
 
-def test_a_name_for_every_dimension():
-    with pytest.raises(ValueError, match="shorter"):
-        describe().named((16, 3), ("batch",))
-
-
-def test_abstract_arrays_know_their_place():
-    array = describe(tensor=2).abstract((6, 4), ("vocab", None), jnp.bfloat16)
-    assert (array.shape, array.dtype, array.sharding.spec) == (
-        (6, 4),
-        jnp.bfloat16,
-        P("tensor", None),
-    )
-
-
 def test_unknown_mesh_axis():
     assert failure(describe, rules={"batch": ("dat",)}) == (
         "sharding_rules.batch: unknown mesh axis 'dat'; did you mean 'data'?"
@@ -139,13 +125,6 @@ def test_several_processes_leave_no_device_out(monkeypatch):
     )
 
 
-def test_the_axes_are_those_of_the_config():
-    assert sharding.MESH_AXES == ("data", "fsdp", "tensor", "expert")
-    assert describe().mesh.axis_names == sharding.MESH_AXES
-    eight = make_sharding(data=2, expert=4)
-    assert eight.spec("batch", "expert") == P("data", "expert")
-
-
 def test_constrain():
     array = jnp.arange(12.0).reshape(4, 3)
     eight = make_sharding(data=2, fsdp=2, tensor=2)
@@ -170,15 +149,3 @@ def test_map_sees_one_device_s_shards():
     assert set(shapes) == {((2, 1), (3,))}
     np.testing.assert_array_equal(moved[:, 0], [0, 0, 10, 10, 20, 20, 30, 30])
     np.testing.assert_array_equal(difference, np.arange(6) - 1)
-
-
-def test_map_on_one_device_is_the_function():
-    one = make_sharding()
-    assert one.map(len, (("batch",),), (("batch",),)) is len
-    assert one.index("batch") == 0
-
-
-def test_replicated():
-    eight = make_sharding(data=2, fsdp=2, tensor=2)
-    array = jax.device_put(np.arange(3), eight.replicated())
-    assert [shard.data.shape for shard in array.addressable_shards] == [(3,)] * 8

@@ -198,31 +198,6 @@ def test_auto_decodes_plainly_when_drafting_does_not_pay():
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_auto_drafts_the_largest_blocks_where_they_cost_nothing():
-    """All options come through Tunix's config."""
-    given = {
-        "target": TARGET,
-        "drafter": {"name": "ngram", "block_size": "auto"},
-        "decode": {"batch_size": 4, "page_size": 8},
-        "dtype": "float32",
-    }
-    words, how = TokenizerAdapter(ByteTokenizer()), {"temperature": 0.0, "eos_tokens": [1]}
-    config = sampled(rollout_vllm_kwargs={"dflash": given}, **how)
-    engine = DFlashRollout(policy(), words, rollout_config=config)
-    prompts = [*PROMPTS[2:], "ab" * 20, "xyz" * 12]
-    engine.generate(prompts, config)  # Compiles, and measures cycles.
-    ids = [list(prompt.encode()) for prompt in prompts]
-    _, run, requests = engine.llm._prepare(ids, engine._sampling(config))
-    run.cycle_seconds, run._learnt = (1.0,) * len(run.rules.choices), None
-    engines()["none"].update_params(nnx.state(policy(), nnx.Param))
-    wanted = engines()["none"].generate(prompts, config).tokens
-    for one, other in zip(engine.generate(prompts, config).tokens, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)
-    done = [event for event in decode(run, requests) if isinstance(event, RequestOutput)]
-    sizes = [size for one in done for size in one.block_sizes]
-    assert max(sizes) == run.block_sizes[-1]
-
-
 def test_statistics_belong_to_the_weights():
     engine = rollout()
     engine.generate(PROMPTS, sampled())

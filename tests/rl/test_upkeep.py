@@ -1,5 +1,3 @@
-"""Tests of the drafter's training on rollouts."""
-
 import jax
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of the settings of the C library's allocator."""
-
 import subprocess
 import sys
 

@@ -1,5 +1,3 @@
-"""Tests of what a run shows."""
-
 import io
 import re
 import time

@@ -1,5 +1,3 @@
-"""Tests of the records and the summary of a decode run."""
-
 import dataclasses
 import json
 

@@ -1,6 +1,5 @@
 """Real clients: the unmodified openai package, and recorded requests of load generators."""
 
-import asyncio
 import json
 import pathlib
 
@@ -83,46 +82,6 @@ def test_openai_messages_may_contain_a_response(client):
     answer = response.choices[0].message.model_dump()  # with all its fields that are null
     more = [*MESSAGES, answer, {"role": "user", "content": "and?"}]
     assert client.chat.completions.create(model="tiny", messages=more, max_tokens=4).choices
-
-
-def test_openai_concurrent_streams(server):
-    async def ask(client, number):
-        stream = await client.completions.create(
-            model="tiny", prompt=[number + 1] * 5, max_tokens=6 + number, stream=True
-        )
-        return "".join([part.choices[0].text async for part in stream])
-
-    async def everyone():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
-            return await asyncio.gather(*(ask(client, number) for number in range(12)))
-
-    for number, text in enumerate(asyncio.run(everyone())):
-        expected = decoded(server.config, [number + 1] * 5, max_tokens=6 + number)
-        assert text == bytes(expected).decode()
-
-
-def test_openai_logprobs(client):
-    parameters = {"max_tokens": 5, "logprobs": True, "top_logprobs": 2}
-    response = client.chat.completions.create(model="tiny", messages=MESSAGES, **parameters)
-    content = response.choices[0].logprobs.content
-    assert "".join(one.token for one in content) == response.choices[0].message.content
-    assert {len(one.top_logprobs) for one in content} == {2}
-
-
-def test_openai_json_schema(client):
-    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
-    spaces = {str(ord(one)): -100 for one in " \t\n\r"}  # with which JSON may go on for ever
-    response = client.chat.completions.create(
-        model="tiny",
-        messages=MESSAGES,
-        max_tokens=40,
-        logit_bias=spaces,
-        response_format={"type": "json_schema", "json_schema": {"name": "list", "schema": schema}},
-        extra_body={"stop_token_ids": [0]},
-    )
-    items = json.loads(response.choices[0].message.content.rstrip("\0"))
-    assert 2 <= len(items) <= 3
-    assert set(items) <= {1, 2}
 
 
 def test_openai_tool_loop(client):

@@ -35,20 +35,6 @@ def test_a_newcomer_gets_the_next_place():
     assert list(queue.take()) == [51]
 
 
-def test_many_requests_of_a_client_get_the_share_of_one_client():
-    queue = FairQueue(4, clock=lambda: 0.0)
-    for id in range(40):
-        queue.add(id, ("a", f"a{id}"))
-    for id in range(40, 80):
-        queue.add(id, ("b", "b1"))
-    taken = []
-    for _ in range(20):
-        taken += queue.take()
-        queue.remove(taken[-4])
-    clients = collections.Counter("a" if id < 40 else "b" for id in taken)
-    assert abs(clients["a"] - clients["b"]) <= 2
-
-
 def test_nobody_waits_forever():
     """A large request ends although others keep arriving."""
     times, draw = itertools.count(), random.Random(0)
@@ -135,13 +121,3 @@ def test_priorities_go_before_fairness():
         order.append(id)
         queue.remove(id)
     assert order == [2, 0, 1, 3]
-
-
-def test_requests_of_an_owner_are_counted():
-    queue = FairQueue(1)
-    for id, owner in enumerate("aab"):
-        queue.add(id, (owner, id))
-    assert list(queue.take()) == [0]
-    assert (queue.count("a"), queue.count("b"), queue.count("c")) == (2, 1, 0)
-    queue.remove(0)
-    assert queue.count("a") == 1

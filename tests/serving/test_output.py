@@ -192,19 +192,6 @@ def test_output_does_not_depend_on_the_pieces(pieces, stops, include):
     assert (output, finder.found) == (expected, stop)
 
 
-def test_a_partial_match_is_held_back():
-    finder = StopFinder(["</s>", "\n\n"])
-    assert finder.push("one<") == "one"
-    assert finder.push("/s") == ""
-    assert finder.push("x\n") == "</sx"
-    assert finder.push("", final=True) == "\n"
-
-
-def test_text_without_partial_match_is_not_held_back():
-    assert StopFinder([]).push("text") == "text"
-    assert StopFinder(["z"]).push("text") == "text"
-
-
 @given(
     st.lists(LETTERS, max_size=6),
     st.lists(LETTERS, max_size=6),

@@ -1,5 +1,3 @@
-"""Tests of the masks and errors of grammars."""
-
 import json
 import sys
 

@@ -1,5 +1,3 @@
-"""Tests of reading prompts."""
-
 import io
 import json
 import tracemalloc

@@ -18,7 +18,6 @@ from support.trained_tokenizers import (
 
 from dflash import errors
 from dflash.text import special_tokens
-from dflash.text import tokenizer as tokenization
 from dflash.text.special_tokens import MARK, SpecialTokens
 from dflash.text.tokenizer_loading import load_tokenizer
 
@@ -197,16 +196,6 @@ def test_tokens_that_are_none_are_one_line(tmp_path, config):
     write_json(tmp_path / "tokenizer_config.json", config)
     with pytest.raises(errors.InputError, match=r"tokenizer_config.json: .*: expected a"):
         load_tokenizer(tmp_path)
-
-
-def test_bytes_have_no_special_tokens():
-    tokenizer = tokenization.ByteTokenizer()
-    assert tokenizer.encode("<s>", special_tokens=True) == tokenizer.encode("<s>") == list(b"<s>")
-
-
-def test_what_is_no_text_is_left_as_it_is():
-    message = {"n": 1, "none": None, "list": [1.5, True, "x"]}
-    assert SPECIAL.mark(message) == message
 
 
 def test_every_text_of_a_message_is_marked(tmp_path):

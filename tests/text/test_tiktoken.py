@@ -1,5 +1,3 @@
-"""Tests of tokenizers in the format of tiktoken."""
-
 import base64
 import json
 

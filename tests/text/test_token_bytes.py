@@ -1,5 +1,3 @@
-"""Tests of the bytes of tokens against `decode`."""
-
 import json
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Tests of schedules and update rules."""
-
 import functools
 
 import jax

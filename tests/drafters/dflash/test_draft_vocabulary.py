@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.dflash_cases import FULL, cut, make_shape
-from support.engines import decode, engine, expected, random_prompts
-from support.models import ARCHITECTURE, make_sharding, make_target, target, zeros
+from support.models import ARCHITECTURE, make_sharding, make_target, zeros
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -74,34 +73,6 @@ def test_drafts_are_drawn_among_them_by_the_target_s_logits():
     np.testing.assert_array_equal(given["tokens"], DRAFTED)
     wanted = heads.unembed(hidden[:, 1:])[..., DRAFTED]
     np.testing.assert_allclose(given["logits"], wanted, rtol=1e-5, atol=1e-6)
-
-
-@functools.cache
-def decoding_engine(tree_budget, verify):
-    options = DFlashArchitecture(
-        num_hidden_layers=1, block_size=6, target_layer_ids=(0, 1), draft_vocab_size=9
-    )
-    shape = DFlashShape.for_target(ARCHITECTURE, options)
-    build = {"dtype": jnp.float32, "sharding": make_sharding()}
-    model = DFlash(shape, tree_budget=tree_budget, **build)
-    parameters.initialize(model, jax.random.key(1))
-    # The tokens that the target prefers are among them, so that drafts hit.
-    model.prepare_training(lambda: np.arange(24)[::-1], target())
-    return engine(model, batch_size=3, sync_every=2, verify=verify, max_length=64)
-
-
-@pytest.mark.parametrize("tree_budget", [None, 7])
-def test_output_is_that_of_plain_decoding(tree_budget):
-    prompts, limits = random_prompts([5, 9, 16, 3]), [20, 31, 12, 25]
-    lengths = []
-    for how in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 3}):
-        done = decode(decoding_engine(tree_budget, "coupled"), prompts, limits, **how)
-        found = [(one.output_ids, one.finish_reason) for one in done]
-        assert found == expected(prompts, limits, **how)
-        lengths += [length for one in done for length in one.acceptance_lengths]
-    assert max(lengths) > 1, "no draft was ever accepted"
-    outputs = {token for one in done for token in one.output_ids}
-    assert max(outputs) >= 9, "only drafted tokens were ever wanted"
 
 
 def test_a_tree_is_no_larger_than_its_tokens_allow():
@@ -201,14 +172,6 @@ def test_a_table_that_names_other_tokens_is_refused(tmp_path):
 
 
 # --- its size ------------------------------------------------------------------------------------
-
-
-def test_a_whole_vocabulary_is_none():
-    options = DFlashArchitecture(num_hidden_layers=1, draft_vocab_size=24, target_layer_ids=(0,))
-    assert DFlashShape.for_target(ARCHITECTURE, options).draft_vocab_size is None
-    config = DFlash.config_to_hf(make_shape(FULL)) | {"draft_vocab_size": 48}
-    assert DFlashShape.from_hf(config).draft_vocab_size is None
-    assert "draft_vocab_size" not in DFlash.config_to_hf(make_shape(FULL))
 
 
 def test_more_tokens_than_the_target_has_are_refused():

@@ -7,15 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dense import dense_attention
-from support.dflash_cases import BLOCK, CAUSAL, FULL, VIEWS, make_config, make_shape
+from support.dflash_cases import BLOCK, FULL, VIEWS, make_config, make_shape
 from support.models import make_sharding, make_target, move, zeros
 
 from dflash import errors
-from dflash.drafters.dflare import DFlare
 from dflash.drafters.dflash import DFlash
-from dflash.drafters.dflash2 import DFlash2
 from dflash.drafters.dflash_config import LayerView
-from dflash.drafters.dspark import DSpark
 from dflash.drafters.parts.sampler import Candidates
 from dflash.layers import cache as kv
 from dflash.parallel import parameters
@@ -179,13 +176,6 @@ def test_heads_do_what_config_json_says():
     check_block(drafter, (FULL, FULL))
 
 
-@pytest.mark.parametrize("kind", [DFlash, DFlash2, DSpark, DFlare])
-def test_biases_and_sinks_have_names_of_their_own_in_files(kind):
-    for name in ("attention_sink_bias", *(f"{part}_proj.bias" for part in "qkvo")):
-        path = f"layers.0.self_attn.{name}"
-        assert kind.checkpoint_name(path) == path
-
-
 @pytest.mark.parametrize("block_size", [2, 5])
 def test_smaller_blocks_than_trained(block_size):
     drafter = make_drafter(make_shape(FULL, LayerView(3)), block_size=block_size, short_pass=True)
@@ -208,20 +198,6 @@ def test_a_smaller_block_drafts_the_first_tokens_of_the_whole_one():
     assert [len(rows) for rows in passes] == [BLOCK, BLOCK, 4]
     np.testing.assert_array_equal(passes[1], passes[0])
     assert not np.allclose(passes[2], passes[0][:4], atol=1e-3)
-
-
-def test_a_causal_block_is_the_head_of_a_longer_one():
-    """No row of a causal block can tell how long the block is; rows of a full one can."""
-    features, position = draw_features(1, 7), [7]
-    heads = []
-    for view in (CAUSAL, FULL):
-        runs = []
-        for block_size in (3, BLOCK):
-            drafter = make_drafter(make_shape(view, view), block_size=block_size, short_pass=True)
-            state = observe(drafter, new_state(drafter, 1), [0], features)
-            runs.append(run_block(drafter, state, [5], position)[0, :3])
-        heads.append(np.allclose(*runs, atol=1e-5))
-    assert heads == [True, False]
 
 
 def test_larger_blocks_than_trained_are_refused():
@@ -353,14 +329,3 @@ def test_eight_devices_equal_one():
         results.append(run_block(model, state, [1, 2, 3, 4], position, borrowed))
     assert len(results[1].sharding.device_set) == 8
     np.testing.assert_allclose(*results, atol=1e-5)
-
-
-def test_checkpoint_names():
-    drafter = make_drafter(make_shape(FULL))
-    names = {drafter.checkpoint_name(path) for path, _ in parameters.named_parameters(drafter)}
-    attention = [f"{kind}_{part}" for kind in "qk" for part in ("proj", "norm")]
-    inner = [f"self_attn.{name}" for name in (*attention, "v_proj", "o_proj")]
-    inner += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    inner += ["input_layernorm", "post_attention_layernorm"]
-    stems = ["fc", "hidden_norm", "norm", *(f"layers.0.{name}" for name in inner)]
-    assert names == {f"{stem}.weight" for stem in stems}

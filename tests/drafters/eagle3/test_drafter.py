@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.models import make_architecture, make_sharding, make_target, zeros
+from support.models import make_architecture, make_sharding, make_target
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -129,30 +128,6 @@ def test_a_whole_vocabulary_counts_nothing():
     parameters.fill_buffers(model)
     np.testing.assert_array_equal(model.vocabulary().target_ids, np.arange(48))
     assert model.t2d[...].all()
-
-
-def test_a_draft_is_drawn_among_the_draft_vocabulary():
-    model = make_drafter()
-
-    class Drawn(Exception):
-        """Holds the tokens, and their logits, that the first draft is drawn from."""
-
-    class Sampler:
-        def among(self, vocabulary):
-            self.tokens = vocabulary.target_ids
-            return self
-
-        def propose(self, logits, positions):
-            raise Drawn(self.tokens, logits)
-
-    state = zeros(model.init_state(1, 16))
-    state = dataclasses.replace(state, hidden=jnp.ones_like(state.hidden))
-    anchor = jnp.zeros(1, jnp.int32)
-    with pytest.raises(Drawn) as caught:
-        model.draft(state, anchor, anchor, Sampler(), make_target())
-    tokens, logits = caught.value.args
-    np.testing.assert_array_equal(tokens, np.arange(1, 40, 2))
-    assert logits.shape == (1, 1, tokens.size)
 
 
 @pytest.mark.parametrize("save", [checkpoint.save_hf, checkpoint.save_orbax])
@@ -363,13 +338,3 @@ def test_the_first_output_observed_is_the_first_that_training_sees():
 
     outputs, unrolled = both()
     np.testing.assert_allclose(outputs, unrolled[0, np.array([9, 14])], rtol=1e-4, atol=1e-5)
-
-
-def test_nothing_committed_leaves_what_is_known():
-    model, heads = make_drafter(), types.SimpleNamespace(embed=make_target().embed)
-    state = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), model.init_state(1, 16))
-    tokens, features = jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 2, 64))
-    where = jnp.array([4]), tokens, jnp.array([0]), features
-    after = jax.jit(lambda: model.observe(state, *where, heads))()
-    np.testing.assert_array_equal(after.hidden, state.hidden)
-    np.testing.assert_array_equal(after.cache.keys[0][:, :, :4], state.cache.keys[0][:, :, :4])

@@ -150,38 +150,6 @@ def test_loss_by_loops():
     assert all(float(jnp.abs(grad).max()) > 0 for grad in grads.values())
 
 
-def test_descending_the_gradient_helps():
-    model, batch, target = make_drafter(), make_batch(), make_target()
-    values = {path: p.get_value() for path, p in parameters.named_parameters(model)}
-
-    @jax.jit
-    def step(values):
-        @functools.partial(jax.value_and_grad, has_aux=True)
-        def call(values):
-            copy = Medusa(model.shape, dtype=model.dtype, sharding=model.sharding)
-            parameters.assign(copy, values)
-            return copy.loss(batch, target, None, LossConfig(), anchors=ANCHORS, remat=True)
-
-        (_, metrics), grads = call(values)
-        return jax.tree.map(lambda v, g: v - 0.3 * g, values, grads), metrics
-
-    history = []
-    for _ in range(40):
-        values, metrics = step(values)
-        history.append(metrics)
-    assert float(history[-1]["loss"]) < 0.3 * float(history[0]["loss"])
-    lengths = [float(one["acceptance_length"]) for one in history]
-    assert lengths[-1] > lengths[0]
-
-
-def test_anchors_come_from_the_key():
-    model, batch, options = make_drafter(), make_batch(), LossConfig(num_anchors=3)
-    target = make_target()
-    call = jax.jit(lambda key: model.loss(batch, target, key, options)[0])
-    first, again, other = (float(call(jax.random.key(seed))) for seed in (0, 0, 1))
-    assert first == again != other
-
-
 def test_checkpoints_come_back(tmp_path):
     model = make_drafter()
     path = tmp_path / "heads"

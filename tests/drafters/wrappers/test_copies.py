@@ -1,5 +1,3 @@
-"""Tests of copies of the context beside a drafter."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Tests of token trees against plain Python."""
-
 import jax
 import numpy as np
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""Tests of the other readings of a drafter's fields."""
-
 import dataclasses
 from collections import Counter
 
@@ -78,10 +76,6 @@ def test_a_window_that_is_stated_but_not_used_is_tried():
         assert ("layer_types", change) not in views
 
 
-def test_strategies_without_fields_have_no_readings():
-    assert readings(None) == {}
-
-
 @pytest.mark.parametrize(
     ("prompts", "thinks", "expected"),
     [
@@ -99,11 +93,6 @@ def test_readings_of_prompts(prompts, thinks, expected):
     for one in found:
         (name,) = one.prompts
         assert getattr(config, name) != one.prompts[name]
-
-
-def test_without_a_chat_template_prompts_have_one_reading():
-    config = PromptsConfig(text=("a",))
-    assert list(alternatives.of_prompts(config, ByteTokenizer())) == []
 
 
 def test_windows_are_tried_that_hide_half_of_a_prompt():

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 from support import TESTS
 
-from dflash import check
 from dflash.config import loader, schema
 from dflash.loading import job as jobs
 from dflash.measure.pair import diagnosis, replay, report
@@ -121,19 +120,6 @@ def test_the_wrong_field_is_found(tmp_path, change, overrides, field, value):
     assert found == (field and (field, value))
 
 
-def test_a_wrong_thinking_mode_is_found(tmp_path):
-    target = tmp_path / "target"
-    shutil.copytree(DRAFTER.parent / "tiny_target", target)
-    template = target / "chat_template.jinja"
-    asked = "{% if enable_thinking %}<|assistant|>Hm. Let me see.<|end|>{% endif %}"
-    generation = "{%- if add_generation_prompt -%}"
-    template.write_text(template.read_text().replace(generation, asked + generation))
-    overrides = f"target.checkpoint={target}", "prompts.thinking=true"
-    _, decoded, readings = diagnose(DRAFTER, *overrides)
-    suspect = diagnosis.suspicious(decoded.acceptance, readings)
-    assert (suspect.alternative.field, suspect.alternative.change) == ("prompts.thinking", "false")
-
-
 @pytest.mark.parametrize("name", ["dflash", "dflash2", "eagle3"])
 def test_a_replay_accepts_what_the_engine_does(name):
     """Cycle by cycle: the drafter sees the features of one forward pass over each text."""
@@ -146,12 +132,3 @@ def test_a_replay_accepts_what_the_engine_does(name):
     texts = replay.compute(job.target, decoded.texts, job.drafter.feature_layers)
     found = replay.cycles(job.drafter, job.target, texts)
     assert found.counts == decoded.acceptance.cycles
-
-
-def test_a_strategy_without_weights_is_measured(capsys):
-    with pytest.raises(SystemExit) as caught:
-        check.main(["configs/tiny_dflash.yml", "drafter={name: ngram}", "decode.max_new_tokens=8"])
-    assert caught.value.code == 0
-    out = capsys.readouterr().out
-    assert "drafter     ngram, without weights" in out
-    assert "τ" in out
