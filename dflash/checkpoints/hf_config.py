@@ -120,11 +120,7 @@ def check_only(config: Mapping[str, Any], name: str, supported: Any) -> None:
 def read_architecture(
     config: Mapping[str, Any], schema: type[Architecture] = TargetArchitecture
 ) -> Architecture:
-    """Reads an architecture from config.json.
-
-    Args:
-      schema: Dataclass of the architecture: `TargetArchitecture`, or the subclass of a family.
-    """
+    """Reads an architecture from config.json."""
     for name, supported in schema.HF_FIXED:
         check_only(config, name, supported)
     names = added_fields(schema, TargetArchitecture)
@@ -138,7 +134,6 @@ def read_architecture(
 
 
 def _read_decoder(config: Mapping[str, Any]) -> TargetArchitecture:
-    """Reads the fields of `TargetArchitecture` from config.json."""
     check_only(config, "hidden_act", "silu")
     theta, scaling = _read_rope(config)
     flat = {key: value for key, value in config.items() if key != _OLD_ROPE}

@@ -81,8 +81,6 @@ def save(module: nnx.Module, directory: pathlib.Path) -> int:
 
     Returns:
       Number of arrays written.
-    Raises:
-      OSError: The arrays cannot be written.
     """
     values = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     save_tree(values, (directory / PARAMS).absolute())

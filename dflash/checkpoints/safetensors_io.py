@@ -55,7 +55,6 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
         optionally `ignored_checkpoint_names`, `ignored_checkpoint_suffixes` and
         `checkpoint_copies`. Parameters whose path ends in ".kernel" are stored transposed. Buffers
         are filled, too.
-      directory: Directory with model.safetensors, or with several files and an index.
     """
     load_tensors(module, read_headers(directory), source_of(directory))
 
@@ -162,7 +161,6 @@ def _check(tensors, expected, names, module, listing) -> None:
 
 
 def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    """Returns whether two tensors have the same dtype, shape and bytes."""
     if (first.code, first.shape) != (second.code, second.shape):
         return False
     columns = [slice(0, size) for size in first.shape[1:]]

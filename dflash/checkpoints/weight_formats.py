@@ -41,8 +41,6 @@ class _Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """The `weights` mapping of a compressed-tensors group."""
-
     num_bits: int
     strategy: str = "tensor"
     symmetric: bool = True

@@ -34,9 +34,6 @@ class Batches:
         Args:
           batch_size: Rows per batch, over all processes.
           mine: Indices of the rows of each batch that this process reads; None for all.
-          state: Position to resume from, as `state()` returns it; None for the beginning.
-        Raises:
-          InputError: The data are fewer rows than one batch, or `state` belongs to other data.
         """
         _check_size(mixture, batch_size)
         fingerprints = [rows.corpus.fingerprint for rows in mixture.corpora]

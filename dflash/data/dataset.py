@@ -40,13 +40,10 @@ class Dataset(abc.ABC):
         return shuffled(list(self.examples(split)))[:limit]
 
     def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
-        """Returns whether `text` has the same final answer as the last answer of the example.
+        """Returns whether `text` has the final answer of the example; None if that has none.
 
         Args:
           finished: False if the text was cut off at a limit; see `answers.find`.
-        Returns:
-          The result of the comparison; None if the example has no final answer, as in a
-          conversation.
         """
         del example, text, finished
         return None

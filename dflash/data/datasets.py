@@ -92,11 +92,7 @@ class Jsonl(Dataset):
 
 
 def find(name: str, config: DataConfig) -> Dataset:
-    """Builds a data set by its name.
-
-    Raises:
-      ConfigError: The data set does not exist; the message suggests the nearest name.
-    """
+    """Builds a data set; the ConfigError for an unknown name suggests the nearest one."""
     if name not in registry.DATASETS:
         near = registry.suggest(name, registry.DATASETS)
         raise errors.ConfigError(f"unknown data set {name!r}{near}")
@@ -107,9 +103,6 @@ def find_all(config: DataConfig) -> dict[str, Dataset]:
     """Builds the data sets of a run by name.
 
     Call this once per run, because hashing the user's files may take long.
-
-    Raises:
-      ConfigError: A data set does not exist.
     """
     return {name: find(name, config) for name in config.shares}
 

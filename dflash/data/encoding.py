@@ -32,11 +32,7 @@ _REPORT_SECONDS = 30.0  # between progress messages
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that every id of a tokenizer is in the vocabulary of a model.
-
-    Raises:
-      ConfigError: The tokenizer has more tokens than the model.
-    """
+    """Raises ConfigError if a tokenizer has more tokens than a model."""
     if tokenizer.vocab_size > vocab_size:
         raise errors.ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is "

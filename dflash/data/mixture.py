@@ -81,7 +81,6 @@ def open_mixture(
     Raises:
       InputError: The data are malformed (the message has file and line) or empty, or no document
         has a supervised token within the length of a row.
-      ConfigError: The tokenizer has more tokens than the model.
     """
     if vocab_size is not None:
         encoding.check_vocabulary(tokenizer, vocab_size)

@@ -55,11 +55,7 @@ class Tfds(Dataset):
         return {"train": "train", **self._config.tfds.splits}
 
     def _rows(self, split: Split) -> Any:
-        """Opens the rows of a split, with random access.
-
-        Raises:
-          ConfigError: The config names no data set, or fields that it does not have.
-        """
+        """Opens the rows of a split, with random access."""
         config = self._config.tfds
         if config.name is None:
             raise errors.ConfigError("data.tfds.name: required by the data set tfds")

@@ -56,8 +56,6 @@ def train(sentences: Iterable[str], *, vocab_size: int, num_threads: int = 1) ->
     Args:
       sentences: Texts; no token spans two of them.
       vocab_size: Number of tokens, including the special ones and the 256 bytes.
-    Returns:
-      The content of tokenizer.model.
     """
     import sentencepiece
 
@@ -97,11 +95,7 @@ def train(sentences: Iterable[str], *, vocab_size: int, num_threads: int = 1) ->
 
 
 def write(model: bytes, destination: pathlib.Path) -> None:
-    """Writes tokenizer.model, tokenizer_config.json and chat_template.jinja.
-
-    Raises:
-      CheckpointError: `destination` exists and is not an empty directory, or cannot be written.
-    """
+    """Writes tokenizer.model, tokenizer_config.json and chat_template.jinja."""
     with files.staged(destination, SENTENCEPIECE_MODEL) as directory:
         (directory / SENTENCEPIECE_MODEL).write_bytes(model)
         files.write_json(directory / "tokenizer_config.json", TOKENIZER_CONFIG)

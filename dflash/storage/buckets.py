@@ -205,7 +205,6 @@ class BucketPath(gpath.PosixGPath):
             return None
 
     def _entries(self) -> list["BucketPath"]:
-        """Returns the objects and directories directly below this path."""
         names = []
         with _as_os_errors(self, missing_ok=True):
             names = self._store.ls(str(self), detail=False)

@@ -60,7 +60,6 @@ def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> N
     """Writes a file atomically: readers see either the old content or all of the new.
 
     Args:
-      path: File to create or replace.
       content: Text, which is written as UTF-8, bytes, or an iterable of bytes.
     Raises:
       OSError: The file cannot be written; the old one stays.
@@ -93,8 +92,6 @@ def publish(source: pathlib.Path, target: pathlib.Path, marker: str) -> None:
 
     Args:
       source: A complete directory beside `target`; it is gone afterwards.
-      target: Final name of the directory.
-      marker: Name of a file in the directory.
     Raises:
       OSError: The directory cannot be written; then `source` stays.
     """
@@ -220,23 +217,13 @@ def sync(path: pathlib.Path) -> None:
 
 
 def to_json(values: Mapping[str, Any]) -> str:
-    """Returns the text of a JSON file.
-
-    Raises:
-      ValueError: A number is not finite.
-    """
+    """Returns the text of a JSON file; raises ValueError if a number is not finite."""
     return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 @contextlib.contextmanager
 def explained(path: pathlib.Path) -> Iterator[None]:
-    """Turns an OSError of the block into a one-line WorkdirError.
-
-    Args:
-      path: Path to name if the error names none.
-    Raises:
-      WorkdirError: The block raised an OSError.
-    """
+    """Turns an OSError of the block, of `path` unless it names one, into a WorkdirError."""
     try:
         yield
     except OSError as error:

@@ -42,11 +42,7 @@ class GrowingFile:
         files.sync(self._path.parent)  # so that the name of a new file survives a crash
 
     def append(self, data: bytes) -> None:
-        """Appends data.
-
-        Raises:
-          OSError: The file cannot be written; in a bucket, writes have failed for minutes.
-        """
+        """Appends data; in a bucket, raises OSError only after writes have failed for minutes."""
         written = os.write(self._descriptor, data)
         if written < len(data):  # the disk is full; the next run drops the incomplete line
             raise OSError(f"only {written} of {len(data)} bytes were written")

@@ -38,13 +38,7 @@ def is_name(text: str) -> bool:
 
 
 def download(reference: str) -> pathlib.Path:
-    """Fetches a repository, or finds it in the local cache, and prints its commit.
-
-    Args:
-      reference: Repository as hf:org/name or hf:org/name@revision.
-    Raises:
-      CheckpointError: The repository or its revision is missing, or cannot be downloaded.
-    """
+    """Fetches a repository, or finds it in the local cache, and prints its commit."""
     check(reference)
     import huggingface_hub
     from huggingface_hub import errors as failures
@@ -100,11 +94,7 @@ def repository_of(reference: str) -> str:
 
 
 def check(reference: str) -> None:
-    """Checks the form of a reference, and that huggingface_hub is installed.
-
-    Raises:
-      CheckpointError: The reference has another form, or the library is missing.
-    """
+    """Checks the form of a reference, and that huggingface_hub is installed."""
     if not is_name(reference.removeprefix(PREFIX)):
         raise errors.CheckpointError(
             f"{reference}: expected {PREFIX}org/name or {PREFIX}org/name@revision"

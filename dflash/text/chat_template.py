@@ -38,7 +38,6 @@ class ChatTemplate:
         """Renders a conversation as text.
 
         Args:
-          messages: Messages with "role" and "content".
           add_generation_prompt: Whether to end with the text that begins an answer.
           **variables: Variables that replace those of the constructor.
         """

@@ -23,9 +23,6 @@ def start(module: str) -> subprocess.Popen:
     """Starts a Python process that calls `main()` of a module, with pipes to stdin and stdout.
 
     The process ignores the environment, and finds modules where this process does.
-
-    Raises:
-      OSError: The system starts no process.
     """
     program = (
         f"import importlib, sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
@@ -46,13 +43,7 @@ def limit_time(seconds: int) -> None:
 
 
 def exceeded(status: int, seconds: int, max_bytes: int) -> str | None:
-    """Returns the limit that ended a process, such as "more than 1 s"; None for another reason.
-
-    Args:
-      status: Return code of the process.
-      seconds: Limit of its processor time.
-      max_bytes: Limit of its memory.
-    """
+    """Returns the limit that ended a process, such as "more than 1 s"; None for another reason."""
     if status == _OUT_OF_TIME:
         return f"more than {seconds} s"
     if status == OUT_OF_MEMORY or status in _CRASHED:

@@ -95,9 +95,6 @@ def _find_problem(
 
     The process is needed because the limits of the library do not cover everything: some short
     schemas take minutes.
-
-    Raises:
-      UserError: See `check`.
     """
     values = [serialize(kind, source), num_tokens, limits(kind), COMPILE_SECONDS, _COMPILE_BYTES]
     try:
@@ -191,7 +188,6 @@ def unusable(kind: Kind, problem: str) -> errors.InputError:
 
 
 def _first_line(problem: str) -> str:
-    """Shortens an error message of the library to one line of at most 200 characters."""
     line = " ".join(problem.split("<state>")[0].split())
     return line if len(line) <= 200 else f"{line[:199]}…"
 

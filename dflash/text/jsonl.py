@@ -78,11 +78,7 @@ def decode(line: bytes) -> str:
 
 
 def parse_json(line: str) -> Mapping[str, Any]:
-    """Parses a line of a JSONL file as an object.
-
-    Raises:
-      InputError: The line is not a JSON object, is nested too deep, or has non-finite numbers.
-    """
+    """Parses a line of a JSONL file: an object of finite numbers that is not nested too deep."""
     try:
         fields = json.loads(line, parse_constant=_reject_constant, parse_float=_finite)
     except _NotFinite as error:

@@ -118,8 +118,6 @@ def from_values(
       values: Prompts, each a text, token ids, or the messages of a conversation.
       config: Whether the chat template is applied to plain text.
       vocab_size: Upper bound of the token ids, exclusive.
-    Raises:
-      InputError: There are no prompts, or some are unusable; see `read_prompts`.
     """
     entries = (
         (f"prompts[{index}]", functools.partial(_fields, value))
@@ -216,7 +214,6 @@ def continued(
 
 
 def _fields(value: Value) -> Mapping[str, Any]:
-    """Converts a prompt of a program to the fields of a JSONL line."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return {"prompt": value}
     items = [value] if isinstance(value, Mapping) else list(value)
@@ -311,7 +308,6 @@ def _encode_chat(
 
 
 def _without_answer(messages: Messages) -> tuple[Mapping[str, Any], ...]:
-    """Returns a conversation without the messages of the assistant at its end."""
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1

@@ -47,10 +47,6 @@ class Tokenizer(abc.ABC):
         """Encodes a conversation with the chat template, up to where the answer begins.
 
         Only the template adds special tokens; their spellings in messages are plain text.
-
-        Args:
-          messages: Messages with "role" and "content".
-          **variables: Variables of the template; see `render_chat`.
         """
         return self.encode_rendered(self.render_chat(messages, **variables))
 
@@ -75,7 +71,6 @@ class Tokenizer(abc.ABC):
         """Encodes text from `render_chat`, or a part of it, without adding special tokens.
 
         Args:
-          text: Rendered text with marks.
           beginning: Whether this is the beginning of a text, where many tokenizers add a space.
         """
 

@@ -246,7 +246,6 @@ def _without_special_tokens(content: dict[str, Any]) -> Any:
 
 
 def _merged(pair: str | Sequence[str]) -> str:
-    """Returns the piece that a merge rule of a BPE model gives."""
     return "".join(pair.split(" ", 1) if isinstance(pair, str) else pair)
 
 

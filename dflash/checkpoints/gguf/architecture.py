@@ -181,7 +181,6 @@ def check_known(header: GgufHeader, prefix: str, family_keys: Collection[str]) -
     """Checks that each option that the file states is implemented.
 
     Args:
-      prefix: Architecture of the file and a dot.
       family_keys: Keys that this architecture has beside the common ones, without the prefix.
     """
     known = {*_INTEGERS, *family_keys, *_ELSEWHERE}
@@ -219,7 +218,6 @@ def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:
 
 
 def _check_size(header: GgufHeader, key: str, size: int) -> None:
-    """Raises if a size of heads is not the head dimension."""
     value = header.get(key, int, size)
     if value != size:
         raise errors.CheckpointError(

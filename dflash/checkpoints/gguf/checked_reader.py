@@ -56,7 +56,6 @@ class CheckedReader(gguf.GGUFReader):
         return end - orig_offs, [values], [0], [GGUFValueType.ARRAY, kind]
 
     def _texts(self, offset: int, count: int) -> tuple[list[str], int]:
-        """Returns strings, and the offset after them."""
         texts, data = [], memoryview(self.data)
         for _ in range(count):
             begin = offset + _LENGTH.size

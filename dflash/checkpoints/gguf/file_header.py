@@ -78,12 +78,7 @@ class GgufHeader:
 
 
 def read_header(file: pathlib.Path) -> GgufHeader:
-    """Reads the header of a GGUF file, and checks that the file holds every tensor.
-
-    Raises:
-      CheckpointError: The file is no GGUF file, damaged or truncated, has tensors of unsupported
-        types, or the `gguf` package is not installed.
-    """
+    """Reads the header of a GGUF file, and checks that the file holds every tensor."""
     if paths.in_bucket(file):
         raise errors.CheckpointError(f"{file}: GGUF files are read from a disk; copy it to one")
     try:

@@ -27,11 +27,7 @@ _LAYOUT_VERSION = 1  # Counts changes of what the directory holds.
 
 
 def open_file(file: pathlib.Path) -> pathlib.Path:
-    """Returns the directory of a GGUF file's model, and creates it if it is missing.
-
-    Raises:
-      WorkdirError: The directory cannot be written.
-    """
+    """Returns the directory of a GGUF file's model, and creates it if it is missing."""
     file = pathlib.Path(os.path.abspath(file))
     header = file_header.read_header(file)
     directory = _directory(file)
@@ -43,7 +39,6 @@ def open_file(file: pathlib.Path) -> pathlib.Path:
 
 
 def _directory(file: pathlib.Path) -> pathlib.Path:
-    """Returns the directory for the present state of a file."""
     status = file.stat()
     state = _LAYOUT_VERSION, str(file), status.st_size, status.st_mtime_ns
     digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]

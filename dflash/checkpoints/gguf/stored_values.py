@@ -190,11 +190,7 @@ def _join_rows(name: str, parts: Sequence[GgufTensor], order: np.ndarray) -> _Jo
 
 
 def qkvz(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
-    """Joins the projections of Qwen3-Next's gated DeltaNet, by key head.
-
-    Raises:
-      ValueError: The shapes do not fit the config.
-    """
+    """Joins the projections of Qwen3-Next's gated DeltaNet by key head, or raises ValueError."""
     joined = dict(tensors)
     for name in [name for name in tensors if name.endswith(_QKV)]:
         parts = [joined.pop(part) for part in (name, name.replace(_QKV, _Z)) if part in joined]

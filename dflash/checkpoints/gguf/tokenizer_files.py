@@ -185,7 +185,6 @@ def _id(header: GgufHeader, name: str) -> int | None:
 
 
 def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    """Returns the content of tokenizer.json for byte-level BPE."""
     kind = header.get(PREFIX + "pre", str, "gpt-2")
     if kind not in _PRE_TOKENIZERS:
         raise errors.CheckpointError(

@@ -47,7 +47,6 @@ def _copied(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def _padded(values: dict[str, Any], vocab_size: int, directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the metadata with unused tokens at the end."""
     tokens = values[PREFIX + "tokens"]
     if len(tokens) > vocab_size:
         raise errors.CheckpointError(
@@ -68,7 +67,6 @@ def _padded(values: dict[str, Any], vocab_size: int, directory: pathlib.Path) ->
 
 
 def _byte_level(directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the metadata of a tokenizer.json with byte-level BPE."""
     file = directory / TOKENIZER_JSON
     content = files.read_json(file)
     try:
@@ -111,7 +109,6 @@ def _type_of(token: int, ids: Mapping[int, str], special: Mapping[int, bool]) ->
 
 
 def _sentencepiece(directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the metadata of a tokenizer.model with BPE."""
     from google.protobuf import message
     from sentencepiece import sentencepiece_model_pb2
 

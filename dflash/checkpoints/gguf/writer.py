@@ -76,9 +76,6 @@ def save(
       config: Contents of its config.json, as `config_to_hf` writes it.
     Returns:
       Number of tensors written.
-    Raises:
-      CheckpointError: The model cannot be written in this format, or `gguf` is not installed.
-      WorkdirError: The file cannot be written.
     """
     family = kinds.written_family(config)
     tensors = list(_tensors(outgoing.tensors_of(module), family, config))

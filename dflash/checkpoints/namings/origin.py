@@ -59,22 +59,14 @@ class Naming(Protocol):
     """Names and shapes of parameters in the trees of one framework."""
 
     def origin(self, path: str, shape: tuple[int, ...]) -> Origin:
-        """Returns the origin of the parameter of this shape at a dotted path.
-
-        Raises:
-          KeyError: The framework has no such parameter.
-        """
+        """Returns the origin of a parameter; raises KeyError if the framework has none."""
 
     def ignores(self, name: str) -> bool:
         """Returns whether an array that no parameter needs is expected in the tree."""
 
 
 def rename(rules: Iterable[tuple[str, str]], path: str) -> str:
-    """Returns the name that the first matching rule, a pattern and its expansion, gives to a path.
-
-    Raises:
-      KeyError: No rule matches.
-    """
+    """Returns the name that the first matching rule gives to a path, or raises KeyError."""
     for pattern, name in rules:
         match = re.fullmatch(pattern, path)
         if match:

@@ -62,7 +62,6 @@ class TunixNames:
     """
 
     def __init__(self, module: nnx.Module, flat: Mapping[str, Any], lora_alpha: float | None):
-        """Creates the naming of a tree; see `find_naming`."""
         self._arch, self._layers = module.arch, module.layers
         gemma = (*_GEMMA4_RULES, *_GEMMA_RULES)
         self._rules = gemma if "final_norm.scale" in flat else _TUNIX_RULES

@@ -30,7 +30,6 @@ class _Harmony(ToolFormat):
 
 
 def _thinking(rules: AnswerRules, tokens: TargetTokens) -> Iterator[str]:
-    """Yields the rules of the messages before the last one."""
     message = f"{_CHANNEL}{{}}{_MESSAGE}"
     following = tokens.expression(f"{_START}assistant")
     yield f"analysis: {tokens.expression(message.format('analysis'))} thought {following}"

@@ -103,7 +103,6 @@ def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
 
 
 def _read_arguments(reader: Reader, properties: Mapping[str, Any]) -> Steps[None]:
-    """Parses the parameters of a call, as a JSON object."""
     separator = "{"
     while (marker := (yield from reader.until("<parameter=", "</function>"))) == "<parameter=":
         name, marker = yield from reader.take(">\n")

@@ -96,11 +96,7 @@ class TargetTokens:
         return f"{rule}[lazy]: {text} {self.expression(marker)}"
 
     def limited(self, rule: str, marker: str, limit: int) -> str:
-        """Returns the Lark rule of a text of at most `limit` tokens, and the marker after it.
-
-        Raises:
-          InputError: The marker is not one token.
-        """
+        """Returns the Lark rule of a text of at most `limit` tokens, and the marker after it."""
         end = self._special.get(marker)
         if end is None and marker.encode() in self._texts:
             end = self._texts.index(marker.encode())
@@ -209,7 +205,6 @@ def read_text(reader: Reader, rules: AnswerRules) -> Steps[None]:
 
 
 def _ranges(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last number of each run of increasing numbers."""
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         yield members[0], members[-1]

@@ -77,11 +77,7 @@ class ChatFormat:
         return Parser(functools.partial(self._read, rules=rules))
 
     def grammar(self, rules: AnswerRules, tokens: TargetTokens) -> str:
-        """Returns the grammar of answers, in llguidance's dialect of Lark.
-
-        Raises:
-          InputError: The format cannot express the rules.
-        """
+        """Returns the grammar of answers, in llguidance's dialect of Lark."""
         return self._tools.grammar(rules, tokens)
 
     @property
@@ -102,7 +98,6 @@ def format_of(template: str, *, tools: str = "auto", thinking: str = "auto") -> 
     """Returns the format of a chat template.
 
     Args:
-      template: Source of the template; "" if there is none.
       tools: Name of the format of calls; "auto" finds it by the template, "none" is none.
       thinking: "think" if answers may begin with <think>, "none", or "auto".
     """
