@@ -108,10 +108,7 @@ class Autoregressive(Drafter):
         name, _ = batch_axes(batch, sharding)
         pages = -(-(max_length + self.block_size + 1) // self.page_size)
         cache = self.model.new_cache(
-            batch=batch,
-            pages_per_sequence=pages,
-            num_pages=batch * pages,
-            page_size=self.page_size,
+            batch=batch, pages_per_sequence=pages, num_pages=batch * pages, page_size=self.page_size
         )
         hidden = sharding.abstract((batch, arch.hidden_size), (name, None), self.model.dtype)
         return DraftModelState(cache, hidden)
@@ -142,7 +139,6 @@ class Autoregressive(Drafter):
         )
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Runs the committed tokens and the new anchor in one pass; see `Drafter.observe`."""
         hidden, state = self.run(state, tokens, position)
         newest = jnp.take_along_axis(hidden, num_committed[:, None, None], axis=1)[:, 0]
         return dataclasses.replace(state, hidden=newest)
@@ -187,7 +183,6 @@ class Autoregressive(Drafter):
         return DraftModelState(cache, super().insert(state.hidden, other.hidden, row, slot))
 
     def context_pages(self, num_pages, page_size):
-        """Returns abstract pages [P, K, S, H]; see `Drafter.context_pages`."""
         cache = self.model.new_cache(
             batch=num_pages, pages_per_sequence=1, num_pages=num_pages, page_size=page_size
         )
@@ -201,7 +196,6 @@ class Autoregressive(Drafter):
         return jax.tree.unflatten(form, pages)
 
     def read_rows(self, state, slot, start, count):
-        """Returns keys and values of a slot's rows; see `Drafter.read_rows`."""
         begin = self._first_row(state, slot) + start
 
         def read(pool):
@@ -211,7 +205,6 @@ class Autoregressive(Drafter):
         return jax.tree.map(read, state.cache.layers)
 
     def write_rows(self, state, slot, start, rows):
-        """Writes keys and values of a slot's rows; see `Drafter.write_rows`."""
         begin = self._first_row(state, slot) + start
 
         def write(pool, new):

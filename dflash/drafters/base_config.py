@@ -229,7 +229,6 @@ class DrafterShape(abc.ABC):
         """Returns the shape of a fresh drafter.
 
         Args:
-          target: Architecture of the target.
           options: The config group `drafter.architecture`; None for its defaults.
         Raises:
           ConfigError: The options contradict one another, or the target.

@@ -26,7 +26,6 @@ class DFlare(DFlash):
     shape_class = DFlareShape
 
     def declare_context(self, **build):
-        """Declares the weights of the mixtures; see `DFlash.declare_context`."""
         layers, taps = self.shape.decoder.num_hidden_layers, len(self.feature_layers)
         first = tuple(
             tuple(_FIRST_CHOICE * (tap == layer * taps // layers) for tap in range(taps))
@@ -38,7 +37,6 @@ class DFlare(DFlash):
 
     @staticmethod
     def make_layer(shape, **build):
-        """Returns an abstract draft layer."""
         form = shape.attention_form | {"takes_context": False}  # Rows of context have their own.
         attention = grouped_attention(shape.decoder, ContextAttention, **form, **build)
         return TransformerLayer(shape.decoder, attention=attention, **build)
@@ -52,5 +50,4 @@ class DFlare(DFlash):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         return path if path == _FUSION else DFlash.checkpoint_name(path)

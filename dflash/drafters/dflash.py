@@ -64,9 +64,6 @@ class DFlash(OnePassDrafter):
         """Builds an abstract drafter.
 
         Args:
-          shape: Shape of the network.
-          dtype: Dtype of weights and state.
-          sharding: Mesh and axis rules of weights and state.
           block_size: Rows to verify in a chain, or on the longest path of a tree; at most the
             trained block size. None for the trained block size.
           tree_budget: Number of drafts in a tree; None for a chain.
@@ -126,7 +123,6 @@ class DFlash(OnePassDrafter):
 
     @classmethod
     def options(cls, config: DFlashConfig) -> dict[str, Any]:
-        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         budget = None if config.tree is None else config.tree.budget
         sizes = {"block_size": config.block_size, "short_pass": config.short_pass}
         return {**sizes, "tree_budget": budget}
@@ -147,28 +143,22 @@ class DFlash(OnePassDrafter):
 
     @staticmethod
     def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
-        """Returns an abstract draft layer."""
         attention = grouped_attention(shape.decoder, **shape.attention_form, **build)
         return TransformerLayer(shape.decoder, attention=attention, **build)
 
     def init_state(self, batch, max_length):
-        """Returns an abstract context; see `WeightedDrafter.context_cache`."""
         return self.context_cache(batch, max_length)
 
     def context_pages(self, num_pages, page_size):
-        """Returns abstract pages of the context; see `Drafter.context_pages`."""
         return self.context_cache_pages(num_pages, page_size)
 
     def read_rows(self, state, slot, start, count):
-        """Returns rows of the context; see `Drafter.read_rows`."""
         return state.read_rows(slot, start, count)
 
     def write_rows(self, state, slot, start, rows):
-        """Writes rows of the context; see `Drafter.write_rows`."""
         return state.write_rows(slot, start, rows)
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Drafts a chain or a tree in one pass; see `Drafter.draft`."""
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
@@ -186,7 +176,6 @@ class DFlash(OnePassDrafter):
         return self.propose(*rows, unembed, self.among(sampler), count), state
 
     def within(self, windows):
-        """Returns a copy of this drafter with the same weights; see `Drafter.within`."""
         narrowed = nnx.merge(*nnx.split(self))
         narrowed.seen = windows
         return narrowed
@@ -213,7 +202,6 @@ class DFlash(OnePassDrafter):
         return DraftVocabulary.of(self.d2t[...], self.shape.decoder.vocab_size)
 
     def check_weights(self, directory: pathlib.Path) -> None:
-        """Checks the loaded draft vocabulary, if any; see `draft_vocabulary.check`."""
         if self.d2t is not None:
             table = np.asarray(self.d2t.get_value())
             draft_vocabulary.check(table, self.shape.decoder.vocab_size, directory)
@@ -289,7 +277,6 @@ class DFlash(OnePassDrafter):
         return None if sinks is None else sinks[...]
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Projects the features to keys and values and stores them; see `Drafter.observe`."""
         return self.store_context(state, position, self.context_rows(features))
 
     def store_context(self, state: kv.StaticCache, position, context) -> kv.StaticCache:
@@ -311,7 +298,6 @@ class DFlash(OnePassDrafter):
           batch: Packed rows, with features.
           heads: Embedding and output head of the target, which are frozen.
           key: PRNG key, which draws the anchors.
-          options: Config group of the loss.
           anchors: First rows of the blocks; None to draw them from `key`.
           remat: Recompute activations in the backward pass.
         """
@@ -387,6 +373,5 @@ class DFlash(OnePassDrafter):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, leaf = path.rpartition(".")
         return path if leaf in _BARE or not stem else f"{stem}.weight"

@@ -103,14 +103,12 @@ class ConvolvedLayer(TransformerLayer):
         self.mlp_conv = DynamicConvolution(shape.decoder.hidden_size, **options)
 
     def attention_branch(self, normed, cos_sin, attend):
-        """Returns the convolved attention branch; see `TransformerLayer.attention_branch`."""
         before, after = self.attention_conv.kernels(normed)
         normed = convolve(normed, before, self.rows)
         branch, kept = super().attention_branch(normed, cos_sin, attend)
         return convolve(branch, after, self.rows), kept
 
     def mlp_branch(self, normed):
-        """Returns the convolved MLP branch; see `TransformerLayer.mlp_branch`."""
         before, after = self.mlp_conv.kernels(normed)
         branch = super().mlp_branch(convolve(normed, before, self.rows))
         return convolve(branch, after, self.rows)
@@ -154,7 +152,6 @@ class DFlash2(ConditionedDFlash):
         return max(self.shape.selector_top_k, min(_TREE_CANDIDATES, self.num_drafted))
 
     def declare_head(self, **build):
-        """Declares the selector; see `ConditionedDFlash.declare_head`."""
         decoder, rank = self.shape.decoder, self.shape.selector_rank
         tokens = decoder.vocab_size, self.num_drafted
         self.candidate_selector = CandidateSelector(decoder.hidden_size, *tokens, rank, **build)
@@ -163,7 +160,6 @@ class DFlash2(ConditionedDFlash):
 
     @staticmethod
     def make_layer(shape, **build):
-        """Returns an abstract draft layer."""
         return ConvolvedLayer(shape, **build)
 
     def prepare(self, hidden):
@@ -176,7 +172,6 @@ class DFlash2(ConditionedDFlash):
         return code * prepared.astype(code.dtype), memory
 
     def bias(self, vectors):
-        """Scores the vectors against all successor codes; see `ConditionedDFlash.bias`."""
         return self.candidate_selector.successor_codebook.attend(vectors)
 
     def choices(self, base):
@@ -205,14 +200,10 @@ class DFlash2(ConditionedDFlash):
         corrected, metrics = block_loss(scored.scores, scored.blocks, options)
         base_scores = self.score_base(scored, batch, heads, options)
         base, _ = block_loss(base_scores, scored.blocks, options)
-        return corrected + base, metrics | {
-            "loss": corrected + base,
-            "base_loss": base,
-        }
+        return corrected + base, metrics | {"loss": corrected + base, "base_loss": base}
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, leaf = path.rpartition(".")
         if leaf == "base_kernel":
             return path

@@ -50,7 +50,6 @@ class DFlash2Shape(Selector, DFlashShape):
     architecture: ClassVar[type] = DFlash2Architecture
 
     def to_hf(self) -> dict[str, Any]:
-        """Writes z-lab's layout; see `DrafterShape.to_hf`."""
         config = super().to_hf()
         config[GROUP] |= {"projector_type": "dflash2"} | self.added
         return config

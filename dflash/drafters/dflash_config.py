@@ -163,7 +163,6 @@ class DFlashShape(BlockSizes, DrafterShape):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads config.json, in any published layout; see `DrafterShape.from_hf`."""
         shape = cls(**cls._read(layouts_config.to_zlab(config, **cls.layout)))
         base_config.check_file(shape._problems())
         return shape
@@ -203,7 +202,6 @@ class DFlashShape(BlockSizes, DrafterShape):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns config.json fields in the newer layout; see `DrafterShape.to_hf`."""
         windows = {view.window for view in self.views} - {None}
         optional = {
             name: getattr(self, name)
@@ -240,7 +238,6 @@ class DFlashShape(BlockSizes, DrafterShape):
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: DFlashArchitecture | None) -> Self:
-        """Returns the shape of a fresh DFlash drafter; see `DrafterShape.for_target`."""
         options = options or cls.architecture()
         names = cls.__dataclass_fields__.keys() & options.__dataclass_fields__.keys()
         sizes = {name: getattr(options, name) for name in names}

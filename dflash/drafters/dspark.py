@@ -71,7 +71,6 @@ class RecurrentHead(MarkovHead):
         self.joint_proj = Linear(2 * rank + width, 3 * rank, (None, None), bias=True, **build)
 
     def fresh_memory(self, *lead):
-        """Returns zeros [*lead, r]; see `MarkovHead`."""
         return jnp.zeros((*lead, self.rank), self.joint_proj.bias.dtype)
 
     def __call__(self, code, hidden, memory):
@@ -152,17 +151,14 @@ class DSpark(ConditionedDFlash):
 
     @classmethod
     def options(cls, config: DSparkConfig) -> dict[str, Any]:
-        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         temperatures = config.confidence_temperatures
         return super().options(config) | {"confidence_temperatures": temperatures}
 
     @property
     def has_confidence(self):
-        """Returns whether there is a confidence head, or a tree; see `Drafter.has_confidence`."""
         return self.drafts_trees or self.confidence_head is not None
 
     def declare_head(self, **build):
-        """Declares the previous-token and confidence heads; see `ConditionedDFlash`."""
         shape, width, rank = self.shape, self.shape.decoder.hidden_size, self.shape.markov_rank
         head, tokens = _HEADS[shape.markov_head_type], (shape.decoder.vocab_size, self.num_drafted)
         self.markov_head = head(width, *tokens, rank, **build)
@@ -176,11 +172,9 @@ class DSpark(ConditionedDFlash):
         return self.markov_head.fresh_memory(*lead)
 
     def condition(self, previous, hidden, memory):
-        """Runs the previous-token head; see `ConditionedDFlash.condition`."""
         return self.markov_head(self.markov_head.markov_w1(previous), hidden, memory)
 
     def bias(self, vectors):
-        """Multiplies the vectors by the head's output table; see `ConditionedDFlash.bias`."""
         return self.markov_head.markov_w2.attend(vectors)
 
     def confidence(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
@@ -198,7 +192,6 @@ class DSpark(ConditionedDFlash):
         return self.confidence_head(hidden)
 
     def acceptance(self, prepared, previous):
-        """Returns the confidence of a chain; see `ConditionedDFlash.acceptance`."""
         if self.confidence_head is None:
             return None
         odds = self.confidence(prepared, previous)

@@ -66,7 +66,6 @@ class DSparkShape(MarkovHead, DFlashShape):
     confidence_head_with_markov: bool = True
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns config.json fields, without DFlash's group; see `DrafterShape.to_hf`."""
         config = super().to_hf()
         group = config.pop(GROUP)
         beside = {name: group[name] for name in ("mask_token_id", "target_layer_ids")}

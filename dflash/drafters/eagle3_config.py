@@ -73,7 +73,6 @@ class Eagle3Shape(TapSizes, DrafterShape):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads config.json, of EAGLE-3 or of this package; see `DrafterShape.from_hf`."""
         for key in ("attention_bias", "mlp_bias"):
             hf_config.check_only(config, key, False)
         names = ("draft_vocab_size", "target_layer_ids", "num_target_layers")
@@ -96,7 +95,6 @@ class Eagle3Shape(TapSizes, DrafterShape):
         return shape
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns config.json fields; see `DrafterShape.to_hf`."""
         taps = self.target_layer_ids
         return hf_config.write_architecture(self.decoder) | {
             "model_type": "llama",
@@ -107,7 +105,6 @@ class Eagle3Shape(TapSizes, DrafterShape):
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: Eagle3Architecture | None) -> Self:
-        """Returns the shape of a fresh EAGLE-3 drafter; see `DrafterShape.for_target`."""
         options = options or Eagle3Architecture()
         shape = cls(
             decoder=options.decoder_for(target, num_hidden_layers=1, tie_word_embeddings=False),

@@ -63,7 +63,6 @@ class LiLiCorr(ConditionedDFlash):
         return self.shape.lilicorr_candidate_topk
 
     def declare_head(self, **build):
-        """Declares the network; see `ConditionedDFlash.declare_head`."""
         self.lilicorr = LatticeNetwork(self.shape, **build)
         if self.shape.conv_kernel_size:
             for layer in self.layers:
@@ -71,23 +70,19 @@ class LiLiCorr(ConditionedDFlash):
 
     @staticmethod
     def make_layer(shape, **build):
-        """Returns an abstract draft layer, with convolutions if the shape has any."""
         make = ConvolvedLayer if shape.conv_kernel_size else DFlash.make_layer
         return make(shape, **build)
 
     def init_state(self, batch, max_length):
-        """Returns an abstract state; see `WeightedDrafter.context_cache`."""
         name, _ = kv.batch_axes(batch, self.sharding)
         width = self.shape.decoder.hidden_size
         row = self.sharding.abstract((batch, width), (name, None), self.dtype)
         return LiLiCorrState(super().init_state(batch, max_length), row)
 
     def read_rows(self, state, slot, start, count):
-        """Returns rows of the context; see `Drafter.read_rows`."""
         return super().read_rows(state.context, slot, start, count)
 
     def write_rows(self, state, slot, start, rows):
-        """Writes rows of the context; see `Drafter.write_rows`."""
         context = super().write_rows(state.context, slot, start, rows)
         return dataclasses.replace(state, context=context)
 
@@ -97,7 +92,6 @@ class LiLiCorr(ConditionedDFlash):
         return super().run_block(state.context, anchor, position, heads, **options)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Stores keys and values of the features, and their last row; see `Drafter.observe`."""
         rows = self.context_rows(features)
         last = jnp.maximum(num_committed - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(rows[0], last, axis=1)[:, 0].astype(state.row.dtype)
@@ -201,7 +195,6 @@ class LiLiCorr(ConditionedDFlash):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         if not path.startswith(_NETWORK):
             return DFlash2.checkpoint_name(path)
         stem, _, leaf = path.rpartition(".")

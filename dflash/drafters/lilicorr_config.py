@@ -94,7 +94,6 @@ class LiLiCorrShape(CandidateNetwork, DFlashShape):
         return super()._read(config)
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns config.json fields in ModelOpt's layout; see `DrafterShape.to_hf`."""
         config, added = super().to_hf(), self.added
         if not self.conv_kernel_size:
             added = {name: added[name] for name in added if name not in self.file_defaults}

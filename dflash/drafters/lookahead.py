@@ -91,7 +91,6 @@ class Lookahead(Drafter):
 
     @classmethod
     def create(cls, config: LookaheadConfig, hf, target, *, dtype, sharding):
-        """Creates a drafter, which has no weights; see `Drafter.create`."""
         return cls(
             window=config.window,
             ngram_size=config.ngram_size,
@@ -108,7 +107,6 @@ class Lookahead(Drafter):
 
     @property
     def has_confidence(self) -> bool:
-        """Returns that drafts have no confidence; see `Drafter.has_confidence`."""
         return False
 
     def init_state(self, batch, max_length):
@@ -127,7 +125,6 @@ class Lookahead(Drafter):
         )
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Joins the window and n-grams into a tree; see `Drafter.draft`."""
         window = self._complete(state, anchor)
         grams = find_candidates(state.pool, anchor, self.candidates, default=window[:, :, 0])
         batch = anchor.shape[0]

@@ -68,8 +68,6 @@ class Medusa(OnePassDrafter):
 
         Args:
           shape: Shape of the heads.
-          dtype: Dtype of weights and state.
-          sharding: Mesh and axis rules of weights and state.
           block_size: 1 + the number of heads to use, at most the trained size; None for all heads.
           tree_budget: Number of drafts in a tree; None for a chain.
         Raises:
@@ -92,24 +90,20 @@ class Medusa(OnePassDrafter):
 
     @classmethod
     def options(cls, config: MedusaConfig) -> dict[str, Any]:
-        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         budget = None if config.tree is None else config.tree.budget
         return {"block_size": config.block_size, "tree_budget": budget}
 
     def init_state(self, batch, max_length):
-        """Returns abstract hidden states; see `Drafter.init_state`."""
         name, _ = batch_axes(batch, self.sharding)
         return self.sharding.abstract((batch, self.shape.hidden_size), (name, None), self.dtype)
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Drafts a chain, or a tree of the heads' most likely tokens; see `Drafter.draft`."""
         hidden = self.look_ahead(state)[:, 1:]
         positions = position[:, None] + 1 + jnp.arange(self.num_positions)
         count = self.num_draft_tokens
         return self.propose(hidden, positions, heads.unembed, sampler, count), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Keeps the last committed row's hidden state; see `Drafter.observe`."""
         last = jnp.maximum(num_committed - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(features, last, axis=1)[:, 0].astype(state.dtype)
         return jnp.where((num_committed > 0)[:, None], newest, state)
@@ -130,7 +124,6 @@ class Medusa(OnePassDrafter):
           batch: Packed rows, with features.
           heads: Embedding and output head of the target, which are frozen.
           key: PRNG key, which draws the anchors.
-          options: Config group of the loss.
           anchors: Rows after those that predict; None to draw them from `key`.
           remat: Recompute activations in the backward pass.
         """
@@ -151,7 +144,6 @@ class Medusa(OnePassDrafter):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Returns the checkpoint's name of the parameter at a dotted path."""
         stem, _, _ = path.rpartition(".")
         return f"{stem}.weight"
 

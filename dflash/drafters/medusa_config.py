@@ -57,16 +57,13 @@ class MedusaShape(DrafterShape):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads config.json; see `DrafterShape.from_hf`."""
         return hf_config.read_fields(config, cls)
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns config.json fields; see `DrafterShape.to_hf`."""
         return dataclasses.asdict(self) | {"model_type": "medusa"}
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: MedusaArchitecture | None) -> Self:
-        """Returns the shape of fresh heads; see `DrafterShape.for_target`."""
         options = options or MedusaArchitecture()
         return cls(
             block_size=options.block_size,

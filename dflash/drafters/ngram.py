@@ -24,7 +24,6 @@ class Ngram(Drafter):
         Args:
           block_size: Number of rows that the target verifies, anchor included.
           longest_match: Maximum number of trailing tokens to search for.
-          sharding: Mesh and axis rules of the state.
         """
         self.num_draft_tokens = block_size - 1
         self.longest_match = longest_match
@@ -32,7 +31,6 @@ class Ngram(Drafter):
 
     @classmethod
     def create(cls, config: NgramConfig, hf, target, *, dtype, sharding):
-        """Creates a drafter, which has no weights; see `Drafter.create`."""
         return cls(
             block_size=config.block_size, longest_match=config.longest_match, sharding=sharding
         )
@@ -44,13 +42,11 @@ class Ngram(Drafter):
         return self.sharding.abstract(shape, (name, None), jnp.int32)
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Copies the tokens after the last matching occurrence; see `Drafter.draft`."""
         token_ids = jax.vmap(put)(state, anchor[:, None], position)
         tokens = copy_last(token_ids, position, self.longest_match, self.num_draft_tokens)
         return Proposal(tokens), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Appends the tokens of the rows; see `Drafter.observe`."""
         return jax.vmap(put)(state, tokens[:, :-1], position)
 
 

@@ -54,8 +54,6 @@ def anchored_attention(
       window: Positions up to its own that a row sees; None for all.
       causal: Row r sees rows up to r of its block only.
       group_blocks: Blocks per group of the reference.
-      implementation: Implementation to run; see `implementation.run`.
-      sizes: Tile sizes of the kernels; None for the tuned ones.
     Returns:
       [B, A, R, N, H] in the dtype of `queries`.
     Raises:

@@ -159,8 +159,7 @@ class AnchoredTiling:
         )
         bounds = pl.BlockSpec((None, None, BOUNDS, self.rows), lambda b, k, a, t, *_: (b, a, 0, 0))
         documents = pl.BlockSpec(
-            (None, None, self.tile, 1),
-            lambda b, k, a, t, *s: (b, context_tile(b, a, t, *s), 0, 0),
+            (None, None, self.tile, 1), lambda b, k, a, t, *s: (b, context_tile(b, a, t, *s), 0, 0)
         )
         own = block(self.width)
         return block(self.group * self.width), own, context, bounds, documents, per_row, whole

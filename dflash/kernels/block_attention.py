@@ -51,8 +51,6 @@ def block_attention(
         block see one another whatever these are. None to narrow nothing.
       window: Positions up to its own that a row sees; None for all.
       causal: Row r sees rows up to r of the block only.
-      implementation: Implementation to run; see `implementation.run`.
-      sizes: Tile sizes of the kernel; None for the tuned ones.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:

@@ -43,7 +43,6 @@ def causal_attention(
         sum of every row. None for no sinks. The kernels do not support them.
       window: Rows up to its own that a row sees; None for all.
       chunk_tokens: Queries per chunk of the reference; None to derive it from T.
-      implementation: Implementation to run; see `implementation.run`.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:

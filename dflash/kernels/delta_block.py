@@ -53,7 +53,6 @@ def verify_block(
       memory: float32 [B, V, dk, dv]; state before the block.
       before: [B, W - 1, C]; rows before the block that the convolution reads, the latest last.
       ancestry: bool [B, T, T]; see `gated_delta.solve_block`. None is a chain.
-      implementation: Implementation to run; see `implementation.run`.
     Returns:
       Outputs [B, T, V · dv] in the dtype of the rows, and the block.
     Raises:
@@ -97,7 +96,6 @@ def commit_block(
       rows: [B, T, ·]; rows of the block before the convolution, in the first C columns.
       count: int32 [B]; number of accepted rows.
       path: int32 [B, R]; row of the block at each depth of the accepted path. None is a chain.
-      implementation: Implementation to run; see `implementation.run`.
     """
     paths = () if path is None else (path,)
     return implementations.run(

@@ -42,7 +42,6 @@ def latent_attention(
       start: int32 [B]; cached positions before this call.
       tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
       value_width: Elements of a value, V.
-      implementation: Implementation to run; see `implementation.run`.
     Returns:
       Outputs [B, T, N, V] in the dtype of `queries`, and the pages.
     Raises:

@@ -90,9 +90,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     peak = jnp.maximum(a.peak, b.peak)
     keep_a, keep_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
     return Partial(
-        peak,
-        keep_a * a.total + keep_b * b.total,
-        keep_a * a.weighted + keep_b * b.weighted,
+        peak, keep_a * a.total + keep_b * b.total, keep_a * a.weighted + keep_b * b.weighted
     )
 
 

@@ -65,8 +65,6 @@ def paged_attention(
       sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
         sum of every row. None for no sinks.
       window: Positions up to its own that a row sees; None for all.
-      implementation: Implementation to run; see `implementation.run`.
-      sizes: Tile sizes of the kernel; None for the tuned ones.
     Returns:
       Outputs [B, T, N, H] in the dtype of `queries`, key_pages, value_pages.
     Raises:
@@ -350,8 +348,6 @@ def packed_attention(
       tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
       sinks: [heads]; attention sinks, or None.
       window: Positions up to its own that a row sees; None for all.
-      implementation: Implementation to run; see `implementation.run`.
-      sizes: Tile sizes of the kernel; None for the tuned ones.
     Returns:
       Outputs [D, N, heads, H] in the dtype of `queries`, key_pages, value_pages. Outputs of rows
       past the last sequence's are arbitrary.

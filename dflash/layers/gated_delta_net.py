@@ -18,12 +18,7 @@ from dflash.layers.attention import Attend
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear, RMSNorm
 from dflash.layers.products import finish
-from dflash.layers.recurrent_state import (
-    PendingState,
-    RecurrentSpec,
-    RecurrentState,
-    block_names,
-)
+from dflash.layers.recurrent_state import PendingState, RecurrentSpec, RecurrentState, block_names
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 

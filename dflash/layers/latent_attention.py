@@ -110,11 +110,7 @@ class LatentAttention(nnx.Module):
         return queries, jnp.concatenate([self.kv_a_layernorm(latent), key], axis=-1)
 
     def attend_pages(
-        self,
-        pages: Rows,
-        page_table: jax.Array,
-        start: jax.Array,
-        tree_mask: jax.Array | None,
+        self, pages: Rows, page_table: jax.Array, start: jax.Array, tree_mask: jax.Array | None
     ) -> Attend:
         """Returns attention of new rows to cached rows and to one another, as `Attention` does."""
         batch, pool = batch_axes(start.shape[0], self.sharding)

@@ -70,10 +70,7 @@ class Gemma(Decoder):
         local = dataclasses.replace(
             self.arch, rope_theta=self.arch.rope_local_base_freq, rope_scaling=None
         )
-        return {
-            FULL: rotary.angles(positions, self.arch),
-            SLIDING: rotary.angles(positions, local),
-        }
+        return {FULL: rotary.angles(positions, self.arch), SLIDING: rotary.angles(positions, local)}
 
     def layer_angles(self, i, angles):
         return angles[SLIDING if self.arch.is_sliding(i) else FULL]

@@ -89,11 +89,7 @@ class Qwen3Next(Decoder):
             return f"{prefix}.{parameter}"
         shape = DeltaShape(**subset(self.arch, DeltaShape))
         keys, total = shape.key_size, 2 * shape.key_size + shape.value_size
-        convolved = {
-            "q_conv": (0, keys),
-            "k_conv": (keys, 2 * keys),
-            "v_conv": (2 * keys, total),
-        }
+        convolved = {"q_conv": (0, keys), "k_conv": (keys, 2 * keys), "v_conv": (2 * keys, total)}
         if parameter in convolved:
             return TensorRows(f"{prefix}.conv1d.weight", *convolved[parameter], of=total)
         name = parameter.rpartition(".")[0]
@@ -159,10 +155,7 @@ class Qwen35Text(Qwen3Next):
 class Qwen35(LanguageModel, Qwen35Text):
     """Language model of `Qwen3_5ForConditionalGeneration` and its counterpart with experts."""
 
-    hf_architectures = (
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-    )
+    hf_architectures = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
     hf_model_type = "qwen3_5"
     text_class = Qwen35Text
     tower_names = ("model.visual.*",)

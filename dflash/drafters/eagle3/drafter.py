@@ -68,9 +68,6 @@ class Eagle3(WeightedDrafter):
         """Builds an abstract drafter.
 
         Args:
-          shape: Shape of the network.
-          dtype: Dtype of weights and state.
-          sharding: Mesh and axis rules of weights and state.
           num_draft_tokens: Number of drafts in a chain.
           tree: Size of the trees to draft; None for chains.
           training_steps: Number of steps for which `loss` feeds the drafter its own output.
@@ -94,13 +91,11 @@ class Eagle3(WeightedDrafter):
 
     @classmethod
     def options(cls, config: Eagle3Config) -> dict[str, Any]:
-        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         names = ("num_draft_tokens", "tree", "training_steps")
         return {name: getattr(config, name) for name in names}
 
     @property
     def drafts_trees(self) -> bool:
-        """Returns whether proposals are trees, which may be chains by chance."""
         return self.tree is not None
 
     @property
@@ -109,26 +104,21 @@ class Eagle3(WeightedDrafter):
         return 1 + (self.num_draft_tokens if self.tree is None else self.tree.depth)
 
     def init_state(self, batch: int, max_length: int) -> Eagle3State:
-        """Returns an abstract state; see `WeightedDrafter.context_cache`."""
         name, _ = kv.batch_axes(batch, self.sharding)
         width = self.shape.decoder.hidden_size
         hidden = self.sharding.abstract((batch, width), (name, None), self.dtype)
         return Eagle3State(self.context_cache(batch, max_length), hidden)
 
     def context_pages(self, num_pages, page_size):
-        """Returns abstract pages of the cache; see `Drafter.context_pages`."""
         return self.context_cache_pages(num_pages, page_size)
 
     def read_rows(self, state, slot, start, count):
-        """Returns rows of the cache; see `Drafter.read_rows`."""
         return state.cache.read_rows(slot, start, count)
 
     def write_rows(self, state, slot, start, rows):
-        """Writes rows of the cache; see `Drafter.write_rows`."""
         return dataclasses.replace(state, cache=state.cache.write_rows(slot, start, rows))
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Drafts a chain or a tree, token by token; see `Drafter.draft`."""
         if self.tree is not None:
             return self._draft_tree(state, position, sampler, heads)
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
@@ -198,7 +188,6 @@ class Eagle3(WeightedDrafter):
         return beam_tree.grow(first, (hidden, visible, table, table), extend, options), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Runs the layer over pairs with the target's features; see `Drafter.observe`."""
         embedded = heads.embed(tokens[:, 1:])
         hidden, cache = self.run(self.fc(features), embedded, state.cache, position)
         last = jnp.maximum(num_committed - 1, 0)[:, None, None]
@@ -293,6 +282,5 @@ class Eagle3(WeightedDrafter):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Returns the checkpoint's name of the parameter or table at a dotted path."""
         stem, _, _ = path.rpartition(".")
         return f"{stem}.weight" if stem else path

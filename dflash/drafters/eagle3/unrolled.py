@@ -78,7 +78,6 @@ def score_steps(
       vocabulary: Draft vocabulary.
       draft_logits: Function [..., D] -> logits float32 [..., Q] of the drafter.
       unembed: Output head of the target, [B, m, D] -> logits float32 [B, m, V].
-      options: Config group of the loss.
     Raises:
       ConfigError: The loss is only for block drafters.
       ValueError: The loss uses the target's hidden states, and the batch has none.

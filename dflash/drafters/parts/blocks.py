@@ -115,7 +115,6 @@ def score_blocks(
       blocks: Drafted blocks.
       batch: Packed rows, with the target's hidden states if the loss uses them.
       unembed: Function [B, m, D] -> logits float32 [B, m, V].
-      options: Config group of the loss.
       frozen_head: Whether `unembed` has no parameters to train.
     Raises:
       ValueError: The loss uses the target's hidden states, and the batch has none.

@@ -71,9 +71,6 @@ class ConditionedDFlash(DFlash):
         """Builds an abstract drafter.
 
         Args:
-          shape: Shape of the network.
-          dtype: Dtype of weights and state.
-          sharding: Mesh and axis rules of weights and state.
           block_size: Rows to verify in a chain, or on the longest path of a tree; None for the
             trained number.
           short_pass: Compute only `block_size` rows per pass.
@@ -92,7 +89,6 @@ class ConditionedDFlash(DFlash):
 
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
-        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         names = "block_size", "short_pass", "tree"
         return {name: getattr(config, name) for name in names}
 
@@ -113,7 +109,6 @@ class ConditionedDFlash(DFlash):
 
     @property
     def drafts_trees(self) -> bool:
-        """Returns whether proposals are trees, which may be chains by chance."""
         return self.tree is not None
 
     @property
@@ -195,7 +190,6 @@ class ConditionedDFlash(DFlash):
         return None
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Runs one pass over the block, then draws token by token; see `Drafter.draft`."""
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):

@@ -91,8 +91,6 @@ class LatticeNetwork(nnx.Module):
         """Builds an abstract network for the draft positions of a block.
 
         Args:
-          shape: Shape of the drafter.
-          dtype: Dtype of weights.
           sharding: Mesh; the network is replicated.
         """
         build = {"dtype": dtype, "sharding": sharding}

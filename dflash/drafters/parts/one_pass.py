@@ -57,7 +57,6 @@ class OnePassDrafter(WeightedDrafter):
 
     @property
     def drafts_trees(self) -> bool:
-        """Returns whether proposals are trees, which may be chains by chance."""
         return self.tree_budget is not None
 
     @property

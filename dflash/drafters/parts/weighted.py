@@ -22,8 +22,6 @@ class WeightedDrafter(Drafter):
     Attributes:
       shape_class: Class of the strategy's shapes.
       shape: Shape of this drafter.
-      dtype: Dtype of weights and state.
-      sharding: Mesh and axis rules of weights and state.
     """
 
     shape_class: ClassVar[type[DrafterShape]]
@@ -47,7 +45,6 @@ class WeightedDrafter(Drafter):
         dtype: jnp.dtype,
         sharding: Sharding,
     ) -> "WeightedDrafter":
-        """Creates an abstract drafter and checks it against its target; see `Drafter.create`."""
         if hf is None:
             shape = cls.architecture_for(target, config.architecture).fit(target)
         else:
@@ -88,7 +85,6 @@ class WeightedDrafter(Drafter):
         """Returns the shape of a fresh drafter for a target.
 
         Args:
-          target: Architecture of the target.
           options: Config group `drafter.architecture`; None for its defaults.
         Raises:
           ConfigError: The options contradict one another, or the target.
