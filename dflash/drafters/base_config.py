@@ -261,23 +261,23 @@ def check_options(problems: Iterable[Problem]) -> None:
         raise errors.ConfigError(*lines)
 
 
-def check_stated(config: DrafterConfig, stated: Any, found: Any) -> None:
+def check_stated(config: DrafterConfig, expected: Any, actual: Any) -> None:
     """Checks that `drafter.architecture` agrees with the shape of `drafter.checkpoint`.
 
     Keys that were not given, or are None, agree with any shape.
 
     Args:
       config: Config group `drafter`, with an architecture.
-      stated: Shape that follows from the architecture.
-      found: Shape of the checkpoint.
+      expected: Shape that follows from the architecture.
+      actual: Shape of the checkpoint.
     Raises:
       ConfigError: Some values differ; the message has a line for each.
     """
     problems = [
-        f"drafter.architecture.{key}: {value}, but {config.checkpoint} has {_value(found, key)}; "
+        f"drafter.architecture.{key}: {value}, but {config.checkpoint} has {_value(actual, key)}; "
         "leave drafter.architecture out"
         for key, value in config.architecture.given_values.items()
-        if value is not None and _value(stated, key) != _value(found, key)
+        if value is not None and _value(expected, key) != _value(actual, key)
     ]
     if problems:
         raise errors.ConfigError(*problems)
@@ -285,8 +285,8 @@ def check_stated(config: DrafterConfig, stated: Any, found: Any) -> None:
 
 def _value(shape: Any, key: str) -> Any:
     """Returns the value of a key of `drafter.architecture` in a shape or its decoder, or None."""
-    held = shape if hasattr(shape, key) else getattr(shape, "decoder", shape)
-    return getattr(held, key, None)
+    fields = shape if hasattr(shape, key) else getattr(shape, "decoder", shape)
+    return getattr(fields, key, None)
 
 
 def vocabulary_problems(draft_vocab_size: int | None, vocab_size: int) -> Iterable[Problem]:

@@ -77,7 +77,7 @@ class DFlash(OnePassDrafter):
             shape.block_size,
             block_size,
             tree_budget,
-            vocab_size=shape.draft_vocab_size or decoder.vocab_size,
+            vocab_size=shape.num_draft_tokens,
             of="that the drafter was trained with",
         )
         # Number of draft positions that a pass computes. Compute as many as in training by default:
@@ -116,9 +116,9 @@ class DFlash(OnePassDrafter):
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
         """Names of the copies of the target's weights that files of speculators hold."""
-        own = {"embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head}
-        own |= {"d2t": self.d2t, "t2d": self.t2d}
-        copies = [name for name, module in own.items() if module is None]
+        modules = {"embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head}
+        modules |= {"d2t": self.d2t, "t2d": self.t2d}
+        copies = [name for name, module in modules.items() if module is None]
         return (*copies, "verifier_norm.weight", "verifier_lm_head.weight")
 
     @classmethod
@@ -181,16 +181,13 @@ class DFlash(OnePassDrafter):
         return narrowed
 
     def _embed(self, tokens: jax.Array, heads) -> jax.Array:
-        """Returns the embeddings [B, T, D] of a block's tokens."""
-        own = self.embed_tokens
-        x = heads.embed(tokens) if own is None else own(tokens)
+        x = (heads.embed if self.embed_tokens is None else self.embed_tokens)(tokens)
         if self.mask_embedding is None:
             return x
         is_mask = (tokens == self.shape.mask_token_id)[..., None]
         return jnp.where(is_mask, self.mask_embedding[...].astype(x.dtype), x)
 
     def _unembed(self, hidden: jax.Array, heads) -> jax.Array:
-        """Returns logits float32 over the tokens that can be drafted."""
         return (heads.unembed if self.lm_head is None else self.lm_head.attend)(hidden)
 
     def among(self, sampler: Sampler) -> Sampler:
@@ -219,13 +216,9 @@ class DFlash(OnePassDrafter):
         parameters.assign(self, {"lm_head.kernel": columns})
 
     def run_block(self, state, anchor, position, heads, *, num_positions=None):
-        """Runs the draft layers over the block.
+        """Runs the draft layers over the block; other arguments are those of `Drafter.draft`.
 
         Args:
-          state: Context before the anchors.
-          anchor: Last committed tokens, int32 [B].
-          position: Positions of the anchors, int32 [B].
-          heads: Embedding and output head of the target.
           num_positions: Number of rows after the anchor, T - 1; None for all.
         Returns:
           hidden [B, T, D] after the final norm, and positions int32 [B, T].
@@ -272,7 +265,6 @@ class DFlash(OnePassDrafter):
         return attend
 
     def _sinks(self, i: int) -> jax.Array | None:
-        """Returns the attention sinks [N] of layer i, or None."""
         sinks = self.layers[i].self_attn.attention_sink_bias
         return None if sinks is None else sinks[...]
 
@@ -295,11 +287,7 @@ class DFlash(OnePassDrafter):
         """Computes the loss of blocks anchored across the batch; see `Drafter.loss`.
 
         Args:
-          batch: Packed rows, with features.
-          heads: Embedding and output head of the target, which are frozen.
-          key: PRNG key, which draws the anchors.
           anchors: First rows of the blocks; None to draw them from `key`.
-          remat: Recompute activations in the backward pass.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
@@ -313,7 +301,6 @@ class DFlash(OnePassDrafter):
         return block_loss(self._score(hidden, blocks, batch, heads, options), blocks, options)
 
     def _score(self, hidden, blocks, batch, heads, options) -> TokenScores:
-        """Scores blocks with the output head alone."""
         unembed = heads.unembed
         if self.lm_head is not None:
             unembed = parameters.gathered(self.lm_head, self.sharding).attend

@@ -105,8 +105,8 @@ class ConvolvedLayer(TransformerLayer):
     def attention_branch(self, normed, cos_sin, attend):
         before, after = self.attention_conv.kernels(normed)
         normed = convolve(normed, before, self.rows)
-        branch, kept = super().attention_branch(normed, cos_sin, attend)
-        return convolve(branch, after, self.rows), kept
+        branch, auxiliary = super().attention_branch(normed, cos_sin, attend)
+        return convolve(branch, after, self.rows), auxiliary
 
     def mlp_branch(self, normed):
         before, after = self.mlp_conv.kernels(normed)
@@ -149,11 +149,11 @@ class DFlash2(ConditionedDFlash):
     @property
     def num_candidates(self):
         """Number of candidates of the selector in trees."""
-        return max(self.shape.selector_top_k, min(_TREE_CANDIDATES, self.num_drafted))
+        return max(self.shape.selector_top_k, min(_TREE_CANDIDATES, self.shape.num_draft_tokens))
 
     def declare_head(self, **build):
         decoder, rank = self.shape.decoder, self.shape.selector_rank
-        tokens = decoder.vocab_size, self.num_drafted
+        tokens = decoder.vocab_size, self.shape.num_draft_tokens
         self.candidate_selector = CandidateSelector(decoder.hidden_size, *tokens, rank, **build)
         for layer in self.layers:
             layer.rows = self.pass_positions + 1
@@ -175,7 +175,6 @@ class DFlash2(ConditionedDFlash):
         return self.candidate_selector.successor_codebook.attend(vectors)
 
     def choices(self, base):
-        """Returns the most likely tokens, which `correct` reranks given the previous token."""
         count = self.num_candidates if self.drafts_trees else self.shape.selector_top_k
         values, tokens = jax.lax.top_k(base, count)
         codes = self.candidate_selector.successor_codebook(tokens)

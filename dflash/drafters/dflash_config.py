@@ -347,8 +347,8 @@ def _views(
             f"{hf_config.FILE}: layer {types.index(_SLIDING)} slides, but no sliding_window or "
             "swa_window_size is given"
         )
-    stated = (beside.is_causal, within.causal, within.causal_head, within.is_causal)
-    causal = next((value for value in stated if value is not None), None)
+    flags = (beside.is_causal, within.causal, within.causal_head, within.is_causal)
+    causal = next((value for value in flags if value is not None), None)
     if causal is not None:
         slides_causally = causal
     elif beside.sliding_window_non_causal is not None:

@@ -58,7 +58,6 @@ class GatedHead(MarkovHead):
         self.gate_proj = Linear(width + rank, rank, (None, None), bias=True, **build)
 
     def __call__(self, code, hidden, memory):
-        """Returns the gated codes and the memory; see `MarkovHead`."""
         gate = self.gate_proj(jnp.concatenate([hidden, code], axis=-1))
         return jax.nn.sigmoid(gate) * code, memory
 
@@ -74,7 +73,6 @@ class RecurrentHead(MarkovHead):
         return jnp.zeros((*lead, self.rank), self.joint_proj.bias.dtype)
 
     def __call__(self, code, hidden, memory):
-        """Returns the outputs and the new memory of the recurrence; see `MarkovHead`."""
         joint = self.joint_proj(jnp.concatenate([memory, code, hidden], axis=-1))
         gate, candidate, output = jnp.split(joint, 3, axis=-1)
         gate = jax.nn.sigmoid(gate)
@@ -92,7 +90,6 @@ class ConfidenceHead(nnx.Module):
         self.proj = Linear(width, 1, (None, None), bias=True, **build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns logits float32 [...] for inputs [..., width]."""
         return self.proj(x)[..., 0].astype(jnp.float32)
 
 
@@ -136,7 +133,6 @@ class DSpark(ConditionedDFlash):
         self._check_temperatures()
 
     def _check_temperatures(self) -> None:
-        """Raises ConfigError unless there are as many temperatures as drafts, or none."""
         count, least, most = len(self.confidence_temperatures), self.depth, self.shape.block_size
         if count and self.confidence_head is None:
             raise errors.ConfigError(
@@ -160,15 +156,14 @@ class DSpark(ConditionedDFlash):
 
     def declare_head(self, **build):
         shape, width, rank = self.shape, self.shape.decoder.hidden_size, self.shape.markov_rank
-        head, tokens = _HEADS[shape.markov_head_type], (shape.decoder.vocab_size, self.num_drafted)
-        self.markov_head = head(width, *tokens, rank, **build)
+        tokens = shape.decoder.vocab_size, shape.num_draft_tokens
+        self.markov_head = _HEADS[shape.markov_head_type](width, *tokens, rank, **build)
         seen = width + rank * shape.confidence_head_with_markov
         self.confidence_head = (
             ConfidenceHead(seen, **build) if shape.enable_confidence_head else None
         )
 
     def fresh_memory(self, *lead):
-        """Returns the memory of the previous-token head before the first draft position."""
         return self.markov_head.fresh_memory(*lead)
 
     def condition(self, previous, hidden, memory):

@@ -86,8 +86,8 @@ class Eagle3Shape(TapSizes, DrafterShape):
                 "layers whose outputs the drafter reads, counted from 0, as target_layer_ids"
             )
         if not hf_config.read_group(config, "rope_parameters").get("rope_theta"):
-            stated = {key: value for key, value in config.items() if value is not None}
-            config = {"rope_theta": _ROPE_THETA} | stated
+            fields = {key: value for key, value in config.items() if value is not None}
+            config = {"rope_theta": _ROPE_THETA} | fields
         decoder = hf_config.read_architecture(config)
         sizes["draft_vocab_size"] = sizes["draft_vocab_size"] or decoder.vocab_size
         shape = cls(decoder=decoder, **sizes)

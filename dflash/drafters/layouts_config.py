@@ -62,17 +62,17 @@ def _from_speculators(
     config: Mapping[str, Any], anchor_drafts: bool, slides_causally: bool
 ) -> dict[str, Any]:
     """Moves the decoder's fields to the top level; the target's depth stays unknown."""
-    own = hf_config.read_fields(config, _SpeculatorsFields)
+    fields = hf_config.read_fields(config, _SpeculatorsFields)
     hf_config.check_only(config, "sample_from_anchor", anchor_drafts)
-    if not own.aux_hidden_state_layer_ids:
+    if not fields.aux_hidden_state_layer_ids:
         raise errors.CheckpointError(
             f"{hf_config.FILE}: aux_hidden_state_layer_ids: expected at least one layer, got none"
         )
-    non_causal = own.sliding_window_non_causal
+    non_causal = fields.sliding_window_non_causal
     return {
         **{name: value for name, value in config.items() if name != _DECODER},
         **hf_config.read_group(config, _DECODER),
         **hf_config.read_some(config, BlockSizes, _DEFAULT_SIZES, _DEFAULT_SIZES),
         "sliding_window_non_causal": not slides_causally if non_causal is None else non_causal,
-        GROUP: {"target_layer_ids": [layer - 1 for layer in own.aux_hidden_state_layer_ids]},
+        GROUP: {"target_layer_ids": [layer - 1 for layer in fields.aux_hidden_state_layer_ids]},
     }

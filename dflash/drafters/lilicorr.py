@@ -88,8 +88,8 @@ class LiLiCorr(ConditionedDFlash):
 
     def run_block(self, state, anchor, position, heads, *, num_positions=None):
         """Runs the draft layers over the block; see `DFlash.run_block`."""
-        options = {"num_positions": num_positions}
-        return super().run_block(state.context, anchor, position, heads, **options)
+        where = state.context, anchor, position, heads
+        return super().run_block(*where, num_positions=num_positions)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         rows = self.context_rows(features)
@@ -164,7 +164,7 @@ class LiLiCorr(ConditionedDFlash):
             options.chunk_tokens,
         )
         lattice = jax.tree.map(lambda x: x.reshape(count * anchored, slots, -1), lattice)
-        before, own = self.lilicorr(
+        before, nodes = self.lilicorr(
             lattice,
             self._embed_candidates(lattice, heads),
             hidden.reshape(-1, slots, width),
@@ -174,8 +174,8 @@ class LiLiCorr(ConditionedDFlash):
         labels = blocks.labels.reshape(-1, slots)
         first = blocks.tokens[..., 0].reshape(-1, 1)
         previous = jnp.concatenate([first, labels[:, :-1]], axis=1)
-        logits = self._logits(own, self.condition(previous, before, ())[0])
-        hits = own.tokens == labels[..., None]
+        logits = self._logits(nodes, self.condition(previous, before, ())[0])
+        hits = nodes.tokens == labels[..., None]
         known = jnp.cumprod(hits.any(axis=-1), axis=1) > 0
         nll = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hits, logits, 0), axis=-1)
         correct = jnp.take_along_axis(hits, logits.argmax(axis=-1)[..., None], axis=-1)[..., 0]
@@ -188,10 +188,10 @@ class LiLiCorr(ConditionedDFlash):
         rows = self.context_rows(batch.features.astype(dtype), gather=True)[0]
         index = blocks.anchors.index
         before = jnp.maximum(index - 1, 0)
-        found = jnp.take_along_axis(rows, before[..., None], axis=1)
+        context = jnp.take_along_axis(rows, before[..., None], axis=1)
         documents = (jnp.take_along_axis(batch.segment_ids, at, axis=1) for at in (before, index))
         same = jnp.equal(*documents) & (index > 0)
-        return found.reshape(-1, rows.shape[-1]), same.reshape(-1)
+        return context.reshape(-1, rows.shape[-1]), same.reshape(-1)
 
     @staticmethod
     def checkpoint_name(path: str) -> str:

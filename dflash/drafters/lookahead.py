@@ -150,13 +150,13 @@ class Lookahead(Drafter):
         window = jnp.where((columns < self.window)[:, None], moved, 0)
 
         history = jnp.concatenate([state.recent, tokens + 1], axis=1)
-        kept = state.recent.shape[1]
-        begin = jnp.arange(kept) + num_committed[:, None]
+        length = state.recent.shape[1]
+        begin = jnp.arange(length) + num_committed[:, None]
         recent = jnp.take_along_axis(history, begin, axis=1)
         # Each committed token is the last one of an n-gram. Order them newest first.
         size, count = self.levels + 1, tokens.shape[1] - 1
         ends = np.arange(count, 0, -1)
-        grams = history[:, (kept + ends)[:, None] + np.arange(1 - size, 1)]
+        grams = history[:, (length + ends)[:, None] + np.arange(1 - size, 1)]
         grams = jnp.where((ends <= num_committed[:, None])[..., None], grams, 0)
         return LookaheadState(window, state.rows, recent, remember(state.pool, grams))
 
@@ -206,8 +206,8 @@ def remember(pool: jax.Array, grams: jax.Array) -> jax.Array:
     newer = np.arange(new) < np.arange(total)[:, None]
     keep = jnp.all(together > 0, axis=-1) & ~jnp.any(same & newer, axis=-1)
     order = jnp.argsort(~keep, axis=1, stable=True)[:, : pool.shape[1]]
-    kept = jnp.take_along_axis(keep, order, axis=1)
-    return jnp.where(kept[..., None], jnp.take_along_axis(together, order[..., None], axis=1), 0)
+    first = jnp.take_along_axis(keep, order, axis=1)
+    return jnp.where(first[..., None], jnp.take_along_axis(together, order[..., None], axis=1), 0)
 
 
 def tree_layout(window: int, levels: int, candidates: int) -> np.ndarray:
@@ -252,8 +252,8 @@ def merge_alike(tokens: jax.Array, layout: np.ndarray) -> tuple[jax.Array, jax.A
 
     children = np.flatnonzero(depth == 1)
     ids = jnp.arange(drafts + len(children), dtype=jnp.int32)
-    taken = jnp.any(tokens[:, children, None] == ids, axis=1)
-    free = jnp.argsort(taken, axis=1, stable=True).astype(jnp.int32)
+    in_use = jnp.any(tokens[:, children, None] == ids, axis=1)
+    free = jnp.argsort(in_use, axis=1, stable=True).astype(jnp.int32)
     turn = jnp.cumsum(spare, axis=1) - 1
     filler = jnp.take_along_axis(free, jnp.maximum(turn, 0), axis=1)
     return jnp.where(spare, filler, tokens), jnp.where(spare, 0, parents), first + 1

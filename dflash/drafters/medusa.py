@@ -121,11 +121,7 @@ class Medusa(OnePassDrafter):
         """Computes the loss of predictions from rows across the batch; see `Drafter.loss`.
 
         Args:
-          batch: Packed rows, with features.
-          heads: Embedding and output head of the target, which are frozen.
-          key: PRNG key, which draws the anchors.
           anchors: Rows after those that predict; None to draw them from `key`.
-          remat: Recompute activations in the backward pass.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
@@ -144,8 +140,7 @@ class Medusa(OnePassDrafter):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        stem, _, _ = path.rpartition(".")
-        return f"{stem}.weight"
+        return f"{path.rpartition('.')[0]}.weight"
 
 
 def _look_up(rows: jax.Array, index: jax.Array) -> jax.Array:

@@ -62,20 +62,17 @@ def anchored_attention(
     floats = (queries, keys, values, context_keys, context_values)
     masks = (anchors, valid, segment_ids)
     _check(*floats, *masks)
-    reference = functools.partial(
-        _reference, scale=scale, window=window, causal=causal, group_blocks=group_blocks
-    )
+    view = {"scale": scale, "window": window, "causal": causal}
+    reference = functools.partial(_reference, sinks=sinks, group_blocks=group_blocks, **view)
     unsupported = tpu.unsupported(queries) or (sinks is not None and f"{tpu.OP}: sinks") or None
     if implementation == "reference" or (implementation == "auto" and unsupported):
-        return reference(*floats, *masks, sinks)
+        return reference(*floats, *masks)
     kernels = _Kernels(
         implementation,
         unsupported,
         reference,
         sizes or tuning.ANCHORED_ATTENTION.get(queries.shape[-1]),
-        scale,
-        window,
-        causal,
+        **view,
     )
     return _attend(kernels, floats, masks)
 
@@ -168,28 +165,15 @@ def _attend_backward(kernels, residuals, grad):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _reference(
-    queries,
-    keys,
-    values,
-    context_keys,
-    context_values,
-    anchors,
-    valid,
-    segment_ids,
-    sinks=None,
-    *,
-    scale,
-    window,
-    causal,
-    group_blocks,
-):
+def _reference(*arrays, sinks, group_blocks, **view):
+    queries, keys, values, context_keys, context_values, anchors, valid, segment_ids = arrays
     blocks = queries.shape[1]
     group = min(group_blocks, blocks)
-    attend = functools.partial(_attend_group, scale=scale, window=window, causal=causal)
+    attend = functools.partial(_attend_group, **view)
+    context = context_keys, context_values, segment_ids
 
     def step(arrays):
-        return jax.checkpoint(attend)(context_keys, context_values, segment_ids, sinks, *arrays)
+        return jax.checkpoint(attend)(context, sinks, *arrays)
 
     per_group = (queries, keys, values, anchors, valid)
     outputs = jax.lax.map(step, [_cut(array, group) for array in per_group])
@@ -206,7 +190,6 @@ def visible_context(
       anchors: int32 [B, A].
       segment_ids: int32 [B, T].
       block: Number of rows R per block.
-      window: Positions up to its own that a row sees; None for all.
     Returns:
       bool [B, A, R, T].
     """
@@ -221,21 +204,8 @@ def visible_context(
     return visible
 
 
-def _attend_group(
-    context_keys,
-    context_values,
-    segment_ids,
-    sinks,
-    queries,
-    keys,
-    values,
-    anchors,
-    valid,
-    *,
-    scale,
-    window,
-    causal,
-):
+def _attend_group(context, sinks, queries, keys, values, anchors, valid, *, scale, window, causal):
+    context_keys, context_values, segment_ids = context
     batch, blocks, block, heads, width = queries.shape
     kv_heads = keys.shape[3]
     share = heads // kv_heads
@@ -252,14 +222,14 @@ def _attend_group(
     rows = online_softmax.group_queries(queries.reshape(batch, -1, heads, width), kv_heads)
 
     seen = visible_context(anchors, segment_ids, block, window)
-    context = online_softmax.attend(
+    of_context = online_softmax.attend(
         rows,
         context_keys.transpose(2, 0, 1, 3),
         context_values.transpose(2, 0, 1, 3),
         jnp.repeat(seen.reshape(batch, blocks * block, -1), share, axis=1),
         scale=scale,
     )
-    together = online_softmax.merge(of_block, context)
+    together = online_softmax.merge(of_block, of_context)
     if sinks is not None:
         together = online_softmax.with_sinks(together, sinks)
     attended = online_softmax.normalize(together, queries.dtype)
@@ -286,10 +256,4 @@ def _check(queries, keys, values, context_keys, context_values, anchors, valid, 
         "valid": (valid, (batch, blocks)),
         "segment_ids": (segment_ids, (batch, length)),
     }
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"anchored_attention: {name} is {array.shape}, expected {shape}")
-    if heads % kv_heads:
-        raise ValueError(
-            f"anchored_attention: {heads} query heads, expected a multiple of {kv_heads} kv heads"
-        )
+    implementations.check_shapes(tpu.OP, expected, heads, kv_heads)

@@ -150,7 +150,7 @@ class AnchoredTiling:
             (None, None, self.tile, self.width),
             lambda b, k, a, t, *s: place(b, k, context_tile(b, a, t, *s)),
         )
-        whole = pl.BlockSpec(
+        all_context = pl.BlockSpec(
             (None, None, self.context_tiles * self.tile, self.width),
             lambda b, k, a, t, *_: place(b, k, 0),
         )
@@ -161,8 +161,8 @@ class AnchoredTiling:
         documents = pl.BlockSpec(
             (None, None, self.tile, 1), lambda b, k, a, t, *s: (b, context_tile(b, a, t, *s), 0, 0)
         )
-        own = block(self.width)
-        return block(self.group * self.width), own, context, bounds, documents, per_row, whole
+        queries, keys = block(self.group * self.width), block(self.width)
+        return queries, keys, context, bounds, documents, per_row, all_context
 
     @property
     def per_row_shape(self) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ class AnchoredTiling:
         )(*inputs)
 
 
-def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, window, causal, interpret):
+def forward(tiling: AnchoredTiling, arrays, bounds, *, interpret, **view):
     """Returns outputs in the layout of queries, and log2 of each row's softmax sum.
 
     The latter is float32, of shape `tiling.per_row_shape`.
@@ -226,15 +226,14 @@ def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, window, causal, in
     Args:
       arrays: Queries, keys, values, context keys and context values, in the layout of the kernels.
       bounds: Result of `tiling.bounds`.
-      window: Positions up to its own that a row sees; None for all.
-      causal: Rows see their block's rows up to themselves only.
+      **view: Scale, window and causality of `anchored_attention`.
     """
     flash_tpu.check_vmem(OP, tiling.vmem(backward=False))
     queries, block, context, rows, documents, per_row, _ = tiling.specs()
     first, end, row_bounds, segments = bounds
     log_sum = jax.ShapeDtypeStruct(tiling.per_row_shape, jnp.float32)
     return tiling.call(
-        functools.partial(_forward, tiling=tiling, scale=scale, window=window, causal=causal),
+        functools.partial(_forward, tiling=tiling, **view),
         f"{OP}_forward",
         (first, end, *arrays, row_bounds, segments),
         [queries, block, block, context, context, rows, documents],
@@ -250,29 +249,13 @@ def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, window, causal, in
     )
 
 
-def backward(
-    tiling: AnchoredTiling,
-    arrays,
-    bounds,
-    outputs,
-    log_sum,
-    grad,
-    *,
-    scale,
-    window,
-    causal,
-    interpret,
-):
-    """Returns the gradients of `arrays`; those of the context are float32.
+def backward(tiling: AnchoredTiling, arrays, bounds, outputs, log_sum, grad, *, interpret, **view):
+    """Returns the gradients of the arrays of `forward`; those of the context are float32.
 
     Args:
-      arrays: Arrays of `forward`.
-      bounds: Result of `tiling.bounds`.
       outputs: Outputs of `forward`.
       log_sum: Second result of `forward`.
       grad: Gradient of the outputs.
-      window: Positions up to its own that a row sees; None for all.
-      causal: Rows see their block's rows up to themselves only.
     """
     flash_tpu.check_vmem(OP, tiling.vmem(backward=True))
     queries, block, context, rows, documents, per_row, all_context = tiling.specs()
@@ -280,7 +263,7 @@ def backward(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]
     shapes += [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays[3:]]
     return tiling.call(
-        functools.partial(_backward, tiling=tiling, scale=scale, window=window, causal=causal),
+        functools.partial(_backward, tiling=tiling, **view),
         f"{OP}_backward",
         (first, end, *arrays, row_bounds, segments, outputs, grad.astype(tiling.dtype), log_sum),
         [queries, block, block, context, context, rows, documents, queries, queries, per_row],

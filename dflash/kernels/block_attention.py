@@ -57,7 +57,7 @@ def block_attention(
       ValueError: Shapes are inconsistent or exceed VMEM; the message names the array.
     """
     arrays = (queries, keys, values, context_keys, context_values, length)
-    _check(*arrays)
+    _check("block_attention", queries.shape[1], *arrays)
     if sinks is not None and sinks.shape != queries.shape[2:3]:
         raise ValueError(f"block_attention: sinks is {sinks.shape}, expected {queries.shape[2:3]}")
     if windows is not None and windows.shape != length.shape:
@@ -75,7 +75,7 @@ def block_attention(
         unsupported=tpu.unsupported(queries, context_keys),
         cpu=None
         if attention_cpu.unsupported(queries, context_keys)
-        else functools.partial(_with_mask, _attend_on_cpu, **view),
+        else functools.partial(_with_mask, attention_cpu.attend, **view),
     )
 
 
@@ -86,9 +86,8 @@ def _with_mask(
     block = queries.shape[1]
     inside = visible_inside(block, window=window, causal=causal)[None]
     first = _first_visible(length, block, window if windows is None else windows[:, None])
-    return attend(
-        queries, keys, values, inside, context_keys, context_values, length, scale, first, sinks
-    )
+    arrays = queries, keys, values, inside, context_keys, context_values, length
+    return attend(*arrays, scale=scale, first_visible=first, sinks=sinks)
 
 
 def visible_inside(block: int, *, window: int | None, causal: bool) -> jax.Array:
@@ -129,25 +128,20 @@ def branch_attention(
     batch, rows, _, _ = queries.shape
     drafted = keys.shape[1]
     arrays = (queries, keys, values, context_keys, context_values, length)
-    _check(*arrays, drafted=drafted, op="branch_attention")
+    _check("branch_attention", drafted, *arrays)
     if visible.shape != (batch, rows, drafted):
         raise ValueError(
             f"branch_attention: visible is {visible.shape}, expected {(batch, rows, drafted)}"
         )
     on_cpu = implementation == "cpu" and not attention_cpu.unsupported(queries, context_keys)
-    attend = _attend_on_cpu if on_cpu else _attend
+    attend = attention_cpu.attend if on_cpu else _attend
     first = _first_visible(length, rows, None)
-    return attend(*arrays[:3], visible, *arrays[3:], scale, first)
+    return attend(*arrays[:3], visible, *arrays[3:], scale=scale, first_visible=first)
 
 
-def _attend(
-    queries, keys, values, visible_rows, context_keys, context_values, length, scale, first,
-    sinks=None,
-):  # fmt: skip
-    """Attends to the context, and to the rows that `visible_rows` bool [B or 1, T, S] selects.
-
-    A row sees the context from the position in `first`, int32 [B, T], on.
-    """
+def _attend(*arrays, scale, first_visible, sinks=None):
+    """Computes `attention_cpu.attend` without pages."""
+    queries, keys, values, visible_rows, context_keys, context_values, length = arrays
     block, kv_heads = queries.shape[1], keys.shape[2]
     rows = online_softmax.group_queries(queries, kv_heads)
     partial = online_softmax.attend(
@@ -161,7 +155,7 @@ def _attend(
     capacity = context_keys.shape[2]
     tile = min(TILE_TOKENS, capacity)
     # Of each row and head of a group, [B, T·N/K].
-    first = jnp.repeat(first, queries.shape[2] // kv_heads, axis=1)
+    first = jnp.repeat(first_visible, queries.shape[2] // kv_heads, axis=1)
 
     def fold_in_tile(i, partial):
         # The last tile may extend past the capacity. It is then read from an earlier position, and
@@ -187,14 +181,6 @@ def _attend(
     return online_softmax.ungroup(online_softmax.normalize(partial, queries.dtype), block)
 
 
-def _attend_on_cpu(
-    queries, keys, values, visible_rows, context_keys, context_values, length, scale, first,
-    sinks=None,
-):  # fmt: skip
-    arrays = (queries, keys, values, visible_rows, context_keys, context_values, length)
-    return attention_cpu.attend(*arrays, scale=scale, first_visible=first, sinks=sinks)
-
-
 def _first_visible(length: jax.Array, rows: int, window: int | jax.Array | None) -> jax.Array:
     """Returns the first position of the context that each row sees, int32 [B, T].
 
@@ -205,19 +191,8 @@ def _first_visible(length: jax.Array, rows: int, window: int | jax.Array | None)
     return jnp.maximum(length[:, None] + jnp.arange(rows) - (window - 1), 0)
 
 
-def _check(
-    queries,
-    keys,
-    values,
-    context_keys,
-    context_values,
-    length,
-    *,
-    drafted=None,
-    op="block_attention",
-):
-    batch, block, heads, width = queries.shape
-    block = block if drafted is None else drafted
+def _check(op, block, queries, keys, values, context_keys, context_values, length):
+    batch, _, heads, width = queries.shape
     kv_heads = keys.shape[2]
     expected = {
         "keys": (keys, (batch, block, kv_heads, width)),
@@ -226,8 +201,4 @@ def _check(
         "context_values": (context_values, context_keys.shape),
         "length": (length, (batch,)),
     }
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{op}: {name} is {array.shape}, expected {shape}")
-    if heads % kv_heads:
-        raise ValueError(f"{op}: {heads} query heads, expected a multiple of {kv_heads} kv heads")
+    implementations.check_shapes(op, expected, heads, kv_heads)

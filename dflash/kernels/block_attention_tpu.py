@@ -21,25 +21,13 @@ OP = "block_attention"
 
 
 def block_attention_tpu(
-    queries,
-    keys,
-    values,
-    context_keys,
-    context_values,
-    length,
-    sinks=None,
-    windows=None,
-    *,
-    scale: float,
-    window: int | None,
-    causal: bool,
-    sizes: BlockSizes,
-    interpret,
+    *arrays, scale: float, window: int | None, causal: bool, sizes: BlockSizes, interpret
 ):
     """Computes `block_attention`; arguments and results are the same.
 
     Of two windows, `windows` has the narrower one.
     """
+    queries, keys, values, context_keys, context_values, length, sinks, windows = arrays
     batch, block, heads, width = queries.shape
     kv_heads, capacity = context_keys.shape[1:3]
     group = heads // kv_heads

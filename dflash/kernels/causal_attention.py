@@ -154,10 +154,4 @@ def _check(queries, keys, values, segment_ids, sinks):
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (heads,))
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"causal_attention: {name} is {array.shape}, expected {shape}")
-    if heads % kv_heads:
-        raise ValueError(
-            f"causal_attention: {heads} query heads, expected a multiple of {kv_heads} kv heads"
-        )
+    implementations.check_shapes(tpu.OP, expected, heads, kv_heads)

@@ -64,13 +64,12 @@ def verify_block(
             f"delta_block: rows {heads.rows.shape} do not fit {heads.conv.shape[0]} channels of a "
             f"convolution and {memory.shape[1]} gates of {memory.shape[3]}"
         )
-    masks = () if ancestry is None else (ancestry,)
     outputs, *block = implementations.run(
         implementation,
         *heads,
         memory,
         before,
-        *masks,
+        ancestry,
         reference=functools.partial(_verify, eps=eps),
         pallas=functools.partial(tpu.verify_block_tpu, eps=eps),
         unsupported=tpu.unsupported(heads.rows, memory),
@@ -90,14 +89,12 @@ def commit_block(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the state after the accepted rows of a block, and the last rows before the next one.
 
+    The other arguments are those of `gated_delta.advance`.
+
     Args:
-      memory: float32 [B, V, dk, dv]; state before the block.
       before: [B, W - 1, C]; rows before the block.
       rows: [B, T, ·]; rows of the block before the convolution, in the first C columns.
-      count: int32 [B]; number of accepted rows.
-      path: int32 [B, R]; row of the block at each depth of the accepted path. None is a chain.
     """
-    paths = () if path is None else (path,)
     return implementations.run(
         implementation,
         memory,
@@ -105,7 +102,7 @@ def commit_block(
         *block,
         rows,
         count,
-        *paths,
+        path,
         reference=_commit,
         pallas=tpu.commit_block_tpu,
         unsupported=tpu.unsupported(rows, memory),
@@ -142,8 +139,7 @@ def gated(heads: Heads, outputs: jax.Array, eps: float) -> jax.Array:
 
 
 def _verify(*arrays, eps: float):
-    heads, (memory, before, *masks) = Heads(*arrays[:5]), arrays[5:]
-    ancestry = masks[0] if masks else None
+    heads, (memory, before, ancestry) = Heads(*arrays[:5]), arrays[5:]
     projected = convolve(heads, before, memory.shape[2:], ancestry=ancestry)
     outputs, block = gated_delta.solve_block(
         *projected, heads.log_decay, heads.beta, memory, ancestry
@@ -151,11 +147,11 @@ def _verify(*arrays, eps: float):
     return gated(heads, outputs, eps), *block
 
 
-def _commit(memory, before, keys, updates, log_decay, rows, count, *path):
+def _commit(memory, before, keys, updates, log_decay, rows, count, path):
     block = Block(keys, updates, log_decay)
     return (
-        gated_delta.advance(memory, block, count, *path),
-        last_rows(before, rows[..., : before.shape[-1]], count, *path),
+        gated_delta.advance(memory, block, count, path),
+        last_rows(before, rows[..., : before.shape[-1]], count, path),
     )
 
 

@@ -104,7 +104,7 @@ class DeltaTiling:
 
 
 def verify_block_tpu(
-    rows, log_decay, beta, conv, scale, memory, before, ancestry=None, *, eps: float, interpret
+    rows, log_decay, beta, conv, scale, memory, before, ancestry, *, eps: float, interpret
 ):
     """Computes `verify_block`; returns outputs, keys, updates and decays."""
     tiling = DeltaTiling(rows, memory, conv.shape[0])
@@ -153,9 +153,7 @@ def verify_block_tpu(
     return *outputs, log_decay
 
 
-def commit_block_tpu(
-    memory, before, keys, updates, log_decay, rows, count, path=None, *, interpret
-):
+def commit_block_tpu(memory, before, keys, updates, log_decay, rows, count, path, *, interpret):
     """Computes `commit_block`."""
     tiling = DeltaTiling(rows, memory, before.shape[-1])
     accepted = jnp.arange(tiling.padded) < count[:, None]

@@ -241,13 +241,11 @@ def sink_rows(sinks: jax.Array, kv_heads: int, repeats: int) -> jax.Array:
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 
 
-def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) -> int:
-    """Returns the bytes of VMEM that a kernel needs.
+def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) -> None:
+    """Checks that the arrays of a kernel fit in VMEM.
 
     Args:
       arrays: Shape, over all buffers, and dtype of each array by name.
-    Returns:
-      Bytes, including the padding of the last two dimensions to tiles.
     Raises:
       ValueError: The arrays exceed `VMEM_BYTES`; the message lists every array with its size.
     """
@@ -263,7 +261,6 @@ def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) ->
             f"{op}: needs {total / 2**20:.1f} MiB of VMEM, "
             f"more than {VMEM_BYTES / 2**20:.0f}: {parts}"
         )
-    return total
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:

@@ -238,7 +238,7 @@ def last_rows(
       before: [B, W - 1, C]; rows before the block.
       rows: [B, T, C]; rows of the block.
       count: int32 [B]; number of accepted rows.
-      path: int32 [B, R]; row of the block at each depth of the accepted path. None is a chain.
+      path: See `advance`.
     """
     if path is not None:
         rows = along(path, rows)

@@ -76,6 +76,21 @@ def run(
     return jax.lax.platform_dependent(*arrays, tpu=compiled, default=reference)
 
 
+def check_shapes(op: str, expected: dict, heads: int = 1, kv_heads: int = 1) -> None:
+    """Checks the arguments of an op.
+
+    Args:
+      expected: Array and expected shape by the array's name.
+    Raises:
+      ValueError: A shape differs, or the heads do not divide into groups.
+    """
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{op}: {name} is {array.shape}, expected {shape}")
+    if heads % kv_heads:
+        raise ValueError(f"{op}: {heads} query heads, expected a multiple of {kv_heads} kv heads")
+
+
 def interpret_params() -> pltpu.InterpretParams:
     """Returns parameters of a strict interpreter, which detects races and invalid reads."""
     return pltpu.InterpretParams(

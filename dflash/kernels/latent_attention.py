@@ -64,7 +64,7 @@ def latent_attention(
         pages,
         page_table,
         start,
-        *([] if tree_mask is None else [tree_mask]),
+        tree_mask,
         reference=functools.partial(_reference, expand=keys_and_values, scale=scale),
         pallas=functools.partial(
             tpu.latent_attention_tpu, value_width=value_width, scale=scale, sizes=sizes
@@ -86,13 +86,10 @@ def expanded_attention(
 ) -> tuple[jax.Array, Rows]:
     """Computes latent attention with keys and values that are expanded from the cached rows.
 
+    The other arguments are those of `latent_attention`.
+
     Args:
       queries: [B, T, N, H].
-      latents: [B, T, W]; cache rows of the new positions.
-      pages: [1, P, S, W]; plain, or `Quantized`.
-      page_table: int32 [B, M].
-      start: int32 [B]; cached positions before this call.
-      tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
       expand: Function from stored rows [1, B, S, W] to keys [K, B, S, H] and values [K, B, S, V]; N
         is a multiple of K.
     Returns:
@@ -106,7 +103,7 @@ def expanded_attention(
     return _reference(*arrays, expand=expand, scale=scale)
 
 
-def _reference(queries, new, pages, page_table, start, tree_mask=None, *, expand, scale):
+def _reference(queries, new, pages, page_table, start, tree_mask, *, expand, scale):
     """Computes `expanded_attention` with new rows [1, B, T, W] in their stored form."""
     length = queries.shape[1]
     index = row_index(page_table, start[:, None] + jnp.arange(length), pages.shape[2])
@@ -145,6 +142,4 @@ def _check(queries, latents, pages, page_table, start, tree_mask):
         expected["tree_mask"] = (tree_mask, (batch, length, length))
     if isinstance(pages, Quantized):
         expected["pages.scales"] = (pages.scales, (*pages.shape[:2], 1, pages.shape[2]))
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"latent_attention: {name} is {array.shape}, expected {shape}")
+    implementations.check_shapes(tpu.OP, expected)

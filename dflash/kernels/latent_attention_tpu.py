@@ -20,23 +20,13 @@ from dflash.kernels.flash_tpu import Softmax
 from dflash.kernels.paged_write_tpu import PageWriter, Windows
 from dflash.kernels.quantized import Quantized
 from dflash.kernels.tile_stream_tpu import BUFFERS, TileScales, TileStream
-from dflash.kernels.tuning import LATENT_ATTENTION, LatentSizes
+from dflash.kernels.tuning import LatentSizes
 
 OP = "latent_attention"
 
 
 def latent_attention_tpu(
-    queries,
-    latents,
-    pages,
-    page_table,
-    start,
-    tree_mask=None,
-    *,
-    value_width: int,
-    scale: float,
-    sizes: LatentSizes = LATENT_ATTENTION,
-    interpret,
+    queries, latents, pages, page_table, start, tree_mask, *, value_width, scale, sizes, interpret
 ):
     """Computes `latent_attention` with latents [1, B, T, W] in their stored form."""
     tiling = LatentTiling(queries, pages, page_table, tree_mask, value_width, sizes)

@@ -1,4 +1,4 @@
-"""Pallas kernel of paged attention over packed rows; see packed_attention.py for its semantics.
+"""Pallas kernel of paged attention over packed rows; see paged_attention.py for its semantics.
 
 A grid step is that of paged_attention_tpu.py: it reads the rows of its sequence out of the packed
 ones, attends, and writes the outputs back among the packed ones. Packed rows stay in VMEM for all
@@ -19,24 +19,10 @@ from dflash.kernels.quantized import Quantized
 from dflash.kernels.tuning import BlockSizes
 
 
-def packed_attention_tpu(
-    queries,
-    keys,
-    values,
-    key_pages,
-    value_pages,
-    page_table,
-    start,
-    packing,
-    tree_mask=None,
-    sinks=None,
-    *,
-    scale: float,
-    window: int | None = None,
-    sizes: BlockSizes,
-    interpret,
-):
+def packed_attention_tpu(*arrays, scale: float, window: int | None, sizes: BlockSizes, interpret):
     """Computes `packed_attention`."""
+    *rows, key_pages, value_pages, page_table, start, packing, tree_mask, sinks = arrays
+    queries, keys, values = rows
     has_sinks = sinks is not None
     tiling = PackedTiling(
         queries, packing, key_pages, page_table, tree_mask, window, has_sinks, sizes

@@ -91,25 +91,12 @@ def paged_attention(
     )
 
 
-def _reference(
-    queries,
-    keys,
-    values,
-    key_pages,
-    value_pages,
-    page_table,
-    start,
-    tree_mask=None,
-    sinks=None,
-    *,
-    scale,
-    window,
-    attend=None,
-):
+def _reference(*arrays, scale, window, attend=None):
     """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form.
 
     Rows attend by `_attend`, or by `attend` with the same arguments.
     """
+    queries, keys, values, key_pages, value_pages, page_table, start, tree_mask, sinks = arrays
     length = queries.shape[1]
     page_size = key_pages.shape[2]
     keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
@@ -127,28 +114,17 @@ def _reference(
         tree_mask = tree_mask & (depth[:, :, None] - depth[:, None] < window)
         first_visible = start[:, None] + depth - (window - 1)
     arrays = queries, keys, values, key_pages, value_pages, page_table, start
-    outputs = (attend or _attend)(*arrays, tree_mask, first_visible, sinks, scale)
+    outputs = (attend or _attend)(arrays, tree_mask, first_visible, sinks, scale)
     return outputs, key_pages, value_pages
 
 
-def _attend(
-    queries,
-    keys,
-    values,
-    key_pages,
-    value_pages,
-    page_table,
-    start,
-    visible_rows,
-    first_visible,
-    sinks,
-    scale,
-):
+def _attend(arrays, visible_rows, first_visible, sinks, scale):
     """Attends to the context, and to the new rows that `visible_rows` bool [B or 1, T, T] selects.
 
     Keys and values are [K, B, T, H] in their stored form, and `first_visible`, the first position
     that each row sees, is int32 [B, T] or None.
     """
+    queries, keys, values, key_pages, value_pages, page_table, start = arrays
     kv_heads, _, page_size, _ = key_pages.shape
     rows = online_softmax.group_queries(queries, kv_heads)
     group = queries.shape[2] // kv_heads
@@ -168,20 +144,8 @@ def _attend(
     )
 
 
-def _attend_on_cpu(
-    queries,
-    keys,
-    values,
-    key_pages,
-    value_pages,
-    page_table,
-    start,
-    visible_rows,
-    first_visible,
-    sinks,
-    scale,
-):
-    pages = key_pages, value_pages
+def _attend_on_cpu(arrays, visible_rows, first_visible, sinks, scale):
+    queries, keys, values, *pages, page_table, start = arrays
     keys, values = (rows.transpose(1, 2, 0, 3) for rows in (keys, values))
     return attention_cpu.attend(
         *(queries, keys, values, visible_rows, *pages, start),
@@ -305,9 +269,7 @@ def _check(queries, keys, values, key_pages, value_pages, page_table, start, tre
         if isinstance(pages, Quantized):
             scales = (*pages.shape[:2], 1, pages.shape[2])
             expected[f"{name}.scales"] = (pages.scales, scales)
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"paged_attention: {name} is {array.shape}, expected {shape}")
+    implementations.check_shapes("paged_attention", expected)
     if key_pages.shape[-1] != width or heads % kv_heads:
         raise ValueError(
             f"paged_attention: queries {queries.shape} do not fit key_pages {key_pages.shape}"
@@ -337,17 +299,13 @@ def packed_attention(
     sequences have the same number, and packed again. The padding of a sequence is stored after its
     rows, with arbitrary keys and values.
 
+    The other arguments are those of `paged_attention`.
+
     Args:
       queries: [D, N, heads, H].
       keys: [D, N, K, H]; the number of heads is a multiple of K.
       values: [D, N, K, H].
-      key_pages: Pages of keys; see `paged_attention`.
-      page_table: int32 [B, M].
-      start: int32 [B]; cached positions before this call.
       packing: Packing of up to T rows of B sequences into N for each of D replicas.
-      tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
-      sinks: [heads]; attention sinks, or None.
-      window: Positions up to its own that a row sees; None for all.
     Returns:
       Outputs [D, N, heads, H] in the dtype of `queries`, key_pages, value_pages. Outputs of rows
       past the last sequence's are arbitrary.

@@ -29,30 +29,16 @@ from dflash.kernels.tuning import BlockSizes
 OP = "paged_attention"
 
 
-def paged_attention_tpu(
-    queries,
-    keys,
-    values,
-    key_pages,
-    value_pages,
-    page_table,
-    start,
-    tree_mask=None,
-    sinks=None,
-    *,
-    scale: float,
-    window: int | None = None,
-    sizes: BlockSizes,
-    interpret,
-):
+def paged_attention_tpu(*arrays, scale: float, window: int | None, sizes: BlockSizes, interpret):
     """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
+    queries, keys, values, key_pages, value_pages, page_table, start, tree_mask, sinks = arrays
     has_sinks = sinks is not None
     tiling = PagedTiling(queries, key_pages, page_table, tree_mask, window, has_sinks, sizes)
-    arrays = [tiling.split_queries(queries), *tiling.new_rows(keys, values)]
-    arrays += tiling.shared_inputs(tree_mask, sinks)
+    inputs = [tiling.split_queries(queries), *tiling.new_rows(keys, values)]
+    inputs += tiling.shared_inputs(tree_mask, sinks)
     kernel = functools.partial(attend_step, tiling=tiling, scale=scale)
     scalars = page_table.reshape(-1), start
-    outputs, *pools = call(kernel, tiling, scalars, arrays, key_pages, value_pages, interpret)
+    outputs, *pools = call(kernel, tiling, scalars, inputs, key_pages, value_pages, interpret)
     return tiling.join_queries(outputs), *pools
 
 

@@ -136,12 +136,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates heads x [B, T, n, H] in float32.
-
-    Args:
-      cos_sin: Cos and sin of the positions, each float32 [B, T, 1, H/2]. If their last dimension
-        is smaller, only the first elements of a head are rotated.
-    """
+    """Rotates heads x [B, T, n, H] in float32, by cos and sin as in `split_heads`."""
     cos, sin = cos_sin
     to_rotate, unrotated = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     first, second = jnp.split(to_rotate.astype(jnp.float32), 2, axis=-1)

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import causal_attention, online_softmax
+from dflash.kernels import causal_attention, implementation, online_softmax
 from dflash.kernels.online_softmax import Partial
 
 
@@ -75,9 +75,8 @@ def _attend_own(rows: jax.Array, keys: jax.Array, values: jax.Array, scale: floa
 
     # Elementwise products and sums, since J and N/K are too small for matrix products.
     def along(array):
-        return array.astype(jnp.float32).transpose(3, 0, 1, 2, 4)[
-            :, :, :, None
-        ]  # [K, B, C, 1, J, H]
+        by_head = array.astype(jnp.float32).transpose(3, 0, 1, 2, 4)
+        return by_head[:, :, :, None]  # [K, B, C, 1, J, H]
 
     scores = scale * jnp.sum(split.astype(jnp.float32)[..., None, :] * along(keys), axis=-1)
     peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
@@ -97,9 +96,7 @@ def _check(queries, keys, values, first_keys, first_values, segment_ids):
         "first_values": (first_values, (batch, length, kv_heads, width)),
         "segment_ids": (segment_ids, (batch, length)),
     }
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"unrolled_attention: {name} is {array.shape}, expected {shape}")
+    implementation.check_shapes("unrolled_attention", expected)
     if heads % kv_heads or not later:
         raise ValueError(
             f"unrolled_attention: {heads} query heads and {later} later steps, "

@@ -102,13 +102,8 @@ class Attention(nnx.Module):
     def keys_values(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Projects rows to keys and values only.
+        """Projects rows to keys and values only; see `project`.
 
-        Args:
-          x: [B, T, D].
-          cos_sin: Cos and sin of the rows' positions; see `rotary.angles`.
-        Returns:
-          Rotated keys and unrotated values, each [B, T, K, H].
         Raises:
           ValueError: The module was built without `takes_context`.
         """
@@ -264,7 +259,6 @@ class ContextAttention(Attention):
     """Attention with projections of their own for the keys and values of other rows."""
 
     def __init__(self, width: int, *, num_kv_heads: int, head_dim: int, **options):
-        """Builds abstract projections; the arguments are those of `Attention`."""
         super().__init__(width, num_kv_heads=num_kv_heads, head_dim=head_dim, **options)
         build = {name: options[name] for name in ("dtype", "sharding")}
         columns = num_kv_heads * head_dim
@@ -291,11 +285,6 @@ class GatedAttention(Attention):
         sharding: Sharding,
         **options,
     ):
-        """Builds abstract projections.
-
-        Args:
-          **options: Further arguments of `Attention`.
-        """
         build = {"dtype": dtype, "sharding": sharding}
         super().__init__(width, num_heads=num_heads, head_dim=head_dim, **options, **build)
         self.gate_proj = Linear(width, num_heads * head_dim, ("embed", "heads"), **build)

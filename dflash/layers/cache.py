@@ -177,18 +177,12 @@ class PagedCache:
             )
 
         batch, pages = batch_axes(path.shape[0], sharding)
-        stored = self._names(pages)
+        stored = [(axis, pages, None, None) for axis in self.axes]
         tables = [(batch, None)] * len(in_use)
         moved = sharding.map(
             move, ((batch,), (batch, None), (batch, None), *tables, *stored), stored
         )(start, path, rows, *in_use, *self.pools)
-        return self._replace_pools(moved, self.page_table)
-
-    def _names(self, pages: str | None) -> list[tuple[str | None, ...]]:
-        return [(axis, pages, None, None) for axis in self.axes]
-
-    def _replace_pools(self, pools: Sequence[Rows], page_table: jax.Array) -> "PagedCache":
-        return self._replace(iter(pools), iter(self.states), page_table)
+        return self._replace(iter(moved), iter(self.states), self.page_table)
 
     def _replace_states(self, states, page_table: jax.Array) -> "PagedCache":
         return self._replace(iter(self.pools), iter(states), page_table)

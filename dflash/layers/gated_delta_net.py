@@ -146,17 +146,16 @@ class GatedDeltaNet(nnx.Module):
                 return attended, RecurrentState(*new)
 
             return attend
-        masks = [] if tree_mask is None else [tree_mask]
 
         def attend(*projected):
-            names = [memory, heads, *[(batch, None, None)] * len(masks)]
+            names = [memory, heads, (batch, None, None)]
             verify = functools.partial(
                 _verify,
                 eps=self.norm.eps,
                 implementation=implementation.for_platform(self.sharding.platform),
             )
             run = self._map(batch, verify, names, [heads, *block_names(batch)])
-            attended, *block, rows = run(*projected, state.memory, state.rows, *masks)
+            attended, *block, rows = run(*projected, state.memory, state.rows, tree_mask)
             return attended, PendingState(state, gated_delta.Block(*block), rows)
 
         return attend
@@ -221,10 +220,10 @@ def _split(products, b, a, convs, a_log, dt_bias, scale) -> Heads:
     return Heads(rows, log_decay, beta, jnp.concatenate(convs)[:, 0], scale)
 
 
-def _verify(heads: Heads, memory, before, *masks, eps, implementation):
+def _verify(heads: Heads, memory, before, ancestry, *, eps, implementation):
     """Returns gated outputs of rows that are not committed yet, their block, and their rows."""
     outputs, block = delta_block.verify_block(
-        heads, memory, before, *masks, eps=eps, implementation=implementation
+        heads, memory, before, ancestry, eps=eps, implementation=implementation
     )
     return outputs, *block, heads.rows
 

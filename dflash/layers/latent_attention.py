@@ -60,7 +60,6 @@ class LatentAttention(nnx.Module):
     def __init__(
         self, width: int, shape: LatentShape, *, scale: float, dtype: jnp.dtype, sharding: Sharding
     ):
-        """Builds abstract projections."""
         build = {"dtype": dtype, "sharding": sharding}
         heads, latent = shape.num_attention_heads, shape.kv_lora_rank
         query_width = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
@@ -115,18 +114,16 @@ class LatentAttention(nnx.Module):
         """Returns attention of new rows to cached rows and to one another, as `Attention` does."""
         batch, pool = batch_axes(start.shape[0], self.sharding)
         rows, stored = (batch, None, "heads", None), (None, pool, None, None)
-        names = [rows, (batch, None, None), stored, (batch, None), (batch,)]
-        masks = [] if tree_mask is None else [tree_mask]
-        names += [(batch, None, None)] * len(masks)
+        masks = (batch, None, None)
+        names = [rows, (batch, None, None), stored, (batch, None), (batch,), masks]
         kernels = [(None, "heads", None)] * 2
 
         def attend(queries, cached):
             run = self._expanded if self._expands(queries.shape[1]) else self._absorbed
             sharded = self.sharding.map(run, [*kernels, *names], [rows, stored])
-            weights = [
-                self._by_head(projection, queries) for projection in (self.k_b_proj, self.v_b_proj)
-            ]
-            return sharded(*weights, queries, cached, pages, page_table, start, *masks)
+            return sharded(
+                *self._kernels(queries), queries, cached, pages, page_table, start, tree_mask
+            )
 
         return attend
 
@@ -146,12 +143,8 @@ class LatentAttention(nnx.Module):
         names = [*kernels, rows, (batch, None, None), (batch, None)]
 
         def attend(queries, cached):
-            weights = [
-                self._by_head(projection, queries) for projection in (self.k_b_proj, self.v_b_proj)
-            ]
-            (attended,) = self.sharding.map(run, names, [rows])(
-                *weights, queries, cached, segment_ids
-            )
+            sharded = self.sharding.map(run, names, [rows])
+            (attended,) = sharded(*self._kernels(queries), queries, cached, segment_ids)
             return attended, None
 
         return attend
@@ -168,7 +161,7 @@ class LatentAttention(nnx.Module):
         # Multiplications per head and context position: expanded on the left, latent on the right.
         return latent * heads + length * (heads + rope) < length * (2 * latent + rope)
 
-    def _absorbed(self, to_keys, to_values, queries, cached, pages, page_table, start, *masks):
+    def _absorbed(self, to_keys, to_values, queries, cached, pages, page_table, start, tree_mask):
         """Computes attention in the latent space, from weights [latent, N, …]."""
         plain, rotary = jnp.split(queries, [self.shape.qk_nope_head_dim], axis=-1)
         absorbed = jnp.einsum("btnd,rnd->btnr", plain, to_keys)
@@ -178,7 +171,7 @@ class LatentAttention(nnx.Module):
             pages,
             page_table,
             start,
-            *masks,
+            tree_mask,
             value_width=self.shape.kv_lora_rank,
             scale=self.scale,
             implementation=implementation.for_platform(self.sharding.platform),
@@ -209,10 +202,10 @@ class LatentAttention(nnx.Module):
         values = jnp.einsum("bsr,rnv->nbsv", latent, to_values)
         return jnp.concatenate([plain, rotary], axis=-1), values
 
-    def _by_head(self, projection: Linear, x: jax.Array) -> jax.Array:
-        """Returns a projection's kernel [latent, N · H] as [latent, N, H]."""
-        kernel = projection.plain(x)
-        return kernel.reshape(len(kernel), self.shape.num_attention_heads, -1)
+    def _kernels(self, x: jax.Array) -> list[jax.Array]:
+        """Returns the kernels to keys and to values, each [latent, N, H]."""
+        kernels = (self.k_b_proj.plain(x), self.v_b_proj.plain(x))
+        return [array.reshape(len(array), self.shape.num_attention_heads, -1) for array in kernels]
 
     def _rotate(self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Rotates heads [B, T, n, rope]; rotary pairs of the output are half a head apart."""

@@ -300,10 +300,6 @@ class UnscaledRMSNorm(nnx.Module):
         """Factor float32 [D] of a normalized row, ones."""
         return jnp.ones(self.width, jnp.float32)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes x [..., D]; the result has the dtype of x."""
-        return rms_norm(x, self.factor, self.eps)
-
 
 class ZeroCenteredRMSNorm(RMSNorm):
     """Root-mean-square norm that multiplies by 1 + scale, in float32, as Gemma's and Qwen3.5's."""
@@ -326,11 +322,7 @@ class LowRank(nnx.Module):
     """
 
     def __init__(self, linear: Linear, ranks: Mapping[int, int]):
-        """Declares the weights of a map's updates.
-
-        Args:
-          ranks: Rank of the update of each adapter that has one for this map, by its number.
-        """
+        """Declares the updates, given the rank of each adapter that has one, by its number."""
         rows, columns = linear.kernel.get_value().shape
         build = {"dtype": linear.dtype, "sharding": linear.sharding, "stddev": 0.0}
         # Derived, since the checkpoint of the target does not store them.
@@ -347,8 +339,8 @@ class LowRank(nnx.Module):
         """Returns the update of each row of x [B, T, D]; None if no adapters were chosen."""
         if self.chosen is None:
             return None
-        own = self.chosen[..., None] == np.array(self.owners, np.int32)
-        inner = jnp.where(own, project(x, self.a[...], self.sharding), 0)
+        is_owner = self.chosen[..., None] == np.array(self.owners, np.int32)
+        inner = jnp.where(is_owner, project(x, self.a[...], self.sharding), 0)
         return project(inner.astype(x.dtype), self.b[...], self.sharding)
 
 

@@ -78,8 +78,8 @@ class RecurrentState:
             )
 
         names = [*_names(batch), (batch,), (batch,)]
-        taken = sharding.map(take, names, names[:2])(self.memory, self.rows, slots, fresh)
-        return RecurrentState(*taken)
+        state = sharding.map(take, names, names[:2])(self.memory, self.rows, slots, fresh)
+        return RecurrentState(*state)
 
     def put(
         self, other: "RecurrentState", slots: jax.Array, batch: str | None, sharding: Sharding
@@ -121,14 +121,13 @@ class PendingState:
 
         chosen = implementation.for_platform(sharding.platform)
 
-        def commit(memory, before, keys, updates, log_decay, rows, *accepted):
+        def commit(memory, before, keys, updates, log_decay, rows, count, path):
             block = Block(keys, updates, log_decay)
-            return commit_block(memory, before, block, rows, *accepted, implementation=chosen)
+            return commit_block(memory, before, block, rows, count, path, implementation=chosen)
 
-        paths = () if path is None else (path,)
         names = _names(batch)
-        arrays = self.state.memory, self.state.rows, *self.block, self.rows, count, *paths
-        arguments = [*names, *block_names(batch), (batch,), *[(batch, None)] * len(paths)]
+        arrays = self.state.memory, self.state.rows, *self.block, self.rows, count, path
+        arguments = [*names, *block_names(batch), (batch,), (batch, None)]
         return RecurrentState(*sharding.map(commit, arguments, names)(*arrays))
 
 

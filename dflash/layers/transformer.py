@@ -61,11 +61,8 @@ class TransformerLayer(nnx.Module):
         self,
         arch: TargetArchitecture,
         *,
-        attention: TargetAttention | None = None,
+        attention: TargetAttention,
         mlp: nnx.Module | None = None,
-        qk_norm: bool = False,
-        takes_context: bool = False,
-        has_sinks: bool = False,
         norm_class: type[RMSNorm] = RMSNorm,
         dtype: jnp.dtype,
         sharding: Sharding,
@@ -73,19 +70,13 @@ class TransformerLayer(nnx.Module):
         """Builds an abstract layer.
 
         Args:
-          attention: Attention module; None for grouped-query attention with the sizes of `arch`.
           mlp: Module from [B, ..., D] to [B, ..., D]; None for a gated MLP of
             `arch.intermediate_size`.
-          qk_norm: Normalize the heads of queries and keys; for grouped-query attention.
-          takes_context: Enable `Attention.keys_values`; for grouped-query attention.
-          has_sinks: Add attention sinks; for grouped-query attention.
           norm_class: Class of the norms before attention and MLP.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.input_layernorm = norm_class(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.self_attn = attention or grouped_attention(
-            arch, qk_norm=qk_norm, takes_context=takes_context, has_sinks=has_sinks, **build
-        )
+        self.self_attn = attention
         self.post_attention_layernorm = norm_class(arch.hidden_size, arch.rms_norm_eps, **build)
         self.mlp = mlp or Mlp(arch.hidden_size, arch.intermediate_size, **build)
         self.sharding = sharding

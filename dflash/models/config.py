@@ -320,6 +320,6 @@ class DeepseekV3Architecture(TargetArchitecture):
     routed_scaling_factor: float = option(1.0, minimum=0.0)
 
     @classmethod
-    def hf_overrides(cls, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    def hf_overrides(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Replaces two fields that published files disagree on and latent attention ignores."""
-        return {"head_dim": own["qk_rope_head_dim"], "num_key_value_heads": None}
+        return {"head_dim": fields["qk_rope_head_dim"], "num_key_value_heads": None}

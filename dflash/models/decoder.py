@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
         """
         context = positions[:, 0], tree_mask, count, packing
         by_layer = zip(cache.layers, cache.tables, strict=True)
-        seen = [(kept, table, *context) for kept, table in by_layer]
+        seen = [(cached, table, *context) for cached, table in by_layer]
         by_row = None
         if self.adapters and adapters is not None:
             by_row = adapters[:, None] if packing is None else packing.spread(adapters)
@@ -169,12 +169,11 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Runs whole packed rows without a cache, for training and for features in bulk.
 
+        The other arguments are those of `__call__`.
+
         Args:
-          tokens: int32 [B, T].
-          positions: int32 [B, T]; for rotary embedding.
           segment_ids: int32 [B, T]; each row sees earlier rows with the same id. 0 is padding,
             whose outputs are finite but meaningless.
-          feature_layers: Layers whose outputs become features, in the order of concatenation.
           remat: Keep one activation per layer for the backward pass, and recompute the others.
         Returns:
           hidden [B, T, D] after the final norm, features [B, T, C·D].
@@ -192,7 +191,7 @@ class Decoder(nnx.Module):
 
         Args:
           batch: Packed rows; features and hidden states are not read.
-          remat: Keep one activation per layer for the backward pass, and recompute the others.
+          remat: See `forward`.
         Returns:
           loss float32 [], and metrics, each float32 []: "loss"; "token_accuracy"; "weight", the
           number of tokens that the loss is a mean over.

@@ -70,9 +70,8 @@ def declare(
       conversion: Conversion of the stored array; None to use the array unchanged.
       is_derived: Another parameter's conversion computes it, so checkpoints do not store it.
     """
-    abstract = sharding.abstract(shape, axes, dtype)
     return nnx.Param(
-        abstract,
+        sharding.abstract(shape, axes, dtype),
         axes=axes,
         stddev=stddev,
         offset=offset,
@@ -91,8 +90,7 @@ def declare_buffer(
     sharding: Sharding,
 ) -> Buffer:
     """Returns an abstract one-dimensional buffer; see `Buffer`."""
-    abstract = sharding.abstract(shape, axes, dtype)
-    return Buffer(abstract, stored_dtype=stored_dtype, ones=ones)
+    return Buffer(sharding.abstract(shape, axes, dtype), stored_dtype=stored_dtype, ones=ones)
 
 
 def frozen(param: nnx.Param) -> Frozen:
@@ -115,18 +113,18 @@ def gathered(module: nnx.Module, sharding: Sharding) -> nnx.Module:
 
     def gather(param: nnx.Variable) -> nnx.Variable:
         names = param.get_metadata()["axes"]
-        whole = tuple(None if split & set(sharding.axes(name)) else name for name in names)
-        if whole == names or sharding.mesh.size == 1:
+        gathered_names = tuple(None if split & set(sharding.axes(name)) else name for name in names)
+        if gathered_names == names or sharding.mesh.size == 1:
             return param
-        return param.replace(_gather(sharding, names, whole, param.get_value()))
+        return param.replace(_gather(sharding, names, gathered_names, param.get_value()))
 
-    whole = jax.tree.map(gather, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return nnx.merge(graph, whole, rest)
+    replicas = jax.tree.map(gather, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.merge(graph, replicas, rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(sharding, names, gathered_names, array):
-    """Constrains an array to the axes `whole`, and its gradient to the axes `names`."""
+    """Constrains an array to the axes `gathered_names`, and its gradient to the axes `names`."""
     return sharding.constrain(array, *gathered_names)
 
 
@@ -171,7 +169,6 @@ def initialize(module: nnx.Module, key: jax.Array) -> None:
 
     Frozen weights and buffers that already hold arrays are left unchanged.
     """
-
     _fill(module, _normal(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key)))
 
 

@@ -62,11 +62,11 @@ class EagleLayer(nnx.Module):
         """
         batch, _ = batch_axes(features.shape[0], self.sharding)
         x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(features)], axis=-1)
-        attended, kept = attend(*self.self_attn.project(x, cos_sin))
+        attended, auxiliary = attend(*self.self_attn.project(x, cos_sin))
         out = features + self.self_attn.output(attended)
         out = self.sharding.constrain(out, batch, None, None)
         out = out + self.mlp(self.post_attention_layernorm(out))
-        return self.sharding.constrain(out, batch, None, None), kept
+        return self.sharding.constrain(out, batch, None, None), auxiliary
 
     def attend_context(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
         """Returns the attention of a chain: over the cache and, causally, over the new rows.
@@ -125,7 +125,7 @@ class EagleLayer(nnx.Module):
                 (rows, kv_rows, kv_rows, (batch, None)),
                 (segment_ids,),
             )
-            return lambda *own: (causal(*own), own[1:])
+            return lambda *rows: (causal(*rows), rows[1:])
         later = (batch, None, None, "kv_heads", None)
         unrolled = self._sharded(
             unrolled_attention,
@@ -134,8 +134,8 @@ class EagleLayer(nnx.Module):
         )
 
         def attend(queries, keys, values):
-            own = zip(*pairs[1:], (keys, values), strict=True)
-            stacked = [jnp.stack(steps, axis=2) for steps in own]
+            later_steps = zip(*pairs[1:], (keys, values), strict=True)
+            stacked = [jnp.stack(steps, axis=2) for steps in later_steps]
             return unrolled(queries, *stacked), (keys, values)
 
         return attend

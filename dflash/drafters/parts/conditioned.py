@@ -93,14 +93,9 @@ class ConditionedDFlash(DFlash):
         return {name: getattr(config, name) for name in names}
 
     @property
-    def num_drafted(self) -> int:
-        """Number of tokens that can be drafted."""
-        return self.shape.draft_vocab_size or self.shape.decoder.vocab_size
-
-    @property
     def num_candidates(self) -> int:
         """Number of tokens that can be drafted at each position of a tree."""
-        return self.num_drafted
+        return self.shape.num_draft_tokens
 
     @property
     def depth(self) -> int:
@@ -189,9 +184,6 @@ class ConditionedDFlash(DFlash):
         """
         return None
 
-    def draft(self, state, anchor, position, sampler, heads):
-        return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
-
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
         """Runs the whole block, but draws only its first tokens; see `Drafter.draft_fewer`.
 
@@ -222,12 +214,10 @@ class ConditionedDFlash(DFlash):
     def run_positions(self, count, state, anchor, position, heads) -> tuple[Any, Any]:
         """Runs the block, and returns the inputs of the sequential loop.
 
+        The other arguments are those of `Drafter.draft`.
+
         Args:
           count: Number of draft positions, from the first one on.
-          state: State before the anchors.
-          anchor: Last committed tokens, int32 [B].
-          position: Positions of the anchors, int32 [B].
-          heads: Embedding and output head of the target.
         Returns:
           Inputs of `condition`, by default the outputs of `prepare`, and those of `correct`, by
           default the outputs of `choices`, at the draft positions: pytrees of arrays [B, count, …].

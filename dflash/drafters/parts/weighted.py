@@ -50,8 +50,8 @@ class WeightedDrafter(Drafter):
         else:
             shape = cls.architecture_from_hf(hf).fit(target)
             if config.architecture is not None:
-                stated = cls.architecture_for(target, config.architecture).fit(target)
-                base_config.check_stated(config, stated, shape)
+                expected = cls.architecture_for(target, config.architecture).fit(target)
+                base_config.check_stated(config, expected, shape)
         if isinstance(config, LayeredDrafterConfig) and config.rope_scaling is not None:
             decoder = hf_config.with_rope_scaling(shape.decoder, config.rope_scaling)
             shape = dataclasses.replace(shape, decoder=decoder)
@@ -73,22 +73,12 @@ class WeightedDrafter(Drafter):
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> Any:
-        """Returns the shape that a checkpoint's config.json describes.
-
-        Raises:
-          CheckpointError: A field is missing or unusable, or contradicts another.
-        """
+        """Returns the shape that a checkpoint's config.json describes."""
         return cls.shape_class.from_hf(config)
 
     @classmethod
     def architecture_for(cls, target: TargetArchitecture, options: Any) -> Any:
-        """Returns the shape of a fresh drafter for a target.
-
-        Args:
-          options: Config group `drafter.architecture`; None for its defaults.
-        Raises:
-          ConfigError: The options contradict one another, or the target.
-        """
+        """Returns the shape of a fresh drafter; see `DrafterShape.for_target`."""
         return cls.shape_class.for_target(target, options)
 
     @classmethod
