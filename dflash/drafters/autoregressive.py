@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.config.schema import TargetArchitecture
 from dflash.drafters import base_config
 from dflash.drafters.autoregressive_config import AutoregressiveConfig, DraftModelArchitecture
 from dflash.drafters.base import Drafter
@@ -62,16 +61,7 @@ class Autoregressive(Drafter):
         self.page_size = page_size
 
     @classmethod
-    def create(
-        cls,
-        config: AutoregressiveConfig,
-        hf,
-        target: TargetArchitecture,
-        *,
-        family: type,
-        dtype,
-        sharding,
-    ) -> "Autoregressive":
+    def create(cls, config: AutoregressiveConfig, hf, target, *, family: type, dtype, sharding):
         """Creates an abstract drafter and checks it against its target; see `Drafter.create`.
 
         Args:
@@ -122,7 +112,6 @@ class Autoregressive(Drafter):
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Drafts a shorter chain in fewer steps; see `Drafter.draft_fewer`."""
 
         def extend(hidden, tokens, state, step):
             del hidden  # The model reads only tokens.
@@ -157,7 +146,6 @@ class Autoregressive(Drafter):
         return output.hidden, dataclasses.replace(state, cache=output.cache)
 
     def _table(self, state: DraftModelState) -> jax.Array:
-        """Returns the page table, int32 [B, M]."""
         if state.table is not None:
             return state.table
         batch, pages = state.cache.page_table.shape

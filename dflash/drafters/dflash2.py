@@ -52,13 +52,7 @@ class DynamicConvolution(nnx.Module):
         self.taps, self.groups = taps, groups
 
     def kernels(self, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the taps of the convolutions before and after the sublayer.
-
-        Args:
-          normed: Normalized input of the sublayer, [B, T, D].
-        Returns:
-          Two arrays [B, T, taps, groups, D / groups].
-        """
+        """Returns the taps of both convolutions, each [B, T, taps, groups, D / groups]."""
         added = self.kernel_projection(normed)
         added = added.reshape(*normed.shape[:2], 2, self.taps, self.groups, 1)
         base = self.base_kernel[...].reshape(2, self.taps, self.groups, -1)

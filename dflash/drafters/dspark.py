@@ -38,15 +38,7 @@ class MarkovHead(nnx.Module):
         return ()
 
     def __call__(self, code: jax.Array, hidden: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
-        """Computes the vectors of one draft position.
-
-        Args:
-          code: Codes of the previous tokens, [..., r].
-          hidden: Hidden states of the draft position, [..., D].
-          memory: Memory from the previous draft position.
-        Returns:
-          Vectors [..., r], and the memory for the next draft position.
-        """
+        """Computes `ConditionedDFlash.condition` from the codes [..., r] of previous tokens."""
         return code, memory
 
 
@@ -173,14 +165,7 @@ class DSpark(ConditionedDFlash):
         return self.markov_head.markov_w2.attend(vectors)
 
     def confidence(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
-        """Returns the logits that drafts are accepted, given that all earlier ones are.
-
-        Args:
-          hidden: Hidden states of the draft positions, [..., D].
-          previous: Tokens before the draft positions, int32 [...].
-        Returns:
-          Logits float32 [...].
-        """
+        """Returns the logits float32 [...] that drafts are accepted after all earlier ones."""
         if self.shape.confidence_head_with_markov:
             code = self.markov_head.markov_w1(previous).astype(hidden.dtype)
             hidden = jnp.concatenate([hidden, code], axis=-1)

@@ -40,7 +40,6 @@ class MedusaHead(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the outputs [..., D] for hidden states [..., D]."""
         return x + jax.nn.silu(self.linear(x))
 
 
@@ -126,8 +125,9 @@ class Medusa(OnePassDrafter):
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
         before = jnp.maximum(anchors.index - 1, 0)
-        documents = batch.segment_ids
-        same = _look_up(documents, before) == _look_up(documents, anchors.index)
+        ends = before, anchors.index
+        documents = (jnp.take_along_axis(batch.segment_ids, row, axis=1) for row in ends)
+        same = jnp.equal(*documents)
         # The first token of a document has no hidden state before it.
         anchors = dataclasses.replace(anchors, valid=anchors.valid & same & (anchors.index > 0))
         rows = jnp.take_along_axis(batch.features, before[..., None], axis=1)
@@ -141,8 +141,3 @@ class Medusa(OnePassDrafter):
     @staticmethod
     def checkpoint_name(path: str) -> str:
         return f"{path.rpartition('.')[0]}.weight"
-
-
-def _look_up(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns rows[b, index[b, a]] for rows [B, T] and index int32 [B, A]."""
-    return jnp.take_along_axis(rows, index, axis=1)

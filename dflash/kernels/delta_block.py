@@ -128,7 +128,7 @@ def convolve(
         part.reshape(*part.shape[:2], -1, width)
         for part, width in zip(parts, (key_width, key_width, value_width), strict=True)
     )
-    return _unit(queries) * key_width**-0.5, _unit(keys), values
+    return tpu.unit(queries) * key_width**-0.5, tpu.unit(keys), values
 
 
 def gated(heads: Heads, outputs: jax.Array, eps: float) -> jax.Array:
@@ -153,8 +153,3 @@ def _commit(memory, before, keys, updates, log_decay, rows, count, path):
         gated_delta.advance(memory, block, count, path),
         last_rows(before, rows[..., : before.shape[-1]], count, path),
     )
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    """Scales vectors x [..., width] to a length of 1."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + tpu.UNIT_EPS)

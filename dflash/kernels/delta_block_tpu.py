@@ -281,9 +281,9 @@ def _verify_kernel(*refs, tiling: DeltaTiling, eps: float, taps: int):
     from_state = jnp.exp(dot(seen, decay))
     systems, rests, readings = [], [], []
     for key_head in range(tiling.group):
-        key = _unit(head(keys, key_head))
+        key = unit(head(keys, key_head))
         keys_ref[:, key_head * width : (key_head + 1) * width] = key
-        readers = jnp.concatenate([key, _unit(head(queries, key_head)) * width**-0.5])
+        readers = jnp.concatenate([key, unit(head(queries, key_head)) * width**-0.5])
         products = dot(readers, key, transpose_b=True)
         for index in range(key_head * tiling.ratio, (key_head + 1) * tiling.ratio):
             column = slice(index, index + 1)
@@ -352,6 +352,6 @@ def _lower(size: int, *, strict: bool):
     return (row > column if strict else row >= column).astype(jnp.float32)
 
 
-def _unit(x):
-    """Scales rows x [R, width] to a length of 1."""
+def unit(x: jax.Array) -> jax.Array:
+    """Scales rows x [..., width] to a length of 1."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + UNIT_EPS)

@@ -1,6 +1,5 @@
 """Grouped matrix product: rows sorted by group, each group with its own weights, for experts."""
 
-import dataclasses
 import functools
 
 import jax
@@ -103,36 +102,7 @@ def _plain(weights, scales, block, dtype):
     return (weights.astype(jnp.float32) * spread).astype(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """Division of sorted rows into tiles of equal size, each with rows of a single group.
-
-    A group's last tile may extend into rows of the next group, whose results are discarded.
-
-    Attributes:
-      begin: int32 [N]; first row of each tile.
-      size: Rows per tile.
-      group: int32 [N]; group of each tile. Unused tiles have the group of the last used tile.
-      end: int32 [N]; end of the rows of each tile's group.
-      num_used: int32 []; number of tiles in use.
-      place: int32 [rows]; index of each row among the rows of all tiles.
-      inside: bool [rows]; whether each row belongs to a group.
-    """
-
-    begin: jax.Array
-    size: int
-    group: jax.Array
-    end: jax.Array
-    num_used: jax.Array
-    place: jax.Array
-    inside: jax.Array
-
-    def gather(self, rows: jax.Array, begin: jax.Array) -> jax.Array:
-        """Gathers the tiles [..., size, D] of rows [rows, D] that begin at `begin`."""
-        return rows[jnp.minimum(begin[..., None] + jnp.arange(self.size), len(rows) - 1)]
-
-
-def _cut(count: int, sizes: jax.Array, tile: int) -> _Tiles:
+def _cut(count: int, sizes: jax.Array, tile: int) -> tpu.Tiles:
     """Divides `count` rows, in groups of sizes [E], into tiles of `tile` rows."""
     groups = len(sizes)
     num_tiles = count // tile + min(groups, count)
@@ -149,7 +119,9 @@ def _cut(count: int, sizes: jax.Array, tile: int) -> _Tiles:
     place = (first_tile[row_group] + within // tile) * tile + within % tile
     place = jnp.minimum(place, num_tiles * tile - 1)
     inside = row < last_rows[-1]
-    return _Tiles(begin, tile, group.astype(jnp.int32), last_rows[group], ends[-1], place, inside)
+    return tpu.Tiles(
+        begin, tile, group.astype(jnp.int32), last_rows[group], ends[-1], place, inside
+    )
 
 
 def _in_tiles(rows, weights, sizes, scales=None, *, block):
@@ -175,7 +147,7 @@ def _in_tiles(rows, weights, sizes, scales=None, *, block):
     return _by_row(jax.lax.map(product, (tiles.group, tiles.begin, is_used)), tiles)
 
 
-def _by_row(products, tiles: _Tiles):
+def _by_row(products, tiles: tpu.Tiles):
     """Gathers the products [N, R, F] of all tiles to rows [rows, F]."""
     flat = products.reshape(-1, products.shape[-1])
     return jnp.where(tiles.inside[:, None], flat[tiles.place], 0)
@@ -186,10 +158,9 @@ def _by_kernel(block, read, interpret, rows, weights, sizes, scales=None):
     """Computes `grouped_matmul` by the kernel, with the gradients of ragged_dot."""
     tile = max(_tile_rows(len(rows), len(sizes)), flash_tpu.row_tile(rows.dtype))
     tiles = _cut(len(rows), sizes, tile)
-    kernel_tiles = tpu.Tiles(tile, tiles.group, tiles.begin, tiles.end, tiles.num_used)
     in_vmem = tpu.fits_vmem(rows)
     products = tpu.grouped_matmul_tpu(
-        rows if in_vmem else tiles.gather(rows, tiles.begin), weights, kernel_tiles, scales,
+        rows if in_vmem else tiles.gather(rows, tiles.begin), weights, tiles, scales,
         block=block, read=read, interpret=interpret,
     )  # fmt: skip
     return jnp.where(tiles.inside[:, None], products, 0) if in_vmem else _by_row(products, tiles)

@@ -27,21 +27,32 @@ _DEPTH_UNIT = 32  # Rows of a tile of 8-bit weights.
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of sorted rows; the tiles of a group are consecutive.
+    """Division of sorted rows into tiles of equal size, each with rows of a single group.
+
+    The tiles of a group are consecutive. Its last one may extend into rows of the next group, whose
+    results are discarded.
 
     Attributes:
-      rows: Rows per tile.
-      group: int32 [N]; group of each tile.
       begin: int32 [N]; first row of each tile.
+      size: Rows per tile.
+      group: int32 [N]; group of each tile. Unused tiles have the group of the last used tile.
       end: int32 [N]; end of the rows of each tile's group.
       num_used: int32 []; number of tiles in use, which come first.
+      place: int32 [rows]; index of each row among the rows of all tiles.
+      inside: bool [rows]; whether each row belongs to a group.
     """
 
-    rows: int
-    group: jax.Array
     begin: jax.Array
+    size: int
+    group: jax.Array
     end: jax.Array
     num_used: jax.Array
+    place: jax.Array
+    inside: jax.Array
+
+    def gather(self, rows: jax.Array, begin: jax.Array) -> jax.Array:
+        """Gathers the tiles [..., size, D] of rows [rows, D] that begin at `begin`."""
+        return rows[jnp.minimum(begin[..., None] + jnp.arange(self.size), len(rows) - 1)]
 
 
 def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read, interpret):
@@ -72,12 +83,12 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
         row_spec = pl.BlockSpec(rows.shape, lambda f, n, *_: (0, 0))
         outputs = pl.BlockSpec((len(rows), columns), lambda f, n, *_: (0, f))
     else:
-        row_spec = pl.BlockSpec((None, tiles.rows, depth), lambda f, n, *_: (n, 0, 0))
-        outputs = pl.BlockSpec((None, tiles.rows, columns), lambda f, n, *_: (n, 0, f))
+        row_spec = pl.BlockSpec((None, tiles.size, depth), lambda f, n, *_: (n, 0, 0))
+        outputs = pl.BlockSpec((None, tiles.size, columns), lambda f, n, *_: (n, 0, f))
     # Expected tiles in use: one per group that is read, plus the excess of tiles over groups.
     expected = min(count, round(read * groups) + count - min(count, groups))
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tiles.rows, in_vmem=in_vmem, inputs=block and block[0]),
+        functools.partial(_kernel, tile=tiles.size, in_vmem=in_vmem, inputs=block and block[0]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(pl.cdiv(width, columns), jnp.maximum(tiles.num_used, 1)),
@@ -87,12 +98,12 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
         out_shape=jax.ShapeDtypeStruct((*rows.shape[:-1], width), rows.dtype),
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary"),
         cost_estimate=pl.CostEstimate(
-            flops=2 * expected * tiles.rows * depth * width,
+            flops=2 * expected * tiles.size * depth * width,
             transcendentals=0,
             bytes_accessed=round(read * sum(x.size * x.dtype.itemsize for x in arrays)),
         ),
         interpret=interpret,
-        name=f"{OP}_r{tiles.rows}" if in_vmem else f"{OP}_tiles_r{tiles.rows}",
+        name=f"{OP}_r{tiles.size}" if in_vmem else f"{OP}_tiles_r{tiles.size}",
     )(tiles.group, tiles.begin, tiles.end, rows, *arrays)
 
 

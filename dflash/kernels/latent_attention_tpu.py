@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import flash_tpu, quantized
+from dflash.kernels import flash_tpu, paged_write_tpu, quantized
 from dflash.kernels.flash_tpu import Softmax
 from dflash.kernels.paged_write_tpu import PageWriter, Windows
 from dflash.kernels.quantized import Quantized
@@ -246,13 +246,6 @@ def _attend_own(tiling, queries_ref, new, tree_ref, softmax, score, scale):
 
 def unsupported(queries, pages, value_width: int) -> str | None:
     """Returns why the kernel does not support a call, or None if it does."""
-    page_size = pages.shape[2]
     if value_width % flash_tpu.LANES:
         return f"{OP}: value_width {value_width}, expected a multiple of {flash_tpu.LANES}"
-    unit = flash_tpu.row_tile(pages.dtype)
-    if page_size % unit:
-        dtype = jnp.dtype(pages.dtype).name
-        return f"{OP}: pages of {page_size} rows, expected a multiple of {unit}, a tile of {dtype}"
-    if isinstance(pages, Quantized) and page_size % flash_tpu.LANES:
-        return f"{OP}: quantized pages of {page_size} rows, expected multiples of {flash_tpu.LANES}"
-    return None
+    return paged_write_tpu.unsupported(OP, pages)

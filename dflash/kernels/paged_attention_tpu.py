@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import flash_tpu
+from dflash.kernels import flash_tpu, paged_write_tpu
 from dflash.kernels.flash_tpu import Softmax
 from dflash.kernels.paged_write_tpu import PageWriter, Windows
 from dflash.kernels.quantized import Quantized
@@ -394,13 +394,7 @@ def attend_step(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
 
 def unsupported(queries, key_pages) -> str | None:
     """Returns why the kernel does not support a call, or None if it does."""
-    width, page_size = queries.shape[-1], key_pages.shape[2]
+    width = queries.shape[-1]
     if width not in flash_tpu.HEAD_DIMS:
         return f"{OP}: head_dim {width} is not one of {flash_tpu.HEAD_DIMS}"
-    unit = flash_tpu.row_tile(key_pages.dtype)
-    if page_size % unit:
-        dtype = jnp.dtype(key_pages.dtype).name
-        return f"{OP}: pages of {page_size} rows, expected a multiple of {unit}, a tile of {dtype}"
-    if isinstance(key_pages, Quantized) and page_size % flash_tpu.LANES:
-        return f"{OP}: quantized pages of {page_size} rows, expected multiples of {flash_tpu.LANES}"
-    return None
+    return paged_write_tpu.unsupported(OP, key_pages)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash.kernels import flash_tpu
+from dflash.kernels.quantized import Quantized, Rows
 from dflash.kernels.tile_stream_tpu import TileStream
 
 
@@ -96,6 +97,17 @@ class Windows:
             return self._shapes
         lanes = self.kinds * (buffers * tile + 3 * self.scale_lanes)
         return self._shapes | {"scales": ((self.heads, 1, lanes), jnp.float32)}
+
+
+def unsupported(op: str, pages: Rows) -> str | None:
+    """Returns why pages cannot be written, or None if they can."""
+    page_size, unit = pages.shape[2], flash_tpu.row_tile(pages.dtype)
+    if page_size % unit:
+        dtype = jnp.dtype(pages.dtype).name
+        return f"{op}: pages of {page_size} rows, expected a multiple of {unit}, a tile of {dtype}"
+    if isinstance(pages, Quantized) and page_size % flash_tpu.LANES:
+        return f"{op}: quantized pages of {page_size} rows, expected multiples of {flash_tpu.LANES}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,15 +25,7 @@ from dflash.parallel.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True)
 class DeltaShape:
-    """Sizes of a gated DeltaNet layer; fields are named as in config.json.
-
-    Attributes:
-      linear_num_key_heads: Number of query and key heads, K.
-      linear_num_value_heads: Number of value heads, V, a multiple of K.
-      linear_key_head_dim: Elements of a query or key, dk.
-      linear_value_head_dim: Elements of a value, dv.
-      linear_conv_kernel_dim: Rows that the convolution reads, the new one included.
-    """
+    """Sizes of a gated DeltaNet layer; `Qwen3NextArchitecture` describes the fields."""
 
     linear_num_key_heads: int
     linear_num_value_heads: int

@@ -26,19 +26,7 @@ _EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class LatentShape:
-    """Sizes of latent attention; fields are named as in config.json.
-
-    Attributes:
-      num_attention_heads: Number of heads, N.
-      q_lora_rank: Size of the latent that queries are projected from; None to project them from the
-        rows directly.
-      kv_lora_rank: Size of the latent that keys and values are projected from.
-      qk_nope_head_dim: Size of the part of a head's query and key without rotary embedding.
-      qk_rope_head_dim: Size of the part of a head's query and key with rotary embedding; all heads
-        share this part of the key.
-      v_head_dim: Size of a head's value.
-      rope_interleave: Rotary pairs are adjacent, instead of half a head apart.
-    """
+    """Sizes of latent attention; `DeepseekV3Architecture` describes the fields of config.json."""
 
     num_attention_heads: int
     q_lora_rank: int | None

@@ -266,7 +266,11 @@ class Experts(nnx.Module):
         batch, _ = batch_axes(x.shape[0], self.sharding)
         rows = (batch, None, None)
         arrays = [array for linear in self._linears for array, _ in linear.arrays()]
-        names = [_whole_width(axes) for linear in self._linears for _, axes in linear.arrays()]
+        names = [  # Every device needs the full width of its rows.
+            tuple(None if name == "embed" else name for name in axes)
+            for linear in self._linears
+            for _, axes in linear.arrays()
+        ]
         split = self.sharding.axes("batch") if batch else ()
         exchanged = tuple(axis for axis in split if axis in self.sharding.axes("expert"))
         run = functools.partial(self._run_local, exchanged)
@@ -317,11 +321,6 @@ class Experts(nnx.Module):
         products = multiply(down_proj, self.form.gate(*parts))
         by_row = products[jnp.argsort(order)].reshape(*weights.shape, -1)
         return jnp.einsum("btk,btkd->btd", weights, by_row.astype(jnp.float32))
-
-
-def _whole_width(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Removes "embed" from logical axes, since `Experts` needs whole rows on every device."""
-    return tuple(None if name == "embed" else name for name in axes)
 
 
 class SparseMlp(nnx.Module):

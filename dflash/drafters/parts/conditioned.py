@@ -68,12 +68,9 @@ class ConditionedDFlash(DFlash):
         short_pass: bool = False,
         tree: ConditionalTree | None = None,
     ):
-        """Builds an abstract drafter.
+        """Builds an abstract drafter; the other arguments are those of `DFlash`.
 
         Args:
-          block_size: Rows to verify in a chain, or on the longest path of a tree; None for the
-            trained number.
-          short_pass: Compute only `block_size` rows per pass.
           tree: Size of the trees to draft; None for a chain.
         Raises:
           ConfigError: The block size exceeds the trained one, or the tree does not fit.

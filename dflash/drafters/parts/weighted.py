@@ -36,15 +36,7 @@ class WeightedDrafter(Drafter):
         self.sharding = sharding
 
     @classmethod
-    def create(
-        cls,
-        config: DrafterConfig,
-        hf: Mapping[str, Any] | None,
-        target: TargetArchitecture,
-        *,
-        dtype: jnp.dtype,
-        sharding: Sharding,
-    ) -> "WeightedDrafter":
+    def create(cls, config: DrafterConfig, hf, target: TargetArchitecture, *, dtype, sharding):
         if hf is None:
             shape = cls.architecture_for(target, config.architecture).fit(target)
         else:
