@@ -289,8 +289,7 @@ class DFlash(OnePassDrafter):
         Args:
           anchors: First rows of the blocks; None to draw them from `key`.
         """
-        if anchors is None:
-            anchors = sample_anchors(batch, options.num_anchors, key)
+        anchors = anchors or sample_anchors(batch, options.num_anchors, key)
         blocks = cut_blocks(
             batch,
             anchors,

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash2 import ConvolvedLayer, DFlash2
 from dflash.drafters.lilicorr_config import LiLiCorrShape
-from dflash.drafters.parts.blocks import Blocks, block_loss, cut_blocks, sample_anchors
+from dflash.drafters.parts.blocks import (
+    Blocks,
+    block_loss,
+    cut_blocks,
+    rows_before,
+    sample_anchors,
+)
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.drafters.parts.draft_vocabulary import Shortlist
 from dflash.drafters.parts.lattice import Lattice, LatticeNetwork, Nodes
@@ -143,8 +149,7 @@ class LiLiCorr(ConditionedDFlash):
         acceptance length is that of the chosen candidates. ModelOpt also penalizes candidates that
         the target's logits reject; this loss does not.
         """
-        if anchors is None:
-            anchors = sample_anchors(batch, options.num_anchors, key)
+        anchors = anchors or sample_anchors(batch, options.num_anchors, key)
         rows, mask = self.pass_positions + 1, self.shape.mask_token_id
         blocks = cut_blocks(batch, anchors, block_size=rows, mask_token_id=mask)
         hidden = self.run_blocks(batch, blocks, heads, remat=remat)
@@ -186,12 +191,9 @@ class LiLiCorr(ConditionedDFlash):
         """Returns the context rows [B · A, D] before the anchors, and whether there are any."""
         dtype = self.norm.scale.dtype
         rows = self.context_rows(batch.features.astype(dtype), gather=True)[0]
-        index = blocks.anchors.index
-        before = jnp.maximum(index - 1, 0)
+        before, is_inside = rows_before(batch, blocks.anchors)
         context = jnp.take_along_axis(rows, before[..., None], axis=1)
-        documents = (jnp.take_along_axis(batch.segment_ids, at, axis=1) for at in (before, index))
-        same = jnp.equal(*documents) & (index > 0)
-        return context.reshape(-1, rows.shape[-1]), same.reshape(-1)
+        return context.reshape(-1, rows.shape[-1]), is_inside.reshape(-1)
 
     @staticmethod
     def checkpoint_name(path: str) -> str:

@@ -19,6 +19,7 @@ from dflash.drafters.parts.blocks import (
     Anchors,
     block_loss,
     cut_blocks,
+    rows_before,
     sample_anchors,
     score_blocks,
 )
@@ -122,14 +123,10 @@ class Medusa(OnePassDrafter):
         Args:
           anchors: Rows after those that predict; None to draw them from `key`.
         """
-        if anchors is None:
-            anchors = sample_anchors(batch, options.num_anchors, key)
-        before = jnp.maximum(anchors.index - 1, 0)
-        ends = before, anchors.index
-        documents = (jnp.take_along_axis(batch.segment_ids, row, axis=1) for row in ends)
-        same = jnp.equal(*documents)
+        anchors = anchors or sample_anchors(batch, options.num_anchors, key)
         # The first token of a document has no hidden state before it.
-        anchors = dataclasses.replace(anchors, valid=anchors.valid & same & (anchors.index > 0))
+        before, is_inside = rows_before(batch, anchors)
+        anchors = dataclasses.replace(anchors, valid=anchors.valid & is_inside)
         rows = jnp.take_along_axis(batch.features, before[..., None], axis=1)
         look_ahead = jax.checkpoint(self.look_ahead) if remat else self.look_ahead
         hidden = look_ahead(rows.astype(self.norm.scale.dtype))

@@ -20,12 +20,10 @@ from dflash.kernels.tuning import BlockSizes
 OP = "block_attention"
 
 
-def block_attention_tpu(
-    *arrays, scale: float, window: int | None, causal: bool, sizes: BlockSizes, interpret
-):
+def block_attention_tpu(*arrays, sizes: BlockSizes, interpret, **view):
     """Computes `block_attention`; arguments and results are the same.
 
-    Of two windows, `windows` has the narrower one.
+    Of two windows, `windows` has the narrower one; `view` is scale, window and causality.
     """
     queries, keys, values, context_keys, context_values, length, sinks, windows = arrays
     batch, block, heads, width = queries.shape
@@ -61,15 +59,7 @@ def block_attention_tpu(
     sink_spec = pl.BlockSpec((step_heads, rows, flash_tpu.LANES), lambda g, b, *_: (g, 0, 0))
     limits = [length] if windows is None else [length, windows]
     outputs = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            block=block,
-            batch=batch,
-            scale=scale,
-            window=window,
-            causal=causal,
-            chosen=windows is not None,
-        ),
+        functools.partial(_kernel, block=block, batch=batch, chosen=windows is not None, **view),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(limits),
             grid=(kv_heads // step_heads, batch),
@@ -89,7 +79,7 @@ def block_attention_tpu(
         cost_estimate=flash_tpu.cost(batch, heads, kv_heads, block, capacity, width, dtype),
         interpret=interpret,
         # Forecasts read the window from the name.
-        name=f"{OP}_t{block}" + ("" if window is None else f"_w{window}"),
+        name=f"{OP}_t{block}" + ("" if view["window"] is None else f"_w{view['window']}"),
     )(*limits, grouped, *new, context_keys, context_values, *sink_rows)  # fmt: skip
     outputs = outputs.reshape(batch, kv_heads, group, block, width).transpose(0, 3, 1, 2, 4)
     return outputs.reshape(queries.shape)

@@ -161,6 +161,7 @@ def commit_block_tpu(memory, before, keys, updates, log_decay, rows, count, path
         at_depth = jnp.arange(path.shape[1]) < count[:, None]
         row = jnp.arange(tiling.padded)[:, None]
         accepted = ((path[:, None] == row) & at_depth[:, None]).any(axis=-1)
+    accepted = accepted[..., None].astype(jnp.float32)
     taps = before.shape[1] + 1
     chosen = _latest(tiling, count, path, taps - 1, before.dtype)
     share = before.shape[-1] // tiling.steps
@@ -175,7 +176,7 @@ def commit_block_tpu(memory, before, keys, updates, log_decay, rows, count, path
             tiling.flat_spec(tiling.step_heads),
             tiling.own(tiling.padded, tiling.step_heads),
             pl.BlockSpec((None, tiling.padded, share), lambda g, b: (b, 0, g)),
-            tiling.whole(accepted[..., None]),
+            tiling.whole(accepted),
             tiling.whole(chosen),
         ],
         out_specs=[tiling.memory_spec(), columns],
@@ -186,16 +187,7 @@ def commit_block_tpu(memory, before, keys, updates, log_decay, rows, count, path
         cost_estimate=_cost(tiling, rows, memory, passes=2),
         interpret=interpret,
         name=f"{OP}_commit_t{tiling.rows}",
-    )(
-        memory,
-        before,
-        keys,
-        updates,
-        tiling.by_group(log_decay),
-        rows,
-        accepted[..., None].astype(jnp.float32),
-        chosen,
-    )
+    )(memory, before, keys, updates, tiling.by_group(log_decay), rows, accepted, chosen)
 
 
 def unsupported(rows, memory) -> str | None:
@@ -212,10 +204,9 @@ def unsupported(rows, memory) -> str | None:
 
 
 def _taps(tiling: DeltaTiling, ancestry, taps: int):
-    """Returns which of the rows in VMEM each tap of each row of a tree reads, as ones.
+    """Returns ones [B, (W - 1) · padded, LEAD + padded] where a tap reads a row in VMEM.
 
-    Returns:
-      float32 [B, (W - 1) · padded, LEAD + padded]; the nearest ancestors first.
+    The taps of the nearest ancestors come first.
     """
     extra = 0, tiling.padded - tiling.rows
     ancestry = jnp.pad(ancestry, ((0, 0), extra, extra))

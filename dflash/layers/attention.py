@@ -276,14 +276,7 @@ class GatedAttention(Attention):
     """Grouped-query attention whose outputs are multiplied by the sigmoid of projected gates."""
 
     def __init__(
-        self,
-        width: int,
-        *,
-        num_heads: int,
-        head_dim: int,
-        dtype: jnp.dtype,
-        sharding: Sharding,
-        **options,
+        self, width: int, *, num_heads: int, head_dim: int, dtype, sharding: Sharding, **options
     ):
         build = {"dtype": dtype, "sharding": sharding}
         super().__init__(width, num_heads=num_heads, head_dim=head_dim, **options, **build)

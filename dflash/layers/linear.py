@@ -178,7 +178,6 @@ class Linear(Kernel):
         Args:
           axes: Logical axes of the kernel [in, out].
           bias: Whether the map has a bias [out], which is never quantized.
-          stddev: Standard deviation of the initializer; None for 1 / sqrt(in_features).
         """
         shape, build = (in_features, out_features), {"dtype": dtype, "sharding": sharding}
         super().__init__(shape, axes, stddev=stddev, **build)
@@ -285,7 +284,6 @@ class Float32RMSNorm(RMSNorm):
 
     @property
     def factor(self) -> jax.Array:
-        """Factor float32 [D] of a normalized row."""
         return self.scale[...].astype(jnp.float32)
 
 
@@ -308,7 +306,6 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
     @property
     def factor(self) -> jax.Array:
-        """Factor float32 [D] of a normalized row."""
         return 1.0 + self.scale[...].astype(jnp.float32)
 
 

@@ -31,15 +31,10 @@ class Mlp(nnx.Module):
         width: int,
         hidden: int,
         *,
-        activation: str = "silu",
+        activation: str = "silu",  # Name in `ACTIVATIONS`.
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
-        """Declares the projections.
-
-        Args:
-          activation: Name in `ACTIVATIONS`.
-        """
         build = {"dtype": dtype, "sharding": sharding}
         self.gate_proj = Linear(width, hidden, ("embed", "mlp"), **build)
         self.up_proj = Linear(width, hidden, ("embed", "mlp"), **build)

@@ -124,10 +124,8 @@ class ExpertLinear(Kernel):
         axes: tuple[str | None, str | None],
         *,
         bias: bool = False,
-        dtype: jnp.dtype,
-        sharding: Sharding,
+        **build,
     ):
-        build = {"dtype": dtype, "sharding": sharding}
         super().__init__((num_experts, in_features, out_features), ("expert", *axes), **build)
         shape, names = (num_experts, out_features), ("expert", axes[1])
         self.bias = parameters.declare(shape, names, stddev=0.0, **build) if bias else None
@@ -335,8 +333,7 @@ class SparseMlp(nnx.Module):
         shared_hidden: int = 0,
         gates_shared: bool = False,
         form: ExpertForm = ExpertForm(),
-        dtype: jnp.dtype,
-        sharding: Sharding,
+        **build,
     ):
         """Builds an abstract layer.
 
@@ -345,7 +342,6 @@ class SparseMlp(nnx.Module):
           gates_shared: Multiply the output of the shared experts by the sigmoid of a learned gate,
             one number per row.
         """
-        build = {"dtype": dtype, "sharding": sharding}
         self.gate = Router(width, routing, **build)
         self.experts = Experts(routing, width, hidden, form, **build)
         self.shared_experts = Mlp(width, shared_hidden, **build) if shared_hidden else None

@@ -71,11 +71,7 @@ class EagleLayer(nnx.Module):
     def attend_context(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
         """Returns the attention of a chain: over the cache and, causally, over the new rows.
 
-        Args:
-          cache: Cache of one layer.
-          length: Number of cached positions, int32 [B].
-        Returns:
-          A function (queries, keys, values) -> outputs.
+        It is a function (queries, keys, values) -> outputs, for a cache of `length` positions.
         """
         rows, kv_rows, stored, batch = self._layouts(length.shape[0])
         chosen = implementation.on(self.sharding)
@@ -88,9 +84,6 @@ class EagleLayer(nnx.Module):
     def attend_branches(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
         """Returns the attention of a tree: over the cache, and over the rows in a mask.
 
-        Args:
-          cache: Cache of one layer.
-          length: Number of cached positions, int32 [B].
         Returns:
           A function (queries, keys, values, visible) -> outputs. Rows of `keys` and `values` are
           those of all levels, and `visible` is the mask bool [B, queries, keys].
@@ -146,13 +139,7 @@ class EagleLayer(nnx.Module):
         return rows, kv_rows, (name, "kv_heads", None, None), name
 
     def _sharded(self, function, layouts, fixed) -> Callable[..., jax.Array]:
-        """Returns `function` as one that each device runs on its own heads and sequences.
-
-        Args:
-          function: Kernel that takes the arrays and `scale`.
-          layouts: Dimension names of all its arrays.
-          fixed: Last arrays of the kernel, which are bound here.
-        """
+        """Binds the last arrays of a kernel, which each device runs on its heads and sequences."""
         scale = self.self_attn.scale
         mapped = self.sharding.map(
             lambda *arrays: (function(*arrays, scale=scale),), layouts, layouts[:1]

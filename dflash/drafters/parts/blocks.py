@@ -72,6 +72,14 @@ def sample_anchors(batch: TrainBatch, count: int, key: jax.Array) -> Anchors:
     return Anchors(jnp.where(valid, chosen, 0).astype(jnp.int32), valid)
 
 
+def rows_before(batch: TrainBatch, anchors: Anchors) -> tuple[jax.Array, jax.Array]:
+    """Returns the row before each anchor, int32 [B, A], and whether it is in the same document."""
+    before = jnp.maximum(anchors.index - 1, 0)
+    ends = before, anchors.index
+    documents = (jnp.take_along_axis(batch.segment_ids, row, axis=1) for row in ends)
+    return before, jnp.equal(*documents) & (anchors.index > 0)
+
+
 def cut_blocks(
     batch: TrainBatch, anchors: Anchors, *, block_size: int, mask_token_id: int
 ) -> Blocks:

@@ -264,8 +264,7 @@ class ConditionedDFlash(DFlash):
         In decoding, the token before a draft position is the true one up to the first rejection,
         so acceptance lengths equal those of decoding. The arguments are those of `DFlash.loss`.
         """
-        if anchors is None:
-            anchors = sample_anchors(batch, options.num_anchors, key)
+        anchors = anchors or sample_anchors(batch, options.num_anchors, key)
         rows = self.pass_positions + 1
         drafts = rows - self.first_row
         blocks = cut_blocks(

@@ -88,11 +88,7 @@ class LatticeNetwork(nnx.Module):
     """Transformer over all candidates of a block, with the parameters of published files."""
 
     def __init__(self, shape: LiLiCorrShape, *, dtype, sharding: Sharding):
-        """Builds an abstract network for the draft positions of a block.
-
-        Args:
-          sharding: Mesh; the network is replicated.
-        """
+        """Builds an abstract network, replicated over the mesh, for the positions of a block."""
         build = {"dtype": dtype, "sharding": sharding}
         drafter, width = shape.decoder.hidden_size, shape.network_width
         slots, candidates = shape.block_size - 1, shape.lilicorr_candidate_topk
