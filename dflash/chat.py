@@ -125,7 +125,6 @@ class Conversation:
         """Creates a conversation without turns.
 
         Args:
-          llm: Target and drafter that answer.
           system: System message before all turns.
           sampling: Sampling parameters of the answers; None takes the config's.
           out: Console for the answers; stdout by default.

@@ -78,7 +78,6 @@ def forecast(
     Args:
       config: Path of a YAML file, looked up as on the command line.
       *overrides: Overrides of the form `key=value`, such as "forecast.batches=[1,8]".
-      workdir: Value of the flag with this name.
     Raises:
       UserError: The command would exit with an error.
     """

@@ -55,7 +55,6 @@ class Piece:
 
     Attributes:
       text: Text that is complete so far; a character appears with its last token.
-      token_ids: Token ids.
       drafted: Whether these are accepted drafts; otherwise this is the token that the target adds
         at the end of each cycle. A cycle in which the output ends within the draft has none.
       logprobs: Log-probabilities of the tokens, if requested.
@@ -73,7 +72,6 @@ class Completion:
 
     Attributes:
       prompt: Prompt as passed by the caller.
-      prompt_token_ids: Token ids of the prompt.
       text: Text that the output adds to the prompt's, without special tokens and without that of a
         stop token.
       token_ids: Token ids of the output, a stop token included.

@@ -63,7 +63,6 @@ def train_tokenizer(
       destination: Directory to write; must be absent or empty.
       names: Names of data sets; "jsonl" is added if there are files.
       files: JSONL files of the data set jsonl.
-      vocab_size: Number of tokens.
       megabytes: Maximum amount of text from each data set, in MB.
     Returns:
       A summary in one line.

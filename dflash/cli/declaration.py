@@ -34,9 +34,6 @@ class Subcommand:
     """Declaration of a subcommand, for its command line and help.
 
     Attributes:
-      name: Name, as in `dflash NAME`.
-      description: One or two sentences for the help.
-      examples: Command lines for the help.
       arguments: Names of the positional arguments; key=value may follow CONFIG.
       schema: Dataclass that the config fills, or several to choose from.
       load: Reads the config from its path and the overrides, in place of `schema`.
@@ -141,7 +138,6 @@ def help_text(subcommand: Subcommand, values: flags.FlagValues) -> str:
 
 
 def _flag_lines(values: flags.FlagValues) -> list[str]:
-    """Returns the help of each flag, in the order of definition."""
     lines = []
     for group in values.flags_by_module_dict().values():
         for flag in group:

@@ -15,7 +15,6 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
     """Checks the files, checkpoints and directories that configs name.
 
     Args:
-      configs: Resolved configs.
       files: The run reads weights, data and prompts, as a plan does not.
     Raises:
       UserError: A place is missing or of the wrong kind; one line for each, with its key.

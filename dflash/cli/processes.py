@@ -72,7 +72,6 @@ def _failure_of(error: BaseException) -> tuple[int, tuple[str, ...]]:
 
 
 def _say_failure(failure: Failure) -> None:
-    """Prints the failure that ended a run of several processes."""
     shown_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # A display may have hidden it.
     for line in failure.lines:
         print(f"{shown_cursor}error: process {failure.process}: {line}", file=sys.stderr)

@@ -36,16 +36,13 @@ class Command:
 
     Attributes:
       config: Resolved config, an instance of the subcommand's schema; None without CONFIG.
-      config_hash: Hash of the resolved config.
       config_path: Path of the config file, or a checkpoint.
       overrides: Arguments of the form key=value.
       arguments: Positional arguments of a subcommand without CONFIG.
       workdir: Directory for results; None prints them only.
-      dry_run: Print the plan only, and allocate nothing.
       profile_dir: Directory for a profiler trace, or None.
       coordinator_address, num_processes, process_id: Arguments of `distributed.initialize`.
       shard: Part of the work, if the run is divided; None is all of it.
-      stream: Print text as it is accepted.
       compilation_cache: Argument of `compilation_cache.enable`.
       flags: Values of the subcommand's own flags, by name.
     """
@@ -75,7 +72,6 @@ def run(
     """Runs a subcommand and exits with its status.
 
     Args:
-      subcommand: Declaration of the subcommand.
       work: Runs the parsed command and returns an exit status; None is 0.
       argv: Arguments after the names of program and subcommand; None takes those of the process.
     Raises:
@@ -154,7 +150,6 @@ def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **flag_values: 
     """Parses the arguments of a Python caller; the `run` functions of command modules use it.
 
     Args:
-      subcommand: Declaration of the subcommand.
       *arguments: Positional arguments, overrides included.
       **flag_values: Values of flags by name; None is the default.
     Raises:
@@ -208,9 +203,6 @@ def _configured(
     """Returns the command with its checked config; None if the config was only printed.
 
     Args:
-      subcommand: Declaration of the subcommand.
-      values: Parsed flags.
-      positional: Positional arguments.
       writes: This process writes results.
     """
     path, *overrides = positional

@@ -28,7 +28,6 @@ class PagePool:
     """
 
     def __init__(self, num_replicas: int, pages_per_replica: int):
-        """Creates a pool in which all pages are free."""
         self._replicas = [_ReplicaPages(pages_per_replica) for _ in range(num_replicas)]
 
     def take(self, replica: int, count: int) -> tuple[int, ...] | None:

@@ -37,7 +37,6 @@ class PrefillChunk:
       pages: Pages of the sequence, at least up to the end of the chunk.
       fresh: Whether this is the first chunk of the sequence that the drafter observes.
       constraints: Constraints on the sampled token, without a batch axis; None for none.
-      adapter: Number of the sequence's adapter, 0 for none.
     """
 
     tokens: Sequence[int]
@@ -158,8 +157,6 @@ def run_chunk(
     Args:
       feature_layers: Layers whose features are returned; see `Drafter`.
       cache: Cache of the batch; its page table is not used and not changed.
-      sampling: Sampling parameters of the n sequences.
-      constraints: Constraints on their first tokens.
     Returns:
       The cache; the token after each chunk, int32 [n], `nonfinite.NO_TOKEN` if its logits are not
       finite; log-probabilities [n] of the sampled tokens; and features of the rows.

@@ -50,7 +50,6 @@ class CacheGroup(NamedTuple):
     """Part of the prefix cache: requests share cached pages only within their group.
 
     Attributes:
-      salt: Salt of the requests.
       adapter: Number of their adapter, on which cached rows depend.
     """
 

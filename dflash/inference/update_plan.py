@@ -94,7 +94,6 @@ class Plan:
       form: Form of the trees; see `form_of`.
       names: Names of the arrays that the parameters follow from.
       places: Places of these arrays among the leaves of a tree.
-      variables: Variables of the entries by path, in order.
       write: Program from the old parameters, which it overwrites, and the arrays to the new ones.
         None if arrays are not on the devices of the target, in the same order, or if parameters are
         quantized, by programs of their own.

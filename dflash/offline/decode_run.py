@@ -100,7 +100,6 @@ def run(
     Args:
       job: Job of the run; its weights are read only if a prompt is pending.
       records: Records of this run and of earlier ones in the same work directory.
-      display: Display that shows text as it is accepted.
       load: Returns the job with its weights.
     Returns:
       Content of results.json.
@@ -272,7 +271,6 @@ def report(
 
     Args:
       records: Records of all prompts, which are finished.
-      display: Display that shows the summary.
       cycle_ms: Milliseconds per cycle by block size; empty if the block size is fixed.
       usage: Usage since this start of the run; None if it has decoded nothing.
     Returns:

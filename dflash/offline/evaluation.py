@@ -40,7 +40,6 @@ class DraftingTest:
         """Builds the requests; nothing is compiled yet.
 
         Args:
-          target: Target with its weights.
           drafter: Drafter with the target's dtype; its parameters may be abstract.
           config: Sampling parameters and shape of the decode loop.
         """

@@ -97,7 +97,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         """Loads the drafter and the policy's config, and copies the policy's weights.
 
         Args:
-          rollout_actor: Policy of the trainer: a model of Tunix or MaxText.
           tokenizer: Tunix's tokenizer, in which prompts and outputs are written.
           mesh: Mesh of the rollout role; unused, since `dflash` may state a mesh of its own.
           rollout_config: Sizes and sampling; may hold options, see `options.find`.
@@ -139,8 +138,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         tokens were drawn from, or of the raw logits if `rollout_vllm_logprobs_mode` is
         "raw_logprobs".
 
-        Args:
-          **kwargs: Arguments for other engines.
         Raises:
           InputError: A prompt is empty or too long.
         """

@@ -101,7 +101,6 @@ class Endpoints:
     """One method per endpoint, over one service."""
 
     def __init__(self, service: Service):
-        """Creates the endpoints of a service."""
         self._service, self._grammars = service, GrammarQueue()
         limits = service.config
         self._bodies = http.BodyReader(max_bytes=limits.max_body_bytes, timeout_s=limits.read_s)

@@ -61,7 +61,6 @@ class CompletionRequest:
       priority: Number by which requests wait; lower ones go first.
       chat_format: Format by which outputs are parsed; None for plain text.
       rules: What an answer may contain, for the parser.
-      adapter: Number of the target's adapter, 0 for none.
     """
 
     prompts: tuple[tuple[int, ...], ...]

@@ -33,7 +33,6 @@ class Connection(H11Protocol):
     """HTTP/1.1 connection that ends if its client is silent or does not read."""
 
     def __init__(self, *args, limits: ServeConfig, **kwargs):
-        """Creates the protocol of one connection."""
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._waiting_since = self.loop.time()

@@ -144,7 +144,6 @@ class Metrics:
     """
 
     def __init__(self):
-        """Creates all metrics, at zero."""
         self.registry = CollectorRegistry()
         self.totals = Totals()
         # Totals of the schedulers that counters include already.

@@ -114,11 +114,7 @@ class Output:
         completion_request: CompletionRequest,
         tokenizer: Tokenizer,
     ):
-        """Creates an output without tokens.
-
-        Args:
-          completion_request: Request as the client sent it.
-        """
+        """Creates an output without tokens."""
         self.index, self.request = index, request
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None

@@ -71,7 +71,6 @@ class Answer:
     """JSON of one HTTP response: whole, or as the events of a stream."""
 
     def __init__(self, id: str, request: CompletionRequest, model: ServedModel):
-        """Begins a response."""
         self.request, self._id, self._model = request, id, model
 
     def outputs(self, group: RequestGroup) -> list[Output]:

@@ -276,7 +276,6 @@ class ItemsAnswer(responses.Answer):
     def __init__(
         self, id: str, request: CompletionRequest, model: ServedModel, fields: ResponsesBody
     ):
-        """Begins a response without items."""
         super().__init__(f"resp_{id}", request, model)
         self._items: list[Json] = []
         self._kind: Kind | None = None  # Kind of the last item while it is open.

@@ -14,7 +14,6 @@ class TokenNames:
     """Cache of the texts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
-        """Creates an empty cache for the target's tokenizer."""
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
         self._bytes: tuple[bytes | None, ...] | None = None

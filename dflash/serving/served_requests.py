@@ -75,7 +75,6 @@ class RequestGroup:
         cancel: Callable[[int], None],
         recorders: Sequence[Recorder],
     ):
-        """Creates the group of requests that were admitted together."""
         now = time.perf_counter()
         self.requests = tuple(requests)
         self.served = tuple(

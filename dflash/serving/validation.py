@@ -39,7 +39,6 @@ class RequestError(Exception):
     """A request that cannot be served.
 
     Attributes:
-      message: Message in one line.
       param: Name of the invalid field; None if the error does not concern a single field.
       code: Machine-readable error code; None if there is none.
       retry_after_s: Seconds after which a retry may succeed; None if it would not.

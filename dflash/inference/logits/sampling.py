@@ -109,7 +109,6 @@ class SequenceSampler:
     """Samples for every sequence of a batch with its own parameters.
 
     Attributes:
-      params: Sampling parameters of the B sequences.
       with_probs: Whether drafts are drawn with independent noise and returned with their
         probabilities, as rejection verification requires.
       vocabulary: Draft vocabulary of the logits, which are [B, T, Q] instead of [B, T, V]; None for
