@@ -121,12 +121,11 @@ def _run(subcommand: Subcommand, work: Callable[[Command], int | None], argv: Se
     if subcommand.takes_config and (not positional or "=" in positional[0]):
         print(f"usage: {subcommand.usage}; see --help", file=sys.stderr)
         return _USAGE_ERROR
-    configured = _configured if subcommand.takes_config else _plain
 
     def run_checked(group: "ProcessGroup | None" = None) -> int:
         # Only the first process writes, so only it checks where results go.
         writes = group is None or group.process == 0
-        command = configured(subcommand, values, positional, writes=writes)
+        command = _checked(subcommand, values, positional, writes=writes)
         if command is None:
             return 0
         if group is not None:
@@ -158,8 +157,7 @@ def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **flag_values: 
     values = subcommand.flag_values()
     words = [f"--{name}={value}" for name, value in flag_values.items() if value is not None]
     positional = _parse(subcommand, values, [*words, "--", *map(os.fspath, arguments)])
-    configured = _configured if subcommand.takes_config else _plain
-    command = configured(subcommand, values, positional)
+    command = _checked(subcommand, values, positional)
     _set_up(subcommand, command)
     return command
 
@@ -175,14 +173,7 @@ def _set_up(subcommand: Subcommand, command: Command) -> None:
         compilation_cache.enable(command.compilation_cache)
 
 
-def _plain(
-    subcommand: Subcommand,
-    values: flags.FlagValues,
-    positional: list[str],
-    *,
-    writes: bool = True,
-) -> Command:
-    del writes
+def _plain(subcommand: Subcommand, values: flags.FlagValues, positional: list[str]) -> Command:
     names = subcommand.arguments
     if len(positional) != len(names):
         expected = " and ".join(names) or "no argument"
@@ -193,18 +184,20 @@ def _plain(
     return Command(arguments=tuple(positional), **_values(values))
 
 
-def _configured(
+def _checked(
     subcommand: Subcommand,
     values: flags.FlagValues,
     positional: list[str],
     *,
     writes: bool = True,
 ) -> Command | None:
-    """Returns the command with its checked config; None if the config was only printed.
+    """Returns the command with its checked arguments; None if the config was only printed.
 
     Args:
       writes: This process writes results.
     """
+    if not subcommand.takes_config:
+        return _plain(subcommand, values, positional)
     path, *overrides = positional
     overrides += subcommand.overrides(values)
     load = subcommand.load or (lambda path, args: loader.load(path, args, subcommand.schema))

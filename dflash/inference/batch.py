@@ -1,6 +1,5 @@
 """The batch of an engine: its device state, and the requests that hold its slots and pages."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,21 +112,22 @@ class Batch:
           queued: Whether requests wait for a slot. Then the dispatch ends before the slots of ended
             sequences are idle for longer than another dispatch costs.
         """
-        running = self.running.items()
+        reports, running = [], self.running.items()
         ready = {
             slot: request for slot, request in running if request.matcher and request.output_ids
         }
-        unconstrained = None
+        if ready:
+            self.state, report = constrained.masked_cycle(self._engine, self.state, ready)
+            reports.append(report)
         if any(request.matcher is None for _, request in running):
-            unconstrained = functools.partial(
-                self._engine.generate,
+            self.state, report = self._engine.generate(
+                self.state,
                 bucket=self._layout.bucket_for(self.running),
                 greedy=all(controls.is_greedy(request.request) for _, request in running),
                 max_idle=self._layout.batch_size // 2 if queued else dispatch.ANY,
             )
-        if not (ready or unconstrained):
-            return []
-        self.state, reports = constrained.generate(self._engine, self.state, ready, unconstrained)
+            # An engine that drafts ahead returns the report of each cycle.
+            reports += report if isinstance(report, list) else [report]
         return reports
 
     def close(self) -> None:

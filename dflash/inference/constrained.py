@@ -5,7 +5,7 @@ dispatch stops between draft and verification: the host reads the drafts and com
 allowed tokens for each row. The other sequences then continue to the end of the dispatch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -16,36 +16,16 @@ from dflash.inference.engine import Engine
 from dflash.inference.in_flight import ActiveRequest
 
 
-def generate(
-    engine: Engine,
-    state: DecodeState,
-    ready: Mapping[int, ActiveRequest],
-    unconstrained: Callable[[DecodeState], tuple[DecodeState, Report | list[Report]]] | None,
-) -> tuple[DecodeState, list[Report]]:
-    """Runs one dispatch; consumes `state`.
+def masked_cycle(
+    engine: Engine, state: DecodeState, ready: Mapping[int, ActiveRequest]
+) -> tuple[DecodeState, Report]:
+    """Runs one cycle of the constrained sequences; consumes `state`.
 
     Args:
       ready: Constrained sequences by slot, with matchers that have consumed all of their output.
-        Other constrained sequences wait, and so does a sequence whose matcher raises an exception,
-        which becomes the sequence's error.
-      unconstrained: Runs the dispatch of unconstrained sequences, perhaps in parts; None if there
-        are none.
-    Returns:
-      The new state, and the reports of the parts of the dispatch.
+        Other sequences wait, and so does one whose matcher raises an exception, which becomes the
+        sequence's error.
     """
-    reports = []
-    if ready:
-        state, report = _masked_cycle(engine, state, ready)
-        reports.append(report)
-    if unconstrained:
-        state, report = unconstrained(state)
-        reports += report if isinstance(report, list) else [report]
-    return state, reports
-
-
-def _masked_cycle(
-    engine: Engine, state: DecodeState, ready: Mapping[int, ActiveRequest]
-) -> tuple[DecodeState, Report]:
     state, proposal = engine.draft(state)
     tokens, parents = jax.device_get((proposal.tokens, proposal.parents))
     slots, rows = len(tokens), tokens.shape[1] + 1
