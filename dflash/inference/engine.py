@@ -104,7 +104,8 @@ class Engine:
         # Seconds per cycle by batch bucket, length and choice of rows, [W, 2, S], or by its last
         # axes only; see `ChosenRows`.
         self.cycle_seconds: np.typing.ArrayLike | None = None
-        self._defaults = first_token.Defaults(lambda count: self.program("unconstrained", count)())
+        # Default constraints by number of sequences, created on the device once.
+        self._unconstrained = functools.cache(lambda count: self.program("unconstrained", count)())
         self._learnt: Any = None  # What the last run learnt; see `retire`.
 
     @property
@@ -172,8 +173,9 @@ class Engine:
         slots = range(self.num_prefill_slots)
         samplings = [chunks[slot].sampling if slot in chunks else GREEDY for slot in slots]
         params = jax.tree.map(lambda *rows: np.stack(rows), *map(SamplingParams.of, samplings))
-        stated = {slot: chunks[slot].constraints for slot in chunks if chunks[slot].constraints}
-        return inputs, self._defaults.with_rows(self.num_prefill_slots, stated), params
+        default = self._unconstrained(self.num_prefill_slots)
+        rows = {slot: chunks[slot].constraints for slot in chunks if chunks[slot].constraints}
+        return inputs, first_token.with_rows(default, rows), params
 
     def insert(
         self,
@@ -205,7 +207,7 @@ class Engine:
         stop_ids = np.full(self.num_stop_ids, NO_STOP, np.int32)
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         where = (np.int32(prefill_slot), np.int32(slot.index))
-        stated = self._defaults.of(1).controls
+        stated = self._unconstrained(1).controls
         if not controls.is_default(request):
             stated = controls.of_request(request, output_ids, self.layout.max_length)
             stated = jax.tree.map(lambda x: x[None], stated)

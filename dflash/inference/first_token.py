@@ -1,8 +1,7 @@
 """Sampling of the first output token, from the logits of the prefill."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -83,28 +82,16 @@ def abstract(
     )
 
 
-class Defaults:
-    """Constraints of sequences without any, created on the device once for each number of them."""
-
-    def __init__(self, create: Callable[[int], FirstTokenConstraints]):
-        """Takes a function that creates them; see `unconstrained`."""
-        self._create = functools.cache(create)
-
-    def of(self, count: int) -> FirstTokenConstraints:
-        """Returns the constraints of `count` unconstrained sequences."""
-        return self._create(count)
-
-    def with_rows(
-        self, count: int, rows: Mapping[int, FirstTokenConstraints]
-    ) -> FirstTokenConstraints:
-        """Returns the constraints of `count` sequences, some of which `rows` has by index."""
-        default = self.of(count)
-        if not rows:
-            return default
-        host = jax.tree.map(np.array, default)
-        for i, row in rows.items():
-            jax.tree.map(lambda array, value, i=i: array.__setitem__(i, value), host, row)
-        return host
+def with_rows(
+    constraints: FirstTokenConstraints, rows: Mapping[int, FirstTokenConstraints]
+) -> FirstTokenConstraints:
+    """Returns constraints in which those of `rows`, by index, replace those of some sequences."""
+    if not rows:
+        return constraints
+    host = jax.tree.map(np.array, constraints)
+    for i, row in rows.items():
+        jax.tree.map(lambda array, value, i=i: array.__setitem__(i, value), host, row)
+    return host
 
 
 def unconstrained(batch: int, max_length: int, vocab_size: int) -> FirstTokenConstraints:
