@@ -171,27 +171,20 @@ def abstract(batch: int, name: str | None, max_length: int, sharding: Sharding) 
       max_length: Length L of the longest sequence, in tokens.
     """
 
-    def array(dtype, *shape):
-        return sharding.abstract((batch, *shape), (name, *[None] * len(shape)), dtype)
+    def array(row):
+        return sharding.abstract((batch, *row.shape), (name, *[None] * row.ndim), row.dtype)
 
-    return Controls(
-        presence=array(jnp.float32),
-        frequency=array(jnp.float32),
-        repetition=array(jnp.float32),
-        bias_ids=array(jnp.int32, MAX_BIASED),
-        biases=array(jnp.float32, MAX_BIASED),
-        min_length=array(jnp.int32),
-        prompt_length=array(jnp.int32),
-        constrained=array(jnp.bool_),
-        logprobs=array(jnp.bool_),
-        token_ids=array(jnp.int32, max_length),
-    )
+    return jax.tree.map(array, _default_row(max_length))
 
 
 def default(batch: int, max_length: int) -> Controls:
     """Returns the controls of `batch` sequences that use none, as numpy arrays."""
-    row = of_request(Request(0, (), 1), (), max_length)
-    return jax.tree.map(lambda x: np.broadcast_to(x, (batch, *x.shape)), row)
+    rows = _default_row(max_length)
+    return jax.tree.map(lambda row: np.broadcast_to(row, (batch, *row.shape)), rows)
+
+
+def _default_row(max_length: int) -> Controls:
+    return of_request(Request(0, (), 1), (), max_length)
 
 
 def is_default(request: Request) -> bool:
