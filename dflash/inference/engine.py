@@ -77,13 +77,17 @@ class Engine:
         self.target, self.drafter, self.config = target, drafter, config
         drafter = self._wrapped(drafter)
         self.sharding = target.sharding
-        self.layout = Layout.from_config(
-            config,
+        self.layout = Layout(
+            batch_size=config.batch_size,
             max_length=max_length,
             block_size=drafter.block_size,
-            longest_path=drafter.longest_path,
+            page_size=config.page_size,
+            prefill_chunk=config.prefill_chunk,
             num_replicas=self.sharding.size("pages"),
+            growth=config.sync_every * drafter.longest_path,
+            num_pages=config.num_pages,
             prefix_cache=self.prefix_cache,
+            partial=config.partial_dispatches,
             window=target.window,
         )
         # Confidence depends on the drawn tokens, so a rejection rule must not go by it.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 
 from dflash import errors
-from dflash.config.schema import DecodeConfig
 from dflash.inference import batch_buckets
 from dflash.layers.cache import SLOT_TILE, Ring
 
@@ -149,11 +148,7 @@ class Layout:
     window: int | None = None
 
     def __post_init__(self):
-        """Checks the sizes.
-
-        Raises:
-          ConfigError: The pool of a replica cannot hold the longest sequence.
-        """
+        """Raises ConfigError if the pool of a replica cannot hold the longest sequence."""
         if self.pages_per_replica <= self.pages_per_sequence:
             raise errors.ConfigError(
                 f"decode.num_pages: {self.num_pages} is {self.pages_per_replica - 1} for each of "
@@ -161,39 +156,6 @@ class Layout:
                 f"takes {self.pages_per_sequence} pages of {self.page_size}; expected at least "
                 f"{self.num_replicas * self.pages_per_sequence}"
             )
-
-    @classmethod
-    def from_config(
-        cls,
-        config: DecodeConfig,
-        *,
-        max_length: int,
-        block_size: int,
-        longest_path: int,
-        num_replicas: int,
-        prefix_cache: bool,
-        window: int | None = None,
-    ) -> "Layout":
-        """Returns the layout of a config for a drafter.
-
-        Args:
-          longest_path: Most tokens that one cycle commits.
-        Raises:
-          ConfigError: `num_pages` is too small for the longest sequence.
-        """
-        return cls(
-            batch_size=config.batch_size,
-            max_length=max_length,
-            block_size=block_size,
-            page_size=config.page_size,
-            prefill_chunk=config.prefill_chunk,
-            num_replicas=num_replicas,
-            growth=config.sync_every * longest_path,
-            num_pages=config.num_pages,
-            prefix_cache=prefix_cache,
-            partial=config.partial_dispatches,
-            window=window,
-        )
 
     @property
     def ring(self) -> Ring | None:

@@ -21,19 +21,10 @@ MAX_BIASED = 300  # Most tokens that a request may bias.
 
 @dataclasses.dataclass(frozen=True)
 class RequestSampling(SamplingConfig):
-    """Sampling parameters of one sequence.
+    """Sampling parameters of one sequence; see `dflash.Sampling` for those of the base class.
 
     Attributes:
-      temperature: Sampling temperature; 0 is greedy.
-      top_k: Number of likeliest tokens to draw from; 0 is off.
-      top_p: Probability mass of the likeliest tokens to draw from; 1 is off.
-      seed: Seed of the noise, -2**63 to 2**63 - 1.
       sequence: Number of the sequence under this seed. Noise depends only on these two numbers.
-      min_p: Smallest probability of a token to draw, relative to the likeliest token; 0 is off.
-      presence_penalty: Value subtracted from the logits of tokens in the output; 0 is off.
-      frequency_penalty: Value subtracted once per occurrence of the token in the output; 0 is off.
-      repetition_penalty: Divisor of positive logits, and factor of negative logits, of tokens in
-        the prompt or the output; 1 is off.
       logit_bias: (token, bias) pairs; each bias is added to its token's logit.
     """
 
