@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dflash.llm import LLM, Piece, Sampling
 
-_DRAFTED, _OWN, _QUIET = "green", "bold", "dim"
+_DRAFTED, _DRAWN, _QUIET = "green", "bold", "dim"
 _CLEAR, _QUIT, _HELP = "/clear", "/quit", "/help"
 _WELCOME = (
     "green: accepted drafts; bold: the target's own tokens, one in each cycle; τ: tokens per cycle"
@@ -75,13 +75,13 @@ class Tally:
 
     Attributes:
       drafted: Number of accepted drafts.
-      own: Number of tokens that the target drew itself; the first one comes from the prefill.
+      drawn: Number of tokens that the target drew itself; the first one comes from the prefill.
       ends_in_draft: Whether the latest token is an accepted draft, so that its cycle has no token
         of the target's own yet.
     """
 
     drafted: int = 0
-    own: int = 0
+    drawn: int = 0
     ends_in_draft: bool = False
 
     def plus(self, piece: "Piece") -> "Tally":
@@ -90,19 +90,19 @@ class Tally:
         if not count:
             return self
         if piece.drafted:
-            return Tally(self.drafted + count, self.own, True)
-        return Tally(self.drafted, self.own + count)
+            return Tally(self.drafted + count, self.drawn, True)
+        return Tally(self.drafted, self.drawn + count)
 
     @property
     def tau(self) -> float | None:
         """Returns the mean acceptance length (τ), in tokens per cycle; None without a cycle."""
-        cycles = self.own - 1 + self.ends_in_draft
-        return (self.drafted + self.own - 1) / cycles if cycles > 0 else None
+        cycles = self.drawn - 1 + self.ends_in_draft
+        return (self.drafted + self.drawn - 1) / cycles if cycles > 0 else None
 
     def line(self, ending: str) -> str:
         """Returns one line for people."""
         tau = "" if self.tau is None else f"τ {self.tau:.2f} · "
-        return f"{tau}{self.drafted + self.own} tokens, {self.drafted} drafted · {ending}"
+        return f"{tau}{self.drafted + self.drawn} tokens, {self.drafted} drafted · {ending}"
 
 
 class Conversation:
@@ -198,7 +198,7 @@ class Conversation:
                 tally = tally.plus(piece)
                 texts.append(piece.text)
                 if self._out.is_terminal:
-                    style = _DRAFTED if piece.drafted else _OWN
+                    style = _DRAFTED if piece.drafted else _DRAWN
                     self._out.print(Text(visible(piece.text), style), end="", soft_wrap=True)
                 else:
                     self._out.file.write(piece.text)

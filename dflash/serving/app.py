@@ -153,7 +153,7 @@ class Endpoints:
             deltas = await http.until_disconnect(http_request.receive, waiting)
 
         def response() -> Response:
-            return JSONResponse(answer.whole(outputs, deltas))
+            return JSONResponse(answer.body(outputs, deltas))
 
         if sum(len(output.ids) for output in outputs) < _LARGE_TOKENS:
             return response()

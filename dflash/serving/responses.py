@@ -78,7 +78,7 @@ class Answer:
         requests, tokenizer = enumerate(group.requests), self._model.tokenizer
         return [Output(index, request, self.request, tokenizer) for index, request in requests]
 
-    def whole(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Any:
+    def body(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Any:
         """Returns the response for outputs that have ended, each with all of its parts."""
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class Completion(Answer):
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}  # Characters of each output so far.
 
-    def whole(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Json:
+    def body(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Json:
         choices = [self._choice(*pair) for pair in zip(outputs, deltas, strict=True)]
         answer = self._head(self.kinds[0])
         answer |= {"choices": choices, "usage": usage(self.request, outputs)}
@@ -338,7 +338,7 @@ class Generated(Answer):
         super().__init__(id, request, model)
         self._several, self._started_at = several, started_at
 
-    def whole(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Any:
+    def body(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Any:
         pairs = zip(outputs, deltas, strict=True)
         objects = [self._object(output, delta.tokens) for output, delta in pairs]
         return objects if self._several else objects[0]

@@ -282,7 +282,7 @@ class ItemsAnswer(responses.Answer):
         self._num_events = 0
         self._head = _head(self._id, fields, request, model)
 
-    def whole(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Json:
+    def body(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Json:
         *_, last = *self._push(deltas[0]), *self._end(outputs[0])
         return last["response"]
 

@@ -80,13 +80,13 @@ def _nucleus(logits, keys, cut, count, top_p) -> tuple[jax.Array, jax.Array]:
 
     mass = _sum_above(keys, weights, cut) + count * weight_of(cut)
     goal = top_p[:, None, None] * mass
-    found = jnp.clip(_cutoff(keys, weights, goal, _KEY_BITS), cut, most)
-    weight = weight_of(found)
-    fitting = jnp.ceil((goal - _sum_above(keys, weights, found)) / weight)
-    equals = jnp.where(found == cut, count, _sum((keys == found).astype(jnp.float32)))
+    least = jnp.clip(_cutoff(keys, weights, goal, _KEY_BITS), cut, most)
+    weight = weight_of(least)
+    fitting = jnp.ceil((goal - _sum_above(keys, weights, least)) / weight)
+    equals = jnp.where(least == cut, count, _sum((keys == least).astype(jnp.float32)))
     fitting = jnp.where(weight > 0, jnp.clip(fitting, 1.0, equals), equals)
     enabled = top_p[:, None, None] < 1.0
-    return jnp.where(enabled, found, cut), jnp.where(enabled, fitting, count)
+    return jnp.where(enabled, least, cut), jnp.where(enabled, fitting, count)
 
 
 def _cutoff(keys: jax.Array, weights: jax.Array, goal: jax.Array, bits: int) -> jax.Array:
@@ -113,13 +113,13 @@ def _search(
     """Finds the key of `_cutoff`, `step_bits` of its bits per step."""
     steps = -(-bits // step_bits)
 
-    def find_digit(step, found):
+    def find_digit(step, prefix):
         shift = ((steps - 1 - step) * step_bits).astype(jnp.uint32)
-        tried = [found | (jnp.uint32(digit) << shift) for digit in range(1, 2**step_bits)]
+        tried = [prefix | (jnp.uint32(digit) << shift) for digit in range(1, 2**step_bits)]
         enough = [_sum(jnp.where(keys >= key, weights, 0.0)) >= goal for key in tried]
         # Sums decrease with the key, so the digit is the number of keys that reach the goal.
         digit = sum(reached.astype(jnp.uint32) for reached in enough)
-        return found | (digit << shift)
+        return prefix | (digit << shift)
 
     return jax.lax.fori_loop(0, steps, find_digit, jnp.zeros(goal.shape, jnp.uint32))
 
