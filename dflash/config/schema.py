@@ -46,7 +46,10 @@ def option(
       hf_aliases: Other names of the field in JSON files of Hugging Face; see
         `checkpoints.hf_config.read_fields`.
     """
-    metadata = {"minimum": minimum, "maximum": maximum, HF_ALIASES: hf_aliases}
+    return _field(default, {"minimum": minimum, "maximum": maximum, HF_ALIASES: hf_aliases})
+
+
+def _field(default: Any, metadata: Mapping[str, Any]) -> Any:
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -71,21 +74,17 @@ class RecordsKeys:
     @property
     def given_values(self) -> dict[str, Any]:
         """Values that were given; for a group that a program made, those other than defaults."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
-            name: value
-            for name, value in values.items()
-            if (value != defaults[name] if self.given is None else name in self.given)
+            field.name: value
+            for field, value in values.items()
+            if (value != field.default if self.given is None else field.name in self.given)
         }
 
 
 def location(kind: Place, default: Any = None) -> Any:
     """Returns a dataclass field of one or several paths, which are checked before any work."""
-    metadata = {PLACE: kind}
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return _field(default, {PLACE: kind})
 
 
 @dataclasses.dataclass(frozen=True)
