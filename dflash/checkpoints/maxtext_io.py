@@ -37,11 +37,7 @@ def find_items(directory: pathlib.Path) -> pathlib.Path | None:
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
-    """Fills the abstract parameters of a target from the tree, one array at a time.
-
-    Args:
-      directory: Directory items/.
-    """
+    """Fills the abstract parameters of a target from the tree items/, one array at a time."""
     directory = directory.absolute()
     stored = orbax_io.read_tree_shapes(directory)
     # A checkpoint of a training run holds its step and the optimizer's state, too.
@@ -70,11 +66,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
 
 
 def save(module: nnx.Module, directory: pathlib.Path, *, scan_layers: bool = True) -> int:
-    """Writes a target to 0/items in `directory`.
-
-    Returns:
-      Number of arrays written.
-    """
+    """Writes a target to 0/items in `directory`; returns the number of arrays."""
     leaves = dict(parameters.named_parameters(module))
     arrays: dict[str, Any] = {}
     for name, members in _by_array(module, MaxTextNames(module, {}, stacked=scan_layers)).items():

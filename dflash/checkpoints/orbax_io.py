@@ -77,10 +77,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
 def save(module: nnx.Module, directory: pathlib.Path) -> int:
     """Writes all parameters and buffers of `module` to params/ in `directory`.
 
-    All processes must call this.
-
-    Returns:
-      Number of arrays written.
+    All processes must call this; it returns the number of arrays.
     """
     values = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     save_tree(values, (directory / PARAMS).absolute())

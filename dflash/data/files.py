@@ -37,9 +37,6 @@ def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Ite
 
     Args:
       held_out_percent: Percentage of the questions in validation, and the same again in test.
-    Raises:
-      InputError: A file is empty, or lines are unusable. The message lists the first ten of these
-        lines and counts the others.
     """
     for file in files:
         for example in read_examples(file, jsonl.entries(file)):

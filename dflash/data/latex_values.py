@@ -37,17 +37,17 @@ def evaluate(text: str) -> tuple[Value, ...] | None:
         return None
 
 
-def equal(left: tuple[Value, ...] | None, right: tuple[Value, ...] | None) -> bool:
+def equal(first: tuple[Value, ...] | None, second: tuple[Value, ...] | None) -> bool:
     """Returns whether both expressions have values and these are equal."""
-    if left is None or right is None:
+    if first is None or second is None:
         return False
-    return all(map(_equal, left, right))
+    return all(map(_equal, first, second))
 
 
-def _equal(left: Value, right: Value) -> bool:
-    if isinstance(left, float) or isinstance(right, float):
-        return math.isclose(left, right, rel_tol=_TOLERANCE)
-    return left == right
+def _equal(first: Value, second: Value) -> bool:
+    if isinstance(first, float) or isinstance(second, float):
+        return math.isclose(first, second, rel_tol=_TOLERANCE)
+    return first == second
 
 
 class _Parser:

@@ -35,11 +35,7 @@ class DocumentPacking:
 
 
 def open_packing(corpus: Corpus, length: int, seed: int = 0) -> DocumentPacking:
-    """Reads the packing of a stored corpus; packs and stores it on the first call.
-
-    Args:
-      corpus: Documents to place; a corpus in memory is packed on every call.
-    """
+    """Reads the packing of a stored corpus; packs and stores it on the first call."""
     if corpus.directory is None:
         return pack(corpus, length, seed)
     path = corpus.directory / f"rows-{length}-{seed}.npz"

@@ -22,12 +22,7 @@ class ChatTemplate:
     """Jinja template of a checkpoint, from a file of its own or tokenizer_config.json."""
 
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
-        """Stores the arguments; the template is read when it is first rendered.
-
-        Args:
-          variables: Variables of the template, such as those of `special_tokens`.
-          date: Date that the template may print.
-        """
+        """Stores the arguments; the template is read when it is first rendered."""
         self._directory = directory
         self._variables = dict(variables)
         self._date = date

@@ -44,11 +44,7 @@ def entries(file: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
 
 
 def placed_lines(lines: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
-    """Yields the place and the content of each non-blank line, without its line break.
-
-    Args:
-      name: Name of the stream in places such as "a.jsonl:7".
-    """
+    """Yields the place, such as "NAME:7", and the content of each non-blank line."""
     for number in itertools.count(1):
         line = lines.readline(MAX_LINE_BYTES + 1)
         if not line:
@@ -219,11 +215,7 @@ def _check_message(message: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_no_media(fields: Mapping[str, Any], where: str = "") -> None:
-    """Checks that a line or message has no images, videos or sounds, which are not supported.
-
-    Args:
-      where: Start of error messages, such as "messages[0].".
-    """
+    """Checks that a line or message has no images, videos or sounds, which are not supported."""
     for name in _MEDIA:
         if fields.get(name) not in EMPTY:
             raise errors.InputError(f"{where}{name}: not supported, only texts; remove the field")

@@ -124,9 +124,6 @@ def complete(tokenizer: "tokenizers.Tokenizer", directory: pathlib.Path) -> None
 
     Without them, their spellings would be split into ordinary tokens. A token that the vocabulary
     contains keeps its id; any other one gets the next free id.
-
-    Args:
-      tokenizer: Tokenizer of tokenizer.json; changed in place.
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token in _declared(directory):

@@ -58,8 +58,6 @@ def _compiled(source: str, date: datetime.date) -> jinja2.Template:
 def _make_environment(date: datetime.date) -> jinja2.Environment:
     """Builds the environment that chat templates on the Hugging Face hub expect.
 
-    Args:
-      date: Date that `strftime_now` formats, at midnight.
     Source: transformers, `utils/chat_template_utils.py`.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

@@ -1,6 +1,7 @@
 """Conversion between the metadata of a target's GGUF file and the fields of config.json.
 
-Keys and rules: llama.cpp, gguf-py/gguf/constants.py and the converters under conversion/.
+A prefix is the architecture of the file and a dot, as in "llama.block_count". Keys and rules:
+llama.cpp, gguf-py/gguf/constants.py and the converters under conversion/.
 """
 
 import math
@@ -93,11 +94,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def decoder_of(header: GgufHeader, prefix: str) -> dict[str, Any]:
-    """Returns the fields of config.json that targets and drafters share, but rotary scaling.
-
-    Args:
-      prefix: Architecture of the file and a dot.
-    """
+    """Returns the fields of config.json that targets and drafters share, but rotary scaling."""
     config: dict[str, Any] = {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -178,11 +175,7 @@ def rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
 
 
 def check_known(header: GgufHeader, prefix: str, family_keys: Collection[str]) -> None:
-    """Checks that each option that the file states is implemented.
-
-    Args:
-      family_keys: Keys that this architecture has beside the common ones, without the prefix.
-    """
+    """Checks that options in the file are common ones, or `family_keys` without the prefix."""
     known = {*_INTEGERS, *family_keys, *_ELSEWHERE}
     options = {
         key.removeprefix(prefix): value
