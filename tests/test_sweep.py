@@ -98,17 +98,6 @@ def test_drafters_change_while_the_target_stays(run):
     assert err.count("loading the drafter") == 2
 
 
-def test_one_point_per_host(run):
-    status, err = run("--workdir=w", "--index=1")
-    assert status == 0, err
-    assert list(table()) == ["decode.temperature=0.5,target.architecture.rope_theta=20000"]
-    status, err = run("--workdir=w", "--index=4")
-    assert (status, err) == (2, "error: --index: 4, but the points are 0 to 3\n")
-    status, err = run("--workdir=w", "--index=-1")
-    assert status == 2
-    assert "--index" in err
-
-
 def test_bad_points_are_reported_before_anything_runs(run):
     status, err = run("--workdir=w", "sweep.product.decode.temperature=[0, -1]")
     assert status == 2

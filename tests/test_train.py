@@ -301,18 +301,6 @@ def test_the_4b_recipe_plans_in_full(capsys):
     assert "learning 537,427,200, frozen target 4,022,468,096" in plan
 
 
-def test_a_draft_vocabulary_of_blocks_has_the_target_s_own_columns(config, tmp_path):
-    """The exported head consists of the target's columns for the draft vocabulary."""
-    assert run(config, *TARGET, "--workdir", tmp_path / "target") == 0
-    target = f"target.checkpoint={tmp_path / 'target' / 'hf'}", "target.architecture=null"
-    size = "drafter.architecture.draft_vocab_size=64"
-    assert run(config, *DRAFTER, *target, size, "--workdir", tmp_path / "run") == 0
-    head = weights(tmp_path / "target" / "hf")
-    head = head.get("lm_head.weight", head["model.embed_tokens.weight"])
-    stored = weights(tmp_path / "run" / "hf")
-    np.testing.assert_array_equal(stored["lm_head.weight"], head[stored["t2d"]])
-
-
 EAGLE3 = (
     "drafter.name=eagle3",
     "drafter.checkpoint=random",

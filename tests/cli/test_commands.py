@@ -112,13 +112,6 @@ def test_the_examples_are_command_lines_that_parse(name, monkeypatch, tmp_path):
             assert len(positional) >= len(spec.arguments)
 
 
-def test_benchmark_help_has_its_own_flags(capsys):
-    out = run(capsys, "benchmark", "--help")[1]
-    assert "\n  --trace " in out
-    assert "\n  --acceptance " in out
-    assert "--stream" not in out
-
-
 def test_it_is_the_same_by_every_name(tmp_path):
     """`python -m dflash decode` is `python -m dflash.decode`."""
     said = [

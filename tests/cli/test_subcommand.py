@@ -102,12 +102,6 @@ def test_print_config_prints_what_loads_again(run, tmp_path):
     assert loader.load("again.yml") == loader.load("c.yml", ["decode.seed=3"])
 
 
-def test_help_imports_no_array_library():
-    code = "import sys, dflash.decode; print({'jax', 'numpy', 'flax'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "set()\n"
-
-
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_flag(run, flag):
     status, out, err, commands = run(flag)
@@ -241,19 +235,6 @@ def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait(timeout=300) == 141
-
-
-def test_importing_defines_no_flag_and_needs_no_jax(tmp_path):
-    code = """
-    import sys
-    import ml_collections
-    from absl import flags
-    before = set(flags.FLAGS)
-    import dflash.cli.subcommand
-    print(set(flags.FLAGS) - before, "jax" in sys.modules)
-    """
-    out, err = in_process(code, tmp_path).communicate(timeout=300)
-    assert (out, err) == ("set() False\n", "")
 
 
 @pytest.fixture

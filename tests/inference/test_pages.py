@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -168,17 +167,3 @@ def test_every_slot_of_a_share_can_be_full_at_once(layout):
     assert set(shares) == set(range(layout.num_replicas))
     taken = [pool.take(share, layout.pages_per_sequence) for share in shares]
     assert None not in taken
-
-
-@pytest.mark.parametrize(("left", "rows"), [(1, 32), (32, 32), (33, 32), (90, 32)])
-def test_a_short_chunk_is_the_only_one(left, rows):
-    layout = Layout(1, max_length=90, block_size=4, page_size=8, prefill_chunk=32, num_replicas=1)
-    assert layout.chunk(left) == rows
-
-
-@pytest.mark.parametrize(("left", "rows"), [(1, 32), (32, 32), (33, 64), (700, 512)])
-def test_short_prompts_share_their_programs(left, rows):
-    layout = Layout(
-        1, max_length=4096, block_size=4, page_size=8, prefill_chunk=512, num_replicas=1
-    )
-    assert layout.chunk(left) == rows

@@ -15,12 +15,11 @@ from support.models import target as shared_target
 from dflash import errors
 from dflash.inference import update_plan, weight_update
 from dflash.layers.transformer import join_projections
-from dflash.loading import models, quantization
+from dflash.loading import quantization
 from dflash.models.deepseek_v3 import DeepseekV3
 from dflash.models.dense import Llama3, Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters
-from dflash.runs import cpu_kernels
 
 
 @functools.cache
@@ -138,32 +137,6 @@ def test_an_engine_decodes_with_the_new_weights_and_compiles_nothing():
     assert not compiled
     assert buffers == _buffers(model)
     assert buffers.isdisjoint(array.unsafe_buffer_pointer() for array in tree.values())
-
-
-@pytest.mark.skipif(cpu_kernels.find_compiler() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("arranged", [False, True])
-@pytest.mark.parametrize("name", ["hf", "tunix", "maxtext-stacked"])
-def test_large_matrices_are_assembled_by_the_kernel(name, arranged):
-    """Into the old buffers, as by XLA."""
-    model, source = (fresh(seed=seed, intermediate_size=2048) for seed in (0, 1))
-    tree = jax.device_put(TREES[name][0](source))
-    for each in (model, source):
-        if arranged:
-            models.arrange(each, each.sharding)
-    assert any(array.ndim == 3 for array in arrays(model).values()) == arranged  # panels
-    buffers = _buffers(model)
-    weight_update.update(model, tree)
-    check_equal(model, source)
-    assert buffers == _buffers(model)
-    plan = update_plan.make_plan(model, tree, None)
-    old = [variable.get_raw_value() for variable in plan.variables.values()]
-    leaves = jax.tree.leaves(tree)
-    program = plan.write.lower(old, [leaves[place] for place in plan.places]).as_text()
-    assert ("dflash_assemble" in program) == (name != "tunix" or arranged)
-    spoiled = [leaf.at[(-1,) * leaf.ndim].set(jnp.inf) for leaf in leaves]
-    with pytest.raises(errors.CheckpointError, match="NaN or infinite numbers"):
-        weight_update.update(model, jax.tree.unflatten(jax.tree.structure(tree), spoiled))
-    check_equal(model, source)
 
 
 def _buffers(model) -> set[int]:

@@ -104,13 +104,3 @@ def test_panels_change_nothing(rows, dtype):
     assert panels.shape == (320 // width, 300, width)
     multiply = jax.jit(matmul_cpu.matmul)
     np.testing.assert_array_equal(multiply(x, panels), multiply(x, weights))
-
-
-@needs_compiler
-def test_what_fits_panels():
-    weights = jnp.ones((256, 320))
-    assert matmul_cpu.fits_panels(weights, sharding_of(1))
-    assert not matmul_cpu.fits_panels(weights, sharding_of(2))
-    assert not matmul_cpu.fits_panels(weights[:, :300], sharding_of(1))
-    assert not matmul_cpu.fits_panels(weights[:64], sharding_of(1))
-    assert not matmul_cpu.fits_panels(weights[None], sharding_of(1))

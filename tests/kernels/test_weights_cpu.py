@@ -72,10 +72,3 @@ def test_every_number_is_checked(value):
         spoiled = array.copy()
         spoiled.flat[place] = value
         assert not is_finite(spoiled)
-
-
-@needs_compiler
-def test_it_serves_large_arrays_of_float32():
-    assert weights_cpu.is_supported(jnp.ones((64, 64)))
-    assert not weights_cpu.is_supported(jnp.ones((64, 63)))
-    assert not weights_cpu.is_supported(jnp.ones((64, 64), jnp.bfloat16))

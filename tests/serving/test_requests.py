@@ -7,7 +7,6 @@ from support.served_model import END, make_model, tokenizer
 
 from dflash.inference.request import RequestSampling
 from dflash.serving.dialects import read_chat, read_completion, read_generate
-from dflash.serving.served_model import TokenNames
 from dflash.serving.validation import RequestError
 
 
@@ -87,28 +86,6 @@ def test_requests_share_cached_pages_by_salt():
     for salt in ("", 7, "s" * 1001, "\ud800"):
         with pytest.raises(RequestError, match="cache_salt"):
             read_completion({**body, "cache_salt": salt}, make_model())
-
-
-def test_the_output_limit_has_two_names():
-    assert chat("a", max_tokens=5).max_new_tokens == 5
-    assert chat("a", max_completion_tokens=5, max_tokens=5).max_new_tokens == 5
-    with pytest.raises(RequestError):
-        chat("a", max_completion_tokens=5, max_tokens=6)
-
-
-def test_texts_of_tokens_keep_their_spaces():
-    ids = tokenizer().encode("one two")
-    names = TokenNames(tokenizer())
-    assert "".join(map(names.of, ids)).strip() == "one two"
-    assert b"".join(map(names.bytes_of, ids)).strip() == b"one two"
-    assert names.of(END) == "<|end|>"
-
-
-def test_decoding_may_include_special_tokens():
-    ids = [*tokenizer().encode("one"), END]
-    assert tokenizer().decode(ids) == "one"
-    assert tokenizer().decode(ids, special_tokens=True) == "one<|end|>"
-    assert tokenizer().encode("one", add_special_tokens=False) == ids[:-1]
 
 
 @pytest.mark.parametrize(

@@ -124,12 +124,6 @@ def test_where_nothing_fits_the_output_ends_unfinished():
     assert not matcher.may_end
 
 
-def test_masks_are_as_wide_as_the_target():
-    matcher = grammar.regex("(?s:.*)", VOCABULARY).matcher()
-    (wide,), (narrow,) = filled(matcher, words=4), filled(matcher, words=1)
-    assert wide == narrow
-
-
 def test_a_draft_that_is_too_much_does_no_harm():
     """A draft that exceeds the limits of the library need not become output."""
     hard = "b(((a{1,99}){1,99}){1,99}){1,99}|a"
@@ -158,14 +152,6 @@ def test_json():
     matcher = grammar.lark('start: "a" start "b" | "ab"', VOCABULARY).matcher()
     matcher.advance([A, AB])
     assert filled(matcher, [B]) == [{"b"}, {END}]
-
-
-def test_grammars_are_compared_by_what_they_say():
-    one, same = (grammar.regex("a|b", VOCABULARY) for _ in range(2))
-    assert one == same
-    assert hash(one) == hash(same)
-    assert one != grammar.regex("a|ab", VOCABULARY)
-    assert one != grammar.regex("a|b", make_vocabulary())
 
 
 @pytest.mark.parametrize(

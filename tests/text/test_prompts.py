@@ -197,12 +197,6 @@ def test_byte_order_mark_and_line_separators_inside_text(jsonl):
     assert read(file=jsonl(line))[0].text == "a\u2028b"
 
 
-def test_home_directory_in_a_file_name(jsonl, tmp_path, monkeypatch):
-    jsonl({"prompt": "ab"})
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert read(file="~/prompts.jsonl")[0].text == "ab"
-
-
 def test_stdin_is_one_prompt_a_line():
     found = read(stdin="one\n\n two \nthree")
     assert [(p.text, p.source) for p in found] == [

@@ -154,17 +154,6 @@ def test_a_fork_shares_the_tokenizer_and_nothing_else():
     assert decoder.push(end) == "é"
 
 
-def test_a_fork_copies_no_tokenizer():
-    class Uncopyable(tokenization.ByteTokenizer):
-        def __deepcopy__(self, memo):
-            raise TypeError("cannot be copied")
-
-        __copy__ = __deepcopy__
-
-    decoder = tokenization.IncrementalDecoder(Uncopyable())
-    assert decoder.fork().push([ord("a")]) == "a"
-
-
 def test_endless_broken_bytes_are_shown():
     shown = stream(tokenization.ByteTokenizer(), [0xFF] * 100)
     assert "".join(shown[:-1]).count("\ufffd") >= 90
@@ -176,21 +165,6 @@ def test_endless_special_tokens_cost_nothing(tmp_path):
     assert decoder.push([special] * 1000) == ""
     assert len(decoder._ids) < 20
     assert decoder.push(load_tokenizer(tmp_path).encode("Hi")) == "Hi"
-
-
-def test_decoder_starts_anew_after_flush():
-    decoder = tokenization.IncrementalDecoder(tokenization.ByteTokenizer())
-    assert decoder.push([0x61, 0xE4]) == "a"
-    assert decoder.flush() == "\ufffd"
-    assert decoder.push([0x62]) == "b"
-    assert decoder.flush() == ""
-
-
-def test_streaming_keeps_leading_spaces_of_later_tokens(tmp_path):
-    train_byte_fallback(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    ids = tokenizer.encode("Hello  world")
-    assert "".join(stream(tokenizer, ids)) == "Hello  world"
 
 
 def test_byte_tokenizer():

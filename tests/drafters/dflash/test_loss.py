@@ -119,18 +119,6 @@ def test_anchors_are_drawn_among_supervised_positions(rows, count, seed):
         assert not anchors.index[b][~anchors.valid[b]].any()
 
 
-def test_every_eligible_position_is_drawn_as_often():
-    batch = make_batch([[LENGTH], [5, 9]])
-    keys = jax.random.split(jax.random.key(0), 2000)
-    anchors = jax.vmap(lambda key: sample_anchors(batch, 3, key))(keys)
-    for b in range(2):
-        drawn = np.asarray(anchors.index[:, b][anchors.valid[:, b]])
-        own = [t for row, t in eligible(batch) if row == b]
-        counts = np.bincount(drawn, minlength=LENGTH)[own]
-        expected = counts.sum() / len(own)
-        assert (abs(counts - expected) < 5 * np.sqrt(expected)).all()
-
-
 @pytest.mark.parametrize("views", [(FULL, FULL), (NEAR, CAUSAL)])
 def test_blocks_are_run_as_the_decode_loop_does(views):
     """Each anchored block equals a draft from a state that observed the document before it."""

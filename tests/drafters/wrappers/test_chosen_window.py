@@ -123,11 +123,6 @@ def test_only_windows_that_hide_something_are_chosen():
     assert chosen == [{3}, {0, 3}, {0, 3}, {0, 1, 3}, {0, 1, 3}, {0, 1, 2, 3}]
 
 
-def test_the_narrower_of_equal_windows_is_chosen():
-    _, state, _ = draft(blank(2), jnp.array([2000, 30]))
-    np.testing.assert_array_equal(state.inner, [64, 2**30])
-
-
 def test_a_new_sequence_begins_with_what_others_have_found_out():
     rates = where(2, 2.0, (0.3, 0.3))
     state, _ = simulate(blank(2), LONG, rates, jax.random.key(0), cycles=400)

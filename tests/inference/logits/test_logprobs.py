@@ -88,14 +88,6 @@ def under_sampling(logits, ids, *, temperature=1.0, top_k=None, presence_penalty
     return found
 
 
-def test_empty_slots_ask_for_nothing():
-    """Slots that are filled for a measurement alone must not shape logits either."""
-    state = run("none").new_state()
-    assert not state.controls.shapes(state.length, jnp.ones(state.length.shape, bool))
-    assert not state.controls.logprobs.any()
-    assert not state.controls.constrained.any()
-
-
 def test_a_small_vocabulary_has_fewer_likeliest_tokens():
     logits = jnp.log(jnp.array([[[0.5, 0.2, 0.3]]]))
     params = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingParams.of(RequestSampling()))

@@ -131,14 +131,6 @@ def test_greedy_takes_the_largest_logit(row, position, seed):
     assert token[0, 0] == np.argmax(row)
 
 
-def test_greedy_rows_stay_greedy_beside_sampled_ones():
-    logits = jax.random.normal(jax.random.key(0), (2, 50, VOCAB))
-    positions = jnp.tile(jnp.arange(50), (2, 1))
-    tokens = sample(logits, positions, make_params((0.0, 0, 1.0), (1.0, 0, 1.0)), sampling.COUPLED)
-    np.testing.assert_array_equal(tokens[0], jnp.argmax(logits[0], axis=-1))
-    assert (tokens[1] != jnp.argmax(logits[1], axis=-1)).any()
-
-
 def test_noise_belongs_to_seed_position_and_stream_alone():
     logits = jax.random.normal(jax.random.key(0), (1, 1, VOCAB))
     params = make_params((1.0, 0, 1.0))
@@ -223,17 +215,6 @@ def test_candidates_rank_every_position(with_probs):
         np.testing.assert_allclose(np.exp(found.scores[1:]), ranked, atol=1e-5)
     else:
         assert found.probs is None
-
-
-def test_candidates_at_a_falling_temperature_become_greedy_ones():
-    logits = jax.random.normal(jax.random.key(0), (1, 40, VOCAB))
-    positions = jnp.arange(40)[None]
-    greedy, cold = (
-        candidates(logits, positions, make_params((temperature, 0, 1.0)), 5, False)
-        for temperature in (0.0, 1e-4)
-    )
-    np.testing.assert_allclose(cold.scores, greedy.scores, atol=0.01)
-    assert np.mean(cold.tokens == greedy.tokens) > 0.99
 
 
 @jax.jit
