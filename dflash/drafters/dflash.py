@@ -47,6 +47,7 @@ class DFlash(OnePassDrafter):
 
     hf_architectures = ("DFlashDraftModel", "DFlashSpeculator")
     shape_class = DFlashShape
+    option_names = ("block_size", "short_pass")
     prefix_cache_mode = "rows"
     ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
     seen: jax.Array | None = None
@@ -124,8 +125,7 @@ class DFlash(OnePassDrafter):
     @classmethod
     def options(cls, config: DFlashConfig) -> dict[str, Any]:
         budget = None if config.tree is None else config.tree.budget
-        sizes = {"block_size": config.block_size, "short_pass": config.short_pass}
-        return {**sizes, "tree_budget": budget}
+        return super().options(config) | {"tree_budget": budget}
 
     def declare_context(self, **build) -> None:
         """Declares the parameters that `context_rows` uses, before `hidden_norm`."""

@@ -157,7 +157,6 @@ class DFlash2(ConditionedDFlash):
         return ConvolvedLayer(shape, **build)
 
     def prepare(self, hidden):
-        """Projects the hidden states to rank r; see `ConditionedDFlash.prepare`."""
         return self.candidate_selector.hidden_projection(hidden)
 
     def condition(self, previous, prepared, memory):

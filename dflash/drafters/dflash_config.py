@@ -217,7 +217,9 @@ class DFlashShape(BlockSizes, DrafterShape):
                 "num_target_layers": self.num_target_layers,
                 "layer_types": [_FULL if view.window is None else _SLIDING for view in self.views],
                 "sliding_window": max(windows, default=None),
-                "sliding_window_non_causal": not any(view.causal for view in self._sliding),
+                "sliding_window_non_causal": not any(
+                    view.causal for view in self.views if view.window is not None
+                ),
                 GROUP: {
                     "mask_token_id": self.mask_token_id,
                     "target_layer_ids": list(self.target_layer_ids),
@@ -225,10 +227,6 @@ class DFlashShape(BlockSizes, DrafterShape):
                 | self._causality(),
             }
         )
-
-    @property
-    def _sliding(self) -> list[LayerView]:
-        return [view for view in self.views if view.window is not None]
 
     def _causality(self) -> dict[str, bool]:
         """Returns the fields that state causality for all layers, if it is the same for all."""

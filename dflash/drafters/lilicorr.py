@@ -65,7 +65,6 @@ class LiLiCorr(ConditionedDFlash):
 
     @property
     def num_candidates(self):
-        """Number of candidates of the network."""
         return self.shape.lilicorr_candidate_topk
 
     def declare_head(self, **build):
@@ -93,7 +92,6 @@ class LiLiCorr(ConditionedDFlash):
         return dataclasses.replace(state, context=context)
 
     def run_block(self, state, anchor, position, heads, *, num_positions=None):
-        """Runs the draft layers over the block; see `DFlash.run_block`."""
         where = state.context, anchor, position, heads
         return super().run_block(*where, num_positions=num_positions)
 
@@ -105,7 +103,6 @@ class LiLiCorr(ConditionedDFlash):
         return LiLiCorrState(self.store_context(state.context, position, rows), row)
 
     def run_positions(self, count, state, anchor, position, heads):
-        """Scores the transitions of the whole block; see `ConditionedDFlash.run_positions`."""
         block, _ = self.run_block(state, anchor, position, heads)
         hidden = block[:, self.first_row :]
         lattice = self._lattice(self._unembed(hidden, heads))
@@ -122,7 +119,6 @@ class LiLiCorr(ConditionedDFlash):
         return Lattice(tokens, log_probs)
 
     def _embed_candidates(self, lattice: Lattice, heads) -> jax.Array:
-        """Returns the embeddings of all candidates, [B, G, k, D]."""
         tokens = lattice.tokens
         embedded = self._embed(tokens.reshape(tokens.shape[0], -1), heads)
         return jax.lax.stop_gradient(embedded).reshape(*tokens.shape, -1)

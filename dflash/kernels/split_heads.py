@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash.kernels import implementation as implementations
-from dflash.kernels import split_heads_cpu as cpu
+from dflash.kernels import library_cpu
 from dflash.kernels import split_heads_tpu as tpu
 
 
@@ -72,12 +73,12 @@ def split_heads(
     reference = functools.partial(_reference, width=width, **options)
     unsupported = tpu.unsupported(*arrays, parts=parts, width=width)
     run = functools.partial(implementations.run, implementation, unsupported=unsupported)
-    on_cpu = functools.partial(cpu.split_heads, width=width, **options)
+    has_cpu_kernel = rows.dtype == jnp.float32 and library_cpu.is_available()
     plain = functools.partial(
         run,
         reference=reference,
         pallas=functools.partial(tpu.split_heads_tpu, **options),
-        cpu=on_cpu if cpu.is_supported(rows) else None,
+        cpu=functools.partial(_on_cpu, width=width, **options) if has_cpu_kernel else None,
     )
     if implementation == "reference":
         return plain(*arrays)
@@ -143,6 +144,26 @@ def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     rotated = rotated.astype(x.dtype)
     return jnp.concatenate([rotated, unrotated], axis=-1) if unrotated.shape[-1] else rotated
+
+
+def _on_cpu(rows, cos, sin, *scales, parts, width, eps):
+    """Splits rows in C++ (split_heads_cpu.cc).
+
+    XLA computes the cosines and sines of the positions anew in each of half a dozen fusions per
+    layer, which takes longer than all else that the fusions compute.
+    """
+    unit = rows.shape[-1] // width // sum(part.share for part in parts)
+    shapes = [(*rows.shape[:2], unit * part.share, width) for part in parts]
+    results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    forms = [flag for part in parts for flag in (bool(scales) and part.normed, part.rotated)]
+    angles = (
+        jnp.broadcast_to(factor, (*rows.shape[:2], 1, factor.shape[-1])) for factor in (cos, sin)
+    )
+    call = jax.ffi.ffi_call(library_cpu.SPLIT_HEADS, results, vmap_method="sequential")
+    norm_scales = jnp.stack(scales).astype(jnp.float32) if scales else jnp.zeros((0, width))
+    return tuple(
+        call(rows, *angles, norm_scales, eps=np.float32(eps), forms=np.array(forms, np.int64))
+    )
 
 
 def _reference(rows, cos, sin, *scales, parts, width, eps):

@@ -203,5 +203,4 @@ class LatentAttention(nnx.Module):
 
 
 def _widen(x: jax.Array, width: int) -> jax.Array:
-    """Pads the last dimension with zeros to `width`."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))

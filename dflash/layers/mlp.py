@@ -80,7 +80,6 @@ class ClampedSwiglu:
     alpha: float
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Returns hidden rows, of the shape of `gate` and `up`."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 

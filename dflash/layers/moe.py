@@ -350,7 +350,6 @@ class SparseMlp(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps rows x [B, T, D] to [B, T, D]."""
         out = self.experts(x, *self.gate(x))
         if self.shared_experts is None:
             return out

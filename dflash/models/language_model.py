@@ -55,5 +55,4 @@ class LanguageModel:
         return {name: outer[name] for name in names} | {_TEXT: cls.text_class.config_to_hf(arch)}
 
     def _within(self, name: str) -> str:
-        """Returns the name of a tensor of the language model within the whole model."""
         return name.replace("model.", self.text_prefix, 1)

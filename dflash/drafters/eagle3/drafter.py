@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +48,7 @@ class Eagle3(WeightedDrafter):
 
     hf_architectures = ("LlamaForCausalLMEagle3",)
     shape_class = Eagle3Shape
+    option_names = ("num_draft_tokens", "tree", "training_steps")
     has_probs = True
     prefix_cache_mode = "rows"
     rows_ahead = 1
@@ -88,11 +88,6 @@ class Eagle3(WeightedDrafter):
         if tree is not None:
             beam_tree.check(tree, drafted)
         self.training_steps = training_steps
-
-    @classmethod
-    def options(cls, config: Eagle3Config) -> dict[str, Any]:
-        names = ("num_draft_tokens", "tree", "training_steps")
-        return {name: getattr(config, name) for name in names}
 
     @property
     def drafts_trees(self) -> bool:

@@ -86,8 +86,7 @@ class ConditionedDFlash(DFlash):
 
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
-        names = "block_size", "short_pass", "tree"
-        return {name: getattr(config, name) for name in names}
+        return {name: getattr(config, name) for name in (*cls.option_names, "tree")}
 
     @property
     def num_candidates(self) -> int:

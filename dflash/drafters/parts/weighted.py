@@ -21,10 +21,12 @@ class WeightedDrafter(Drafter):
 
     Attributes:
       shape_class: Class of the strategy's shapes.
+      option_names: Keys of the config group `drafter` that `__init__` takes.
       shape: Shape of this drafter.
     """
 
     shape_class: ClassVar[type[DrafterShape]]
+    option_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, shape: Any, *, dtype: jnp.dtype, sharding: Sharding):
         """Sets the attributes.
@@ -61,7 +63,7 @@ class WeightedDrafter(Drafter):
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
         """Returns the arguments of `__init__` that the config group `drafter` sets."""
-        return {}
+        return {name: getattr(config, name) for name in cls.option_names}
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> Any:
