@@ -41,23 +41,18 @@ class Command:
       arguments: Positional arguments of a subcommand without CONFIG.
       workdir: Directory for results; None prints them only.
       profile_dir: Directory for a profiler trace, or None.
-      coordinator_address, num_processes, process_id: Arguments of `distributed.initialize`.
       shard: Part of the work, if the run is divided; None is all of it.
       compilation_cache: Argument of `compilation_cache.enable`.
       flags: Values of the subcommand's own flags, by name.
     """
 
     config: Any = None
-    config_hash: str = ""
     config_path: str = ""
     overrides: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     workdir: str | None = None
     dry_run: bool = False
     profile_dir: str | None = None
-    coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
     shard: Shard | None = None
     stream: bool = True
     compilation_cache: str | None = None
@@ -207,7 +202,6 @@ def _checked(
         return None
     command = Command(
         config=config,
-        config_hash=loader.config_hash(config),
         config_path=path if merging.is_checkpoint(path) else str(loader.find_config(path)),
         overrides=tuple(overrides),
         **_values(values),
@@ -229,9 +223,8 @@ def _values(values: flags.FlagValues) -> dict[str, Any]:
     """Returns the values of flags as fields of `Command`."""
     known = {field.name for field in dataclasses.fields(Command)} - {"flags"}
     flag_values = {name: values[name].value for name in values if name not in ("help", "h")}
-    command_flags = {
-        name: value for name, value in flag_values.items() if name not in (*known, "print_config")
-    }
+    unlisted = {*known, *JOIN_FLAGS, "print_config"}
+    command_flags = {name: value for name, value in flag_values.items() if name not in unlisted}
     fields = {name: value for name, value in flag_values.items() if name in known}
     fields["flags"] = command_flags
     if fields.get("shard") is not None:

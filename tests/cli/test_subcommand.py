@@ -63,15 +63,11 @@ def test_flags_may_stand_anywhere(run):
     assert commands == [
         cli.Command(
             config=config,
-            config_hash=loader.config_hash(config),
             config_path="c.yml",
             overrides=("decode.seed=3", "mesh.tensor=2"),
             workdir="w",
             dry_run=True,
             profile_dir="p",
-            coordinator_address="host:1",
-            num_processes=2,
-            process_id=1,
             stream=False,
         )
     ]
@@ -80,8 +76,7 @@ def test_flags_may_stand_anywhere(run):
 def test_flags_are_optional_and_do_not_linger(run):
     run("c.yml", "--workdir=w", "--dry_run", "--nostream")
     command = run("c.yml")[3][0]
-    assert (command.workdir, command.profile_dir, command.coordinator_address) == (None,) * 3
-    assert (command.num_processes, command.process_id) == (None, None)
+    assert (command.workdir, command.profile_dir) == (None, None)
     assert (command.dry_run, command.stream) == (False, True)
 
 
