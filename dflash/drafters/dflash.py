@@ -135,7 +135,6 @@ class DFlash(OnePassDrafter):
         """Returns the rows [B, T, D] whose keys and values are the context, for each layer.
 
         Args:
-          features: Features of the tapped layers, [B, T, C·D].
           gather: All-gather the weights first; see `parameters.gathered`.
         """
         fc = parameters.gathered(self.fc, self.sharding) if gather else self.fc

@@ -45,8 +45,7 @@ def block_attention(
       context_keys: [B, K, L, H]; rows at and past `length` are never read.
       context_values: [B, K, L, H].
       length: int32 [B]; context rows in use.
-      sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
-        sum of every row. None for no sinks.
+      sinks: [N]; attention sink of each head, as in `paged_attention`, or None.
       windows: int32 [B]; windows of the sequences' contexts, which narrow `window`. Rows of the
         block see one another whatever these are. None to narrow nothing.
       window: Positions up to its own that a row sees; None for all.
@@ -111,14 +110,12 @@ def branch_attention(
 ) -> jax.Array:
     """Attends from T rows to a context, and to those of S drafted rows that `visible` selects.
 
+    The other arguments are those of `block_attention`.
+
     Args:
-      queries: [B, T, N, H].
-      keys: [B, S, K, H]; N is a multiple of K.
+      keys: [B, S, K, H].
       values: [B, S, K, H].
       visible: bool [B, T, S]; drafted rows that each row sees, at least one.
-      context_keys: [B, K, L, H]; rows at and past `length` are never read.
-      context_values: [B, K, L, H].
-      length: int32 [B]; context rows in use.
       implementation: "cpu", or another one of `implementation.run`, all of which are the reference.
     Returns:
       [B, T, N, H] in the dtype of `queries`.

@@ -39,8 +39,8 @@ def causal_attention(
       keys: [B, T, K, H]; N is a multiple of K.
       values: [B, T, K, H].
       segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
-      sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
-        sum of every row. None for no sinks. The kernels do not support them.
+      sinks: [N]; attention sink of each head, as in `paged_attention`, or None. The kernels do not
+        support sinks.
       window: Rows up to its own that a row sees; None for all.
       chunk_tokens: Queries per chunk of the reference; None to derive it from T.
     Returns:

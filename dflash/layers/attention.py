@@ -168,8 +168,6 @@ class Attention(nnx.Module):
 
         Args:
           segment_ids: int32 [B, T]; each row sees earlier rows with the same id. 0 is padding.
-        Returns:
-          Attention whose auxiliary result is None.
         """
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
         rows, kv_rows = self._row_names(batch)

@@ -153,13 +153,7 @@ class GatedDeltaNet(nnx.Module):
         return attend
 
     def attend_packed(self, segment_ids: jax.Array) -> Attend:
-        """Returns linear attention within documents, from empty states.
-
-        Args:
-          segment_ids: int32 [B, T]; each row sees earlier rows with the same id. 0 is padding.
-        Returns:
-          Attention whose auxiliary result is None.
-        """
+        """Returns linear attention within documents, from empty states; see `Attention`."""
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
         widths = self.shape.linear_key_head_dim, self.shape.linear_value_head_dim
         function = functools.partial(_run_packed, widths=widths, eps=self.norm.eps)
