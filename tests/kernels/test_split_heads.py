@@ -114,19 +114,6 @@ def test_gradients_are_those_of_the_reference(length, parts, scaled):
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_heads_that_are_trained_stay_in_their_columns():
-    rows, cos_sin, scales = make_case(16, 6, 128, jnp.bfloat16)
-    call = functools.partial(split_heads, eps=EPS, implementation="interpret")
-    trained, _ = jax.vjp(lambda rows, scales: call(rows, cos_sin, scales), rows, scales)
-    np.testing.assert_array_equal(trained[0], call(rows, cos_sin, scales)[0])
-    text = str(
-        jax.make_jaxpr(
-            jax.grad(lambda rows: call(rows, cos_sin, scales)[0].sum().astype(jnp.float32))
-        )(rows)
-    )
-    assert "transpose[" not in text
-
-
 @pytest.mark.parametrize(
     ("length", "width", "parts", "message"),
     [
