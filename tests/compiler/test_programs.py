@@ -3,11 +3,10 @@
 import pytest
 from support.models import make_target
 
-from dflash.compiler import compile_run, programs
+from dflash.compiler import programs
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
 from dflash.compiler.report import RunAssumptions
 from dflash.config.schema import DecodeConfig
-from dflash.config.tpu_schema import CompileDecode, TpuConfig
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -33,14 +32,6 @@ def test_a_drafter_reads_its_weights_and_the_context_in_use():
     assert found[MLP] == programs.target_ideals(target, 4, 8, cache)[MLP]
 
 
-def test_programs_share_their_memory():
-    """Checks the maximum by kind, since the programs execute one after another."""
-    cycle = {"target weights": 5, "temporaries": 1, "draft KV": 4}
-    prefill = {"target weights": 5, "temporaries": 3}
-    wanted = {"target weights": 5, "temporaries": 3, "draft KV": 4}
-    assert compile_run.larger(compile_run.larger({}, cycle), prefill) == wanted
-
-
 @pytest.mark.parametrize(
     ("changes", "assumptions"),
     [
@@ -55,10 +46,3 @@ def test_programs_share_their_memory():
 )
 def test_assumptions_follow_from_the_config(changes, assumptions):
     assert RunAssumptions.of(7, DecodeConfig(**changes)) == assumptions
-
-
-@pytest.mark.parametrize(("only", "number"), [("all", 2), ("cycle", 1), ("prefill", 1)])
-def test_the_number_of_programs(only, number):
-    """Checks the count by which the progress bar computes its fraction."""
-    tpu = TpuConfig(topology="v5e:2x2", only=only)
-    assert programs.count(CompileDecode(tpu=tpu), tpu) == number

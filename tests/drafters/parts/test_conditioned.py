@@ -354,14 +354,6 @@ def test_convolution_by_loops():
     np.testing.assert_allclose(convolve(jnp.asarray(x), jnp.asarray(kernels), rows), wanted, 1e-5)
 
 
-def test_fresh_convolutions_change_nothing():
-    fresh = DFlash2(model("dflash2").shape, dtype=jnp.float32, sharding=make_sharding())
-    parameters.initialize(fresh, jax.random.key(0))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, BLOCK, 32)), jnp.float32)
-    for kernels in fresh.layers[0].attention_conv.kernels(x):
-        np.testing.assert_array_equal(convolve(x, kernels, BLOCK), x)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_checkpoints_come_back(case, tmp_path):
     drafter = model(case)
@@ -375,16 +367,6 @@ def test_checkpoints_come_back(case, tmp_path):
         parameters.named_parameters(drafter), parameters.named_parameters(again), strict=True
     ):
         np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=path)
-
-
-def test_the_config_of_speculators():
-    shape = model("dflash2").shape
-    assert shape.target_layer_ids == (0, 1)  # what enters layers 1 and 2
-    assert shape.num_target_layers is None
-    target = schema.TargetArchitecture(32, 32, 64, 6, 4, 2, 16, 128)
-    assert shape.fit(target).num_target_layers == 6
-    assert (shape.conv_kernel_size, shape.conv_group_size) == (2, 8)
-    assert (shape.selector_rank, shape.selector_top_k) == (12, 6)
 
 
 @pytest.mark.parametrize(
@@ -420,18 +402,3 @@ def test_what_options_may_not_say(options, message):
     target = schema.TargetArchitecture(64, 32, 64, 6, 4, 2, 16, 128)
     with pytest.raises(errors.ConfigError, match=message):
         DFlash2.architecture_for(target, DFlash2Architecture(**options))
-
-
-def test_more_drafts_than_trained_are_refused():
-    with pytest.raises(errors.ConfigError, match=r"drafter.block_size: 10 is larger than 9"):
-        DSpark(model("rnn").shape, dtype=jnp.float32, sharding=make_sharding(), block_size=10)
-
-
-def test_architectures_have_the_defaults_of_the_schema():
-    target = schema.TargetArchitecture(64, 32, 64, 6, 4, 2, 16, 128)
-    two, spark = DFlash2.architecture_for(target, None), DSpark.architecture_for(target, None)
-    assert (two.conv_kernel_size, two.conv_group_size) == (2, 16)
-    assert (two.selector_rank, two.selector_top_k) == (256, 16)
-    assert (spark.markov_rank, spark.markov_head_type) == (256, "vanilla")
-    assert spark.enable_confidence_head
-    assert spark.confidence_head_with_markov
