@@ -63,8 +63,8 @@ def test_drafts_are_drawn_among_them_by_the_target_s_logits():
             given["tokens"] = vocabulary.target_ids
             return self
 
-        def draw(self, hidden, positions, unembed):
-            given["logits"] = unembed(hidden)
+        def propose(self, logits, positions):
+            given["logits"] = logits
             return positions, None
 
     state, ones = zeros(model.init_state(1, 16)), jnp.ones(1, jnp.int32)
