@@ -180,10 +180,8 @@ def _large_steps(jaxpr):
                 yield equation.primitive.name, variable.aval.shape
 
 
-def judge_at_once(state, proposal, tree, logits, positions, rules, allowed, rows):
-    sampler = rules.sampler(state)
-    result = judge.apply_rule(proposal, tree, logits, positions, sampler, rules)
-    return result, judge.finite_rows(result, logits)
+def judge_at_once(state, block, logits, rules, allowed):
+    return judge.apply_rule(block, logits, rules.sampler(state), rules)
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
@@ -201,7 +199,7 @@ def test_nobody_else_pays(tree, verify, monkeypatch):
     state = run.abstract_state()
     found = large_steps(one_cycle, state)
     monkeypatch.setattr(judge, "judge", judge_at_once)
-    without = lambda logits, ids, *_: logprobs.zeros(ids.shape, MANY)  # noqa: E731
+    without = lambda rows, params, ids, *_: logprobs.zeros(ids.shape, MANY)  # noqa: E731
     monkeypatch.setattr(logprobs, "of_tokens", without)
     assert found == large_steps(one_cycle, state)
     assert found.total() > 0

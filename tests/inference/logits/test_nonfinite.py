@@ -18,7 +18,7 @@ from support.engines import (
 from support.models import ARCHITECTURE, make_sharding
 
 from dflash import errors
-from dflash.inference.cycle import cycle, judge, verify
+from dflash.inference.cycle import verify
 from dflash.inference.engine import Engine
 from dflash.inference.logits import nonfinite
 from dflash.inference.request import RequestOutput
@@ -99,14 +99,12 @@ def test_a_row_counts_only_if_it_commits_a_token():
     logits = np.zeros((2, 3, 5), np.float32)
     logits[0, 2, 4], logits[1, 1, 0] = np.nan, np.inf
     picked = jnp.argmax(jnp.array(logits), axis=-1)
-    assert nonfinite.finite_rows(jnp.array(logits), picked).tolist() == [
-        [True, True, False], [True, False, True],
-    ]  # fmt: skip
+    finite = nonfinite.finite_rows(jnp.array(logits), picked)
+    assert finite.tolist() == [[True, True, False], [True, False, True]]
     result = verify.VerifyResult(jnp.array([1, 1]), jnp.array([[0, 1], [0, 2]]), jnp.array([0, 0]))
-    sound = judge.finite_rows(result, jnp.array(logits))  # of rejection: no samples
-    assert cycle._along(result.path, sound).tolist() == [[True, True], [True, True]]
-    chain = judge.finite_rows(result._replace(path=None, sampled=picked), jnp.array(logits))
-    assert cycle._along(None, chain).tolist() == [[True, True, False], [True, False, True]]
+    assert result.along(finite).tolist() == [[True, True], [True, True]]
+    chain = result._replace(path=None)
+    assert chain.along(finite).tolist() == finite.tolist()
 
 
 @pytest.mark.parametrize("name", ["none", "ngram"])
