@@ -59,12 +59,14 @@ def help_text() -> str:
 
 def _problem(name: str, rest: Sequence[str]) -> str:
     from dflash import errors
-    from dflash.config import registry
+    from dflash.config import registry, removed_keys
 
     if name.endswith((".yml", ".yaml")):
         line = errors.shorten(" ".join(["dflash decode", name, *rest]), 200)
         return f"{name}: a config, where a command is expected; did you mean {line!r}?"
-    return f"{errors.shorten(name, 60)}: no such command{registry.suggest(name, list(COMMANDS))}"
+    unknown = f"no such command{registry.suggest(name, list(COMMANDS))}"
+    notice = removed_keys.notice((f"dflash {name}",)) or unknown
+    return f"{errors.shorten(name, 60)}: {notice}"
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def added_arguments(module: str, mark: str | None, detail: str | None) -> list[s
 
 
 def takes_a_config(module: str) -> bool:
-    return module not in ("dflash.convert", "dflash.train_tokenizer")
+    return module != "dflash.convert"
 
 
 PAGES_WITH_COMMANDS = [page for page in PAGES if any(commands_of(page))]

@@ -44,7 +44,7 @@ LEVELS = (
     # entry points
     {
         *("__main__", "benchmark", "chat", "compile", "convert", "decode", "distill"),
-        *("check", "doctor", "rl", "serve", "sweep", "train", "train_tokenizer"),
+        *("check", "doctor", "rl", "serve", "sweep", "train"),
     },
 )
 # Comparisons with words that only look like a strategy's or target's name: (module, word).

@@ -456,9 +456,6 @@ MISTAKES = {
     "tokenizer": Mistake(
         "train t.yml --workdir=w tokenizer=assets/tiny", "tokenizer: assets/tiny: no such directory"
     ),
-    "text for a tokenizer": Mistake(
-        "train_tokenizer out --files=gone.jsonl", "gone.jsonl: cannot be read: No such file"
-    ),
     "conversion of nothing": Mistake("convert gone out --to=hf", "gone: no such directory; give"),
     "destination": Mistake(f"convert {TARGET} . --to=hf", ".: already exists and is not an empty"),
     # What is not installed, or not to be reached.

@@ -7,12 +7,13 @@ import string
 
 import numpy as np
 import pytest
+from support import examples
 
-from dflash import train, train_tokenizer
+from dflash import train
 from dflash.checkpoints import checkpoint
 
 SHAPE = {
-    "vocab_size": 320,
+    "vocab_size": 4096,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -72,9 +73,9 @@ def data(tmp_path_factory):
             start = number % 26
             line = {"prompt": f"{number}{letters[start]}", "response": letters[start : start + 24]}
             file.write(json.dumps(line) + "\n")
-    train_tokenizer.train_tokenizer(
-        directory / "tokenizer", names=(), files=[directory / "alphabet.jsonl"], vocab_size=320
-    )
+    (directory / "tokenizer").mkdir()
+    for name in ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(examples.PROMPTS.parent / "tiny_target" / name, directory / "tokenizer")
     return directory
 
 

@@ -59,7 +59,6 @@ LINES = (
     "decode c.yml --dry_run decode.batch_size=2 decode.max_new_tokens=8",
     "train configs/train/dflash2.yml target.checkpoint=words --dry_run data.length=64",
     "convert target out --to=orbax --dtype=float32",
-    "train_tokenizer out --vocab_size=300 --files=gone.jsonl",
     "doctor --help",
 )
 TEXTS = """

@@ -15,6 +15,5 @@ COMMANDS = {
     "sweep": ("dflash.sweep", "Run a config over a grid of values."),
     "compile": ("dflash.compile", "Compile a run for TPUs, without a TPU."),
     "convert": ("dflash.convert", "Convert a checkpoint to another layout."),
-    "train_tokenizer": ("dflash.train_tokenizer", "Train a tokenizer."),
     "doctor": ("dflash.doctor", "Report what is installed, missing and cached."),
 }

@@ -1,76 +1,81 @@
-"""Keys and values of keys that earlier versions had, with what to use instead."""
+"""Keys, values of keys and commands that earlier versions had, with what to use instead."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 PAGE = "docs/results/tried_and_removed.md"
 
-_TEST_ONLY = "data sets are measured on their split test"
 
-# What to use instead, by dotted key; empty if there is nothing. A group covers all keys below it.
-KEYS: dict[str, str] = {
-    "forecast.acceptance": "compare τ with the column “× plain”",
-    "answers.tasks": "give questions in answers.files",
-    "drafter.divide_rows": "only drafters with a confidence divide rows",
-    "mesh.drafter": "use drafter.devices",
-    "serve.role": "start one server",
-    "serve.prefill": "start one server",
-    "serve.prefill_s": "start one server",
-    "data.math_examples": "experiments/tiny_family of the repository generates its data set math",
+class Removed(NamedTuple):
+    """What a user of a removed key, value or command is told.
+
+    Attributes:
+      instead: What to use instead; empty if there is nothing.
+      without_effect: Values with which a run means the same without the key; None for every value.
+    """
+
+    instead: str = ""
+    without_effect: tuple | None = ()
+
+
+_TEST_ONLY = Removed("data sets are measured on their split test", ("test",))
+_ONE_SERVER = Removed("start one server")
+_SHAPES = Removed("use configs/sweeps/drafter_shape.yml")
+_ACCEPTANCE = Removed("use experiments/acceptance of the repository")
+_TINY_FAMILY = Removed("use experiments/tiny_family of the repository")
+
+# By dotted key, which covers all keys below it; by "key=value"; by "dflash command".
+REMOVED: dict[str, Removed] = {
+    "forecast.acceptance": Removed("compare τ with the column “× plain”", (None,)),
+    "answers.tasks": Removed("give questions in answers.files", ({},)),
+    "drafter.divide_rows": Removed("only drafters with a confidence divide rows", None),
+    "mesh.drafter": Removed("use drafter.devices", (None, 1)),
+    "serve.role": _ONE_SERVER,
+    "serve.prefill": _ONE_SERVER,
+    "serve.prefill_s": _ONE_SERVER,
+    "data.math_examples": Removed(
+        "experiments/tiny_family of the repository generates its data set math", None
+    ),
     "prompts.split": _TEST_ONLY,
     "test.split": _TEST_ONLY,
     "split": _TEST_ONLY,
-}
-# The same by "key=value", for a value of a key that remains.
-VALUES: dict[str, str] = {
-    "drafter.overlap=pingpong": "use ssd or leave it out",
-    "sweep.run=distill": "use experiments/tiny_family of the repository",
-    "study.name=batch": "use load",
-    "study.name=block": "sweep drafter.block_size",
-    "study.name=layers": "use configs/sweeps/drafter_shape.yml",
-    "study.name=taps": "use configs/sweeps/drafter_shape.yml",
-    "study.name=survival": "use experiments/acceptance of the repository",
-    "study.name=trees": "use experiments/acceptance of the repository",
-}
-# Values with which a run means the same without the key; None if it does with every value.
-_WITHOUT_EFFECT: Mapping[str, tuple | None] = {
-    "forecast.acceptance": (None,),
-    "answers.tasks": ({},),
-    "drafter.divide_rows": None,
-    "mesh.drafter": (None, 1),
-    "data.math_examples": None,
-    "prompts.split": ("test",),
-    "test.split": ("test",),
-    "split": ("test",),
+    "drafter.overlap=pingpong": Removed("use ssd or leave it out"),
+    "sweep.run=distill": _TINY_FAMILY,
+    "study.name=batch": Removed("use load"),
+    "study.name=block": Removed("sweep drafter.block_size"),
+    "study.name=layers": _SHAPES,
+    "study.name=taps": _SHAPES,
+    "study.name=survival": _ACCEPTANCE,
+    "study.name=trees": _ACCEPTANCE,
+    "dflash completion": Removed(),
+    "dflash train_tokenizer": _TINY_FAMILY,
 }
 
 
 def is_without_effect(path: tuple[str, ...], value: Any) -> bool:
     """Returns whether the config of an earlier run means the same without a removed key."""
-    key = ".".join(_declared(path))
-    if key not in _WITHOUT_EFFECT:
-        return False
-    values = _WITHOUT_EFFECT[key]
+    values = REMOVED.get(_declared(path), Removed()).without_effect
     return values is None or value in values
 
 
 def notice(path: tuple[str, ...], value: Any = None) -> str | None:
-    """Returns the message for a removed key, or for a removed value of a key; None for others.
+    """Returns the message for a removed key, value or command; None for others.
 
     Args:
-      path: Names from the outermost group to the key.
+      path: Names from the outermost group to the key, or ("dflash command",).
       value: Value that the key does not accept; None if the key itself is unknown.
     """
-    key = ".".join(_declared(path))
-    instead = KEYS.get(key) if value is None else VALUES.get(f"{key}={value}")
-    if instead is None:
+    key = _declared(path)
+    removed = REMOVED.get(key if value is None else f"{key}={value}")
+    if removed is None:
         return None
     subject = "" if value is None else f"{value!r} "
-    return f"{subject}was removed{instead and f'; {instead}'} (see {PAGE})"
+    return f"{subject}was removed{removed.instead and f'; {removed.instead}'} (see {PAGE})"
 
 
-def _declared(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the path of the group that a group of a benchmark or a distillation repeats."""
+def _declared(path: tuple[str, ...]) -> str:
+    """Returns the key, or the key that a group of a benchmark or a distillation repeats."""
     if path[0] == "strategies":
-        return ("drafter", *path[2:])
-    return path[1:] if path[:2] in (("answers", "decode"), ("test", "decode")) else path
+        path = ("drafter", *path[2:])
+    elif path[:2] in (("answers", "decode"), ("test", "decode")):
+        path = path[1:]
+    return ".".join(path)

@@ -67,6 +67,11 @@ def test_version(capsys):
     ("argv", "line"),
     [
         (["decod"], "decod: no such command; did you mean 'decode'?"),
+        (
+            ["train_tokenizer", "w"],
+            "train_tokenizer: was removed; use experiments/tiny_family of the repository "
+            "(see docs/results/tried_and_removed.md)",
+        ),
         (["quux"], f"quux: no such command; expected one of {', '.join(NAMES)}"),
         (
             ["configs/tiny_dflash.yml", "decode.seed=1"],

@@ -5,16 +5,18 @@ from support.config_files import problems
 
 from dflash.config import removed_keys
 from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.config.removed_keys import Removed
 
 PAGE = f"(see {removed_keys.PAGE})"
 
 
 @pytest.fixture(autouse=True)
 def _old_keys(monkeypatch):
-    monkeypatch.setitem(removed_keys.KEYS, "decode.sead", "use decode.seed")
-    monkeypatch.setitem(removed_keys.KEYS, "roles", "")
-    monkeypatch.setitem(removed_keys.VALUES, "drafter.block_size=huge", "")
-    monkeypatch.setitem(removed_keys.VALUES, "drafter.name=dflush", "use dflash")
+    table = removed_keys.REMOVED
+    monkeypatch.setitem(table, "decode.sead", Removed("use decode.seed"))
+    monkeypatch.setitem(table, "roles", Removed())
+    monkeypatch.setitem(table, "drafter.block_size=huge", Removed())
+    monkeypatch.setitem(table, "drafter.name=dflush", Removed("use dflash"))
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,18 @@
-"""Small tokenizer for the tests of data."""
+"""Tokenizer for the tests of data."""
+
+import shutil
 
 import pytest
+from support import examples
 
-from dflash.data import datasets, tokenizer_training
 from dflash.text import tokenizer_loading
 
 
 @pytest.fixture(scope="session")
-def sentences():
-    examples = [*datasets.task_examples("math"), *datasets.task_examples("code", limit=60)]
-    return [message["content"] for example in examples for message in example.messages]
-
-
-@pytest.fixture(scope="session")
-def model_bytes(sentences):
-    return tokenizer_training.train(sentences, vocab_size=600)
-
-
-@pytest.fixture(scope="session")
-def words_directory(model_bytes, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("words") / "tokenizer"
-    tokenizer_training.write(model_bytes, directory)
+def words_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("words")
+    for name in ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(examples.PROMPTS.parent / "tiny_target" / name, directory)
     return directory
 
 

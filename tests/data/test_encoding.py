@@ -86,7 +86,7 @@ def test_a_corpus_on_disk(words, tmp_path, capsys):
     )
     assert sorted(opened.document(i).tolist() for i in range(30)) == expected
     largest = max(token & 0x7FFFFFFF for document in expected for token in document)
-    assert opened.max_id == largest < 600
+    assert opened.max_id == largest < 4096
     assert "encoding jsonl/train" in capsys.readouterr().err
     again = encoding.open_corpus(dataset, "train", words, tmp_path)
     assert "encoding" not in capsys.readouterr().err
@@ -169,12 +169,12 @@ def test_a_corpus_of_an_earlier_version_is_named_and_not_read(stored, tmp_path, 
 
 
 def test_vocabularies_must_fit(words):
-    encoding.check_vocabulary(words, 600)
+    encoding.check_vocabulary(words, 4096)
     with pytest.raises(errors.ConfigError) as caught:
-        encoding.check_vocabulary(words, 599)
+        encoding.check_vocabulary(words, 4095)
     assert str(caught.value) == (
-        "the tokenizer has 600 tokens, but the model's vocab_size is 599: give the model at least "
-        "as many"
+        "the tokenizer has 4096 tokens, but the model's vocab_size is 4095: give the model at "
+        "least as many"
     )
 
 

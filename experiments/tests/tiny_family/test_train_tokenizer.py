@@ -3,10 +3,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import examples
 
-import dflash.train_tokenizer as command
 from dflash import errors
 from dflash.text.tokenizer import IncrementalDecoder
 from dflash.text.tokenizer_loading import load_tokenizer
+from experiments.tiny_family import train_tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -17,6 +17,14 @@ CONVERSATION = [
 INDENTED = st.lists(
     st.tuples(st.integers(0, 30), st.text(max_size=8), st.sampled_from(["\n", "\r\n", "\n\n"]))
 ).map(lambda lines: "".join(" " * indent + text + end for indent, text, end in lines))
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("words") / "tokenizer"
+    files = [examples.PROMPTS / f"{name}.jsonl" for name in ("math", "code")]
+    train_tokenizer.train_tokenizer(directory, files=files, vocab_size=600)
+    return load_tokenizer(directory)
 
 
 @settings(max_examples=300)
@@ -60,7 +68,7 @@ def test_chat(words):
 
 def run(capsys, *argv):
     with pytest.raises(SystemExit) as caught:
-        command.main([str(argument) for argument in argv])
+        train_tokenizer.main([str(argument) for argument in argv])
     captured = capsys.readouterr()
     return caught.value.code, captured.out, captured.err
 
@@ -77,7 +85,7 @@ def test_command(tmp_path, capsys):
     assert load_tokenizer(destination).vocab_size == 500
     status, _, err = run(capsys, destination, *arguments)
     assert status == 2
-    assert "already exists" in err
+    assert err.startswith(f"error: {destination}: already exists")
 
 
 @pytest.mark.parametrize(
