@@ -5,10 +5,10 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_collections
-
-from dflash.config import registry, schema, typed, value_types
+from dflash.config import registry, schema, value_types
 from dflash.config.merging import ConfigTree, Path, text_of
+from dflash.config.strict_yaml import Node
+from dflash.config.typed import Builder
 from dflash.config.value_types import INVALID
 
 # Groups whose `name` chooses their schema, by the class that a run declares for them.
@@ -55,28 +55,28 @@ def build(
       The instance, with defaults in place of unusable values, or None if a required key is
       unusable; the paths of the unusable values; every problem, one line each.
     """
-    known = _known_keys(run, tree.content)
-    builder = _ConfigBuilder(tree, complete=complete, known=known, earlier_run=earlier_run)
-    built = builder.group(run, tree.content, ())
+    known = _known_keys(run, tree.root)
+    builder = Builder(
+        tree,
+        complete=complete,
+        known=known,
+        earlier_run=earlier_run,
+        choices=CHOICES,
+        choose=_chosen_schema,
+    )
+    built = builder.group(run, tree.root, ())
     return (None if built is INVALID else built), builder.unusable, builder.problems
 
 
-class _ConfigBuilder(typed.Builder):
-    choices = CHOICES
-
-    def chosen_schema(self, declared: type, content: Mapping[str, Any]) -> type | None:
-        return _chosen_schema(declared, content)
-
-
-def _known_keys(declared: type, content: Any, path: Path = ()) -> Iterator[Path]:
+def _known_keys(declared: type, node: Node | None, path: Path = ()) -> Iterator[Path]:
     """Yields the path of every key that a config may hold, groups included.
 
     Args:
       declared: Schema of the config or group.
-      content: Content of the config so far, nested mappings of nodes. Names in it choose schemas.
+      node: Content of the config or group so far. Names in it choose schemas.
       path: Path of the group.
     """
-    content = content if isinstance(content, ml_collections.ConfigDict) else {}
+    content = node.value if node is not None and isinstance(node.value, dict) else {}
     cls = _chosen_schema(declared, content) or declared
     kinds = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -86,14 +86,14 @@ def _known_keys(declared: type, content: Any, path: Path = ()) -> Iterator[Path]
             yield from _known_keys(group, inner, here)
         if typing.get_origin(kind) is Mapping:
             item = typing.get_args(kind)[1]
-            entries = inner if isinstance(inner, ml_collections.ConfigDict) else {}
+            entries = inner.value if inner is not None and isinstance(inner.value, dict) else {}
             for name in dict.fromkeys([*entries, *_ENTRIES.get(here, ())]):
                 yield (*here, name)
                 if dataclasses.is_dataclass(item):
                     yield from _known_keys(item, entries.get(name), (*here, name))
 
 
-def _chosen_schema(declared: type, content: Mapping[str, Any]) -> type | None:
+def _chosen_schema(declared: type, content: Mapping[str, Node]) -> type | None:
     """Returns the schema of a group, by its `name` if it has one; None for an unknown name."""
     entries = CHOICES.get(declared)
     if entries is None:
@@ -101,7 +101,7 @@ def _chosen_schema(declared: type, content: Mapping[str, Any]) -> type | None:
     name = next(field.default for field in dataclasses.fields(declared) if field.name == "name")
     if "name" in content:
         node = content["name"]
-        if isinstance(node, ml_collections.ConfigDict):
+        if isinstance(node.value, dict):
             return None
         nullable = value_types.without_null(typing.get_type_hints(declared)["name"])[1]
         name = None if nullable and node.value is None else text_of(node)

@@ -95,7 +95,8 @@ def resolve(
     inherited: list[str] = []
     for mapping, group in build.overriding_groups(schema):
         names = build.CHOICES[typing.get_type_hints(schema)[group]]
-        inherited += merging.inherit(tree, mapping, group, names)
+        tree, more = merging.inherit(tree, mapping, group, names)
+        inherited += more
     config, unusable, problems = build.build(
         tree, schema, complete=complete, earlier_run=earlier_run
     )

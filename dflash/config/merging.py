@@ -1,10 +1,9 @@
 """Lookup of config files, reading them with their bases, and merging of the layers."""
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
-
-import ml_collections
+from collections.abc import Collection, Sequence
 
 from dflash import errors
 from dflash.config import encoding, registry, strict_yaml
@@ -25,13 +24,11 @@ class ConfigTree:
     """All layers, merged.
 
     Attributes:
-      content: Nested mappings with nodes as leaves, each from the latest layer that has it.
-      places: Node that last wrote each key, mappings included.
+      root: Nested mappings, with each value from the latest layer that has it.
       origin: Name of the main file.
     """
 
-    content: ml_collections.ConfigDict
-    places: dict[Path, Node]
+    root: Node
     origin: str
 
     def source(self, *paths: Path) -> str:
@@ -40,11 +37,11 @@ class ConfigTree:
         It is the command line if one of the keys was given there, else the source of the first key
         that was given, else the source of the first key's group.
         """
-        written = [self.places[path].source for path in paths if path in self.places]
+        written = [node.source for path in paths if (node := find(self.root, path))]
         if COMMAND_LINE in written:
             return COMMAND_LINE
         groups = (paths[0][:end] for end in range(len(paths[0]) - 1, 0, -1))
-        written += [self.places[path].source for path in groups if path in self.places]
+        written += [node.source for path in groups if (node := find(self.root, path))]
         return written[0] if written else self.origin
 
 
@@ -135,10 +132,7 @@ def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]
         elif path[0] == "base":
             problems.append(f"{COMMAND_LINE}: base: is only allowed in a file")
         else:
-            node = strict_yaml.parse_value(text, COMMAND_LINE)
-            for name in reversed(path):
-                node = Node({name: node}, COMMAND_LINE)
-            nodes.append(node)
+            nodes.append(nested(path, strict_yaml.parse_value(text, COMMAND_LINE)))
     return nodes
 
 
@@ -161,25 +155,22 @@ def merge(
       origin: Name of the main file.
       alternatives: Sets of mutually exclusive keys.
     """
-    content, places = _empty(), {}
+    root = Node({}, origin)
     for layer in layers:
-        for group in named_groups:
-            if _renames(content.get(group), layer, group):
-                del content[group]
-                for path in [path for path in places if path[0] == group]:
-                    del places[path]
+        dropped = [(group,) for group in named_groups if _renames(root, layer, group)]
         for paths in alternatives:
             present = [path for path in paths if any(_gives(node, path) for node in layer)]
-            for path in paths if present else ():
-                if path not in present:
-                    _drop(content, path, places)
-        for node in layer:
-            _merge_into(content, node.value, (), places)
-    return ConfigTree(content, places, origin)
+            dropped += [path for path in paths if present and path not in present]
+        for path in dropped:
+            root = _without(root, path)
+        root = functools.reduce(_join, layer, root)
+    return ConfigTree(root, origin)
 
 
-def inherit(tree: ConfigTree, mapping: str, group: str, names: Collection[str]) -> list[str]:
-    """Completes the entries of `mapping`, each an override of `group`, in place.
+def inherit(
+    tree: ConfigTree, mapping: str, group: str, names: Collection[str]
+) -> tuple[ConfigTree, list[str]]:
+    """Completes the entries of `mapping`, each an override of `group`.
 
     The name of an entry is its `name`, else its key if that is a known name, else the name of
     `group`. An entry inherits the keys of `group` if their names are equal. An entry may also be
@@ -191,35 +182,48 @@ def inherit(tree: ConfigTree, mapping: str, group: str, names: Collection[str]) 
       group: Top-level key of the group that they override.
       names: Valid names of `group`.
     Returns:
-      Every problem found, one line each.
+      The tree with complete entries; every problem found, one line each.
     """
-    entries = tree.content.get(mapping)
-    if not isinstance(entries, ml_collections.ConfigDict):
-        return []
+    entries = find(tree.root, (mapping,))
+    if entries is None or not isinstance(entries.value, dict):
+        return tree, []
     problems: list[str] = []
-    shared = tree.content.get(group)
-    shared = shared if isinstance(shared, ml_collections.ConfigDict) else _empty()
-    for key in list(entries):
-        entry, here = entries[key], (mapping, key)
-        if isinstance(entry, Node):
-            if not isinstance(entry.value, str | None):
-                continue  # `build` reports it.
-            entry = _entry_from_file(entry, tree, here, group, problems)
+    shared = find(tree.root, (group,)) or Node({}, tree.origin)
+    completed = dict(entries.value)
+    for key, entry in entries.value.items():
+        if isinstance(entry.value, str | None):
+            entry = _entry_from_file(entry, f"{mapping}.{key}", group, problems)
+        if not isinstance(entry.value, dict):
+            continue  # `build` reports it.
         name = _name_of(entry)
         if name is None:
             name = key if key in names else _name_of(shared)
         if name is None:
-            where = f"{tree.source(here)}: {mapping}.{key}"
             near = registry.suggest(key, names)
+            where = f"{entry.source}: {mapping}.{key}"
             problems.append(f"{where}: unknown name {key!r}{near}; or set {key}.name")
-        completed = _empty()
-        if name == _name_of(shared):
-            _overlay(completed, shared, tree.places, (group,), here)
-        _overlay(completed, entry, tree.places, here, here)
-        if name is not None and "name" not in completed:
-            completed["name"] = Node(name, tree.places[here].source)
-        entries[key] = completed
-    return problems
+        elif name == _name_of(shared):
+            entry = dataclasses.replace(_join(shared, entry), source=entry.source)
+        elif "name" not in entry.value:
+            entry = _join(entry, Node({"name": Node(name, entry.source)}, entry.source))
+        completed[key] = entry
+    content = {**tree.root.value, mapping: dataclasses.replace(entries, value=completed)}
+    root = dataclasses.replace(tree.root, value=content)
+    return dataclasses.replace(tree, root=root), problems
+
+
+def find(root: Node, path: Path) -> Node | None:
+    """Returns the node at a path, or None."""
+    for name in path:
+        if not isinstance(root.value, dict) or name not in root.value:
+            return None
+        root = root.value[name]
+    return root
+
+
+def nested(path: Sequence[str], node: Node) -> Node:
+    """Returns mappings that hold a node at a path, with the node's source."""
+    return functools.reduce(lambda inner, name: Node({name: inner}, node.source), path[::-1], node)
 
 
 def too_deep(source: str, key: str) -> str:
@@ -232,70 +236,55 @@ def text_of(node: Node) -> object:
     return node.value if node.raw is None else node.raw
 
 
-def _empty() -> ml_collections.ConfigDict:
-    # Accept keys with dots here, so that `build` can report them as unknown keys.
-    return ml_collections.ConfigDict(type_safe=False, allow_dotted_keys=True)
+def _join(below: Node, above: Node) -> Node:
+    """Merges two nodes: mappings merge, and keep the place that first gave them."""
+    if not (isinstance(below.value, dict) and isinstance(above.value, dict)):
+        return above
+    content = dict(below.value)
+    for key, node in above.value.items():
+        content[key] = _join(content[key], node) if key in content else node
+    place = below if above.raw is None else above  # Text as typed may be wanted as a string.
+    return dataclasses.replace(place, value=content)
 
 
-def _merge_into(content, layer: Mapping[str, Node], path: Path, places: dict[Path, Node]) -> None:
-    for key, node in layer.items():
-        here = (*path, key)
-        if not isinstance(node.value, dict):
-            content[key], places[here] = node, node
-            continue
-        if not isinstance(content.get(key), ml_collections.ConfigDict):
-            content[key], places[here] = _empty(), node
-        elif node.raw is not None:
-            places[here] = node
-        _merge_into(content[key], node.value, here, places)
+def _without(node: Node, path: Path) -> Node:
+    """Returns a mapping without the key at a path, if it has one."""
+    name, *rest = path
+    if not isinstance(node.value, dict) or name not in node.value:
+        return node
+    content = dict(node.value)
+    inner = content.pop(name)
+    if rest:
+        content[name] = _without(inner, rest)
+    return dataclasses.replace(node, value=content)
 
 
-def _entry_from_file(
-    entry: Node, tree: ConfigTree, here: Path, group: str, problems: list[str]
-) -> ml_collections.ConfigDict:
+def _entry_from_file(entry: Node, key: str, group: str, problems: list[str]) -> Node:
     """Returns the `group` of the config file that an entry names; empty if it names none."""
-    content = _empty()
+    content = Node({}, entry.source)
     if entry.value is None:
         return content
-    own_problems: list[str] = []
-    files, _ = read(entry.value, own_problems, is_named=True)
-    problems += [f"{entry.source}: {'.'.join(here)}: {problem}" for problem in own_problems]
-    for node in files:
-        if node is not None and group in node.value:
-            _merge_into(content, {group: node.value[group]}, (), {})
-    content = content.get(group, _empty())
-    return content if isinstance(content, ml_collections.ConfigDict) else _empty()
+    file_problems: list[str] = []
+    files, _ = read(entry.value, file_problems, is_named=True)
+    problems += [f"{entry.source}: {key}: {problem}" for problem in file_problems]
+    groups = (find(file, (group,)) for file in files if file is not None)
+    content = functools.reduce(_join, filter(None, groups), content)
+    return content if isinstance(content.value, dict) else Node({}, entry.source)
 
 
-def _overlay(content, over, places: dict[Path, Node], written: Path, here: Path) -> None:
-    """Merges `over`, whose keys were written below `written`, into `content` at `here`."""
-    for key, item in over.items():
-        there, place = (*written, key), (*here, key)
-        if there in places:
-            places[place] = places[there]
-        if not isinstance(item, ml_collections.ConfigDict):
-            content[key] = item
-            places.setdefault(place, item)
-            continue
-        if not isinstance(content.get(key), ml_collections.ConfigDict):
-            content[key] = _empty()
-        _overlay(content[key], item, places, there, place)
-
-
-def _name_of(group: ml_collections.ConfigDict) -> str | None:
-    node = group.get("name")
-    text = text_of(node) if isinstance(node, Node) else None
+def _name_of(group: Node) -> str | None:
+    node = find(group, ("name",))
+    text = None if node is None else text_of(node)
     return text if isinstance(text, str) else None
 
 
-def _renames(current: object, layer: Sequence[Node], group: str) -> bool:
-    old = current.get("name") if isinstance(current, ml_collections.ConfigDict) else None
-    if not isinstance(old, Node):
-        return False
-    groups = (node.value[group].value for node in layer if group in node.value)
-    names = [entry["name"] for entry in groups if isinstance(entry, dict) and "name" in entry]
+def _renames(root: Node, layer: Sequence[Node], group: str) -> bool:
+    old = find(root, (group, "name"))
+    names = [name for node in layer if (name := find(node, (group, "name")))]
     # A null name means to infer it, so it is not another name.
-    return bool(names) and names[-1].value is not None and text_of(names[-1]) != text_of(old)
+    return bool(
+        old and names and names[-1].value is not None and text_of(names[-1]) != text_of(old)
+    )
 
 
 def _inside(directory: pathlib.Path) -> str:
@@ -309,21 +298,8 @@ def _inside(directory: pathlib.Path) -> str:
 
 def _gives(layer: Node, path: Path) -> bool:
     """Returns whether a layer has a value for a key, neither null nor an empty list."""
-    node = layer
-    for name in path:
-        if not isinstance(node.value, dict) or name not in node.value:
-            return False
-        node = node.value[name]
-    return node.value is not None and node.value != ()
-
-
-def _drop(content, path: Path, places: dict[Path, Node]) -> None:
-    """Removes a key and its place, if present."""
-    for name in path[:-1]:
-        content = content.get(name) if isinstance(content, ml_collections.ConfigDict) else None
-    if isinstance(content, ml_collections.ConfigDict) and path[-1] in content:
-        del content[path[-1]]
-        places.pop(path, None)
+    node = find(layer, path)
+    return node is not None and node.value not in (None, ())
 
 
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:

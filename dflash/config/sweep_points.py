@@ -106,7 +106,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         }
         values = {key: _plain(node) for key, node in nodes.items()}
         name = _name(values)
-        layer = [_nested(key, node) for key, node in nodes.items()]
+        layer = [merging.nested(key.split("."), node) for key, node in nodes.items()]
         config, point_problems = loader.resolve(files, [arguments, layer], origin, schema)
         if name in points:
             point_problems.append(f"{origin}: {loader.SWEEP}: the point {name} occurs twice")
@@ -212,12 +212,6 @@ def _path(node: Node) -> Iterator[str]:
         yield key
         if node.raw is not None:
             return
-
-
-def _nested(key: str, node: Node) -> Node:
-    for name in reversed(key.split(".")):
-        node = Node({name: node}, node.source)
-    return node
 
 
 def _plain(node: Node) -> Any:

@@ -3,10 +3,8 @@
 import dataclasses
 import itertools
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
-
-import ml_collections
 
 from dflash.config import registry, removed_keys, schema, value_types
 from dflash.config.merging import ConfigTree, Path, merge, text_of
@@ -42,7 +40,7 @@ def build_from_json(
         return None, missing, []
     tree = merge([[node]], (), source)
     builder = Builder(tree, complete=True)
-    built = builder.group(schema_class, tree.content, ())
+    built = builder.group(schema_class, tree.root, ())
     return (None if built is INVALID else built), [], builder.problems
 
 
@@ -84,9 +82,6 @@ class Builder:
       problems: Every problem, one line each.
     """
 
-    # Names that choose the schema of a group, by the class that a run declares for the group.
-    choices: Mapping[type, Collection[str]] = {}
-
     def __init__(
         self,
         tree: ConfigTree,
@@ -94,6 +89,10 @@ class Builder:
         complete: bool,
         known: Iterable[Path] = (),
         earlier_run: bool = False,
+        choices: Mapping[type, Collection[str]] | None = None,
+        choose: Callable[[type, Mapping[str, Node]], type | None] = lambda declared, content: (
+            declared
+        ),
     ):
         """Starts without problems.
 
@@ -102,21 +101,21 @@ class Builder:
           complete: Every layer could be read. Otherwise missing keys are not reported.
           known: Paths of all keys, for suggestions in messages.
           earlier_run: Ignore removed keys without effect.
+          choices: Names that choose the schema of a group, by the class that a run declares for it.
+          choose: Returns the schema of a group; None if its name is unusable.
         """
         self.tree = tree
         self.complete = complete
         self.earlier_run = earlier_run
+        self.choices = choices or {}
+        self.choose = choose
         self.unusable: set[Path] = set()
         self.problems: list[str] = []
         self.known = list(known)
 
-    def chosen_schema(self, declared: type, content: Mapping[str, Any]) -> type | None:
-        """Returns the schema of a group; None if its name is unusable."""
-        del content
-        return declared
-
-    def group(self, declared: type, content: ml_collections.ConfigDict, path: Path) -> Any:
+    def group(self, declared: type, node: Node, path: Path) -> Any:
         """Builds the dataclass of a mapping and those nested in it."""
+        content = node.value
         cls = self._chosen(declared, content, path)
         if cls is None:
             return INVALID
@@ -153,9 +152,9 @@ class Builder:
             object.__setattr__(group, "given", frozenset(values))
         return group
 
-    def _chosen(self, declared: type, content, path: Path) -> type | None:
+    def _chosen(self, declared: type, content: Mapping[str, Node], path: Path) -> type | None:
         """Returns the schema that the group's `name` chooses; reports an unknown name."""
-        cls = self.chosen_schema(declared, content)
+        cls = self.choose(declared, content)
         if cls is None:
             name = self._value(str, content["name"], (*path, "name"), {})
             if name is not INVALID:
@@ -164,20 +163,19 @@ class Builder:
                 self._report(here, removed_keys.notice(here, name) or unknown)
         return cls
 
-    def _value(self, declared: Any, content: Any, path: Path, bounds: Mapping[str, Any]) -> Any:
+    def _value(self, declared: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
         """Converts a value to the type `declared`, or reports it and returns INVALID."""
-        mapping = isinstance(content, ml_collections.ConfigDict)
         # A string on the command line, such as "Question: why?", may parse as a mapping. Its node
         # keeps the text as typed.
-        node = self.tree.places[path] if mapping else content
+        mapping = isinstance(node.value, dict)
         kind, nullable = value_types.without_null(declared)
         origin = typing.get_origin(kind)
         if nullable and node.value is None:
             return None
         if mapping and dataclasses.is_dataclass(kind):
-            return self.group(kind, content, path)
+            return self.group(kind, node, path)
         if mapping and origin is Mapping:
-            return self._mapping(kind, content, path, bounds)
+            return self._mapping(kind, node.value, path, bounds)
         if origin is tuple:
             return self._items(declared, node, path, bounds)
         value = value_types.scalar(kind, node)
@@ -201,7 +199,9 @@ class Builder:
         ]
         return INVALID if INVALID in values else tuple(values)
 
-    def _mapping(self, kind: Any, content, path: Path, bounds: Mapping[str, Any]) -> Any:
+    def _mapping(
+        self, kind: Any, content: Mapping[str, Node], path: Path, bounds: Mapping[str, Any]
+    ) -> Any:
         item = typing.get_args(kind)[1]
         values = {key: self._value(item, content[key], (*path, key), bounds) for key in content}
         bad = [key for key, value in values.items() if value is INVALID]
@@ -222,9 +222,8 @@ class Builder:
         self._report(path, f"expected {expected}, got {got}", node.source)
         return INVALID
 
-    def _ignores(self, path: Path, content: Any) -> bool:
-        value = content.value if isinstance(content, Node) else dict(content)
-        return self.earlier_run and removed_keys.is_without_effect(path, value)
+    def _ignores(self, path: Path, node: Node) -> bool:
+        return self.earlier_run and removed_keys.is_without_effect(path, node.value)
 
     def _unknown(self, path: Path, siblings: Iterable[str]) -> None:
         """Reports an unknown key and suggests one of the same name elsewhere, or a similar one."""
