@@ -72,7 +72,7 @@ class Jsonl(Dataset):
     """Conversations in the user's own files; see `files`."""
 
     name = files.TASK
-    version = "2.0.0"
+    version = "3.0.0"
     takes_long = True
 
     @functools.cached_property

@@ -118,7 +118,7 @@ def _conversation(fields: Mapping[str, Any], task: str) -> Example:
         raise errors.InputError("messages: no answer to learn: all have weight 0")
     for place, message in enumerate(messages):
         _check_weight(message.pop("weight", None), place in answers, f"messages[{place}]")
-        empty = not (message["content"] or "").strip() and message.keys() <= jsonl.PLAIN_FIELDS
+        empty = not message["content"].strip() and message.keys() <= jsonl.PLAIN_FIELDS
         if empty and place in answers and place not in context_only:
             raise errors.InputError(
                 f'messages[{place}]: the answer is empty: remove it, or give it "weight": 0 to '

@@ -101,10 +101,7 @@ def _answer(
     rendered = render(messages, add_generation_prompt=False)
     loses_reasoning = rendered == _render_other_reasoning(messages, render)
     if rendered.startswith(question) and not loses_reasoning:
-        answer = _cut(rendered[len(question) :], ending, tokenizer)
-        if message["content"] is None and answer.lstrip().startswith("None"):
-            raise errors.InputError('the chat template renders a null content as None: use ""')
-        return answer
+        return _cut(rendered[len(question) :], ending, tokenizer)
     before, _ = _around_answer(messages[:-1], render)
     opened = _OPENED.search(question)
     if opened or (loses_reasoning and question == before):
@@ -145,7 +142,7 @@ def _cut(rendered: str, ending: _Ending, tokenizer: Tokenizer) -> str:
 def _render_other_reasoning(messages: Messages, render: _Render) -> str | None:
     """Renders the messages with other reasoning in the last one; returns None if it has none."""
     message = messages[-1]
-    content = message["content"] or ""
+    content = message["content"]
     reasoned = _REASONED.match(content)
     if message.get("reasoning_content"):
         other = {**message, "reasoning_content": _PROBE}
@@ -164,7 +161,7 @@ def _own_text(message: _Message, opened: re.Match | None, tokenizer: Tokenizer) 
     Args:
       opened: Match of `_OPENED` in the prompt; None if the model itself began its reasoning.
     """
-    content = message["content"] or ""
+    content = message["content"]
     field, reasoned = message.get("reasoning_content"), _REASONED.match(content)
     if message.get("tool_calls") or not (opened or (reasoned and not field)):
         return None

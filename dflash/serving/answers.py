@@ -14,7 +14,7 @@ from dflash.text import jsonl
 from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool
 from dflash.text.grammar_compiler import inline_schema
 
-_NO_EFFORT = frozenset(("none",))
+_EFFORT = "reasoning_effort"  # variable of a chat template
 _THINKING_LIMITS = ("max_thinking_tokens", "thinking_budget", "thinking_token_budget")
 
 
@@ -27,20 +27,18 @@ def template_variables(fields: ChatPromptBody, model: ServedModel) -> dict[str, 
     variables: dict[str, Any] = {}
     if fields.tool_choice.allowed and fields.tools:
         variables["tools"] = [tool.for_template() for tool in fields.tools]
+    switches = model.tokenizer.switches_thinking
     if fields.enable_thinking is not None:
-        _check_template_reads("enable_thinking", "enable_thinking", model)
+        _check_read("enable_thinking", switches)
         variables["enable_thinking"] = fields.enable_thinking
     if fields.reasoning_effort is not None:
-        if "reasoning_effort" in model.tokenizer.chat_template:
-            variables["reasoning_effort"] = fields.reasoning_effort
-        else:
-            _check_template_reads("enable_thinking", "reasoning_effort", model)
-            variables.setdefault("enable_thinking", fields.reasoning_effort not in _NO_EFFORT)
+        _check_read("reasoning_effort", switches or _EFFORT in model.tokenizer.chat_template)
+        variables[_EFFORT] = fields.reasoning_effort
     return variables
 
 
-def _check_template_reads(variable: str, param: str, model: ServedModel) -> None:
-    if variable not in model.tokenizer.chat_template:
+def _check_read(param: str, is_read: bool) -> None:
+    if not is_read:
         raise unsupported(param, "the chat template of this model has no such setting")
 
 

@@ -333,18 +333,21 @@ _CHOICES = {"none": ToolChoice(allowed=False), "auto": AUTO, "required": ToolCho
 def _text_parts(content: Any) -> list[Any]:
     if isinstance(content, str):
         return [{"type": "text", "text": check_unicode(content)}]
-    return listed(content)
+    return list(map(_text_part, listed(content)))
 
 
-def _arguments(value: Any) -> dict[str, Any]:
-    """Parses the arguments of a call in a message, which templates expect as an object."""
-    if isinstance(value, str):
-        try:
-            value = jsonl.parse_json(value) if value.strip() else {}
-        except errors.InputError as error:
-            raise invalid(str(error)) from error
-    if not isinstance(value, dict):
-        raise invalid(f"expected a JSON object; got {jsonl.quote(value)}")
+def _text_part(part: Any) -> Any:
+    """Returns a refusal of OpenAI's models as a text, and any other part unchanged."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+
+
+def _arguments(value: Any) -> Any:
+    """Checks the arguments of a call in a message: an object or its text."""
+    try:
+        jsonl.parse_arguments(value)
+    except errors.InputError as error:
+        raise invalid(str(error)) from error
     return value
 
 
@@ -430,28 +433,29 @@ class Message(Body):
     content: Annotated[list[TextPart], pydantic.FailFast(), BeforeValidator(_text_parts)]
     name: Text = None
     reasoning_content: Text = None
+    reasoning: Text = None
+    thinking: Text = None
+    refusal: Text = None
     tool_calls: Annotated[list[ToolCall], pydantic.FailFast(), Field(max_length=MAX_TOOLS)] = ()
     tool_call_id: Text = None
     parsed: Any = None  # The openai package adds it to answers, which come back.
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _drop_empty_lists(cls, values: Any) -> Any:
+    def _drop_empty(cls, values: Any) -> Any:
         """Drops fields such as `"tool_calls": []` of responses that clients send back."""
         if not isinstance(values, dict):
             return values
+        has_content = "content" in values or values.get("role") not in jsonl.ASKING
         values = {name: value for name, value in values.items() if value not in ([], None)}
-        # A message with calls needs no content.
-        return {"content": []} | values if "tool_calls" in values else values
+        return {"content": []} | values if has_content else values
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates expect."""
-        content = "\n".join(part.text for part in self.content)
-        message = self.model_dump(exclude_unset=True, exclude={"parsed"}) | {"content": content}
+        message = self.model_dump(exclude_unset=True, exclude={"parsed"})
         if self.tool_calls:
-            calls = [call.for_template() for call in self.tool_calls]
-            message |= {"tool_calls": calls, "content": content or None}
-        return message
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return jsonl.normalized(message)
 
 
 class ChatPromptBody(Body):

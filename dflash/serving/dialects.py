@@ -103,7 +103,7 @@ def render_chat(fields: ChatPromptBody, model: ServedModel) -> str:
             raise RequestError(f"{param}: give {name} beside chat_template_kwargs", param=param)
     try:
         return model.tokenizer.render_chat(
-            [model.chat_format.message(message.for_template()) for message in fields.messages],
+            [message.for_template() for message in fields.messages],
             add_generation_prompt=fields.add_generation_prompt,
             **template_variables(fields, model) | variables,
         )

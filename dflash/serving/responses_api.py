@@ -51,8 +51,10 @@ _NotStored = Annotated[Any, AfterValidator(_stateless)]
 class TextItem(Body):
     """Part of a message or of reasoning; other parts than text are not supported."""
 
-    type: only("input_text", "output_text", "text", "summary_text", "reasoning_text")
-    text: Text
+    type: only(
+        *("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"),
+    )
+    text: Text = Field(validation_alias=pydantic.AliasChoices("text", "refusal"))
     annotations: Any = None
     logprobs: Any = None
     parsed: Any = None
@@ -73,29 +75,27 @@ class MessageItem(ResponseItem):
     """Message of a conversation."""
 
     role: Text
-    content: TextItems
+    content: TextItems = ()
     phase: Any = None
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Adds the item to the messages of a chat."""
-        message = {"role": self.role, "content": _text(self.content)}
         if self.role == "assistant":
-            _answer(messages).update(message)
+            _extend(messages, "content", self.content)
         else:
-            messages.append(message)
+            messages.append({"role": self.role, "content": _text(self.content)})
 
 
 class ReasoningItem(ResponseItem):
     """Reasoning of an answer."""
 
     content: TextItems = ()
-    summary: Any = None
+    summary: TextItems = ()
     encrypted_content: Any = None
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Adds the item to the messages of a chat."""
-        if self.content:
-            _answer(messages)["reasoning_content"] = _text(self.content)
+        """Adds the item to the messages of a chat; a summary counts where nothing else is."""
+        _extend(messages, "reasoning_content", self.content or self.summary)
 
 
 class CallItem(ResponseItem):
@@ -119,7 +119,7 @@ class ResultItem(ResponseItem):
     """Result of a call."""
 
     call_id: Text
-    output: TextItems
+    output: TextItems = ()
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Adds the item to the messages of a chat."""
@@ -135,7 +135,7 @@ _ITEMS: Mapping[str, type[ResponseItem]] = {
 }
 
 
-def _text(parts: list[TextItem]) -> str:
+def _text(parts: Sequence[TextItem]) -> str:
     return "\n".join(part.text for part in parts)
 
 
@@ -144,6 +144,13 @@ def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
+
+
+def _extend(messages: list[dict[str, Any]], name: str, parts: Sequence[TextItem]) -> None:
+    """Adds texts to a field of the assistant's message at the end of a chat."""
+    answer = _answer(messages)
+    if parts:
+        answer[name] = "\n".join(filter(None, (answer.get(name), _text(parts))))
 
 
 class Reasoning(Body):

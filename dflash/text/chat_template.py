@@ -1,5 +1,6 @@
 """Chat templates, which render conversations as the text that a checkpoint was trained on."""
 
+import contextlib
 import datetime
 import functools
 import json
@@ -10,11 +11,14 @@ from typing import Any
 from dflash import errors
 from dflash.config import encoding
 from dflash.storage.files import read_regular
+from dflash.text import message_form
+from dflash.text.message_form import MessageForm
 
 Messages = Sequence[Mapping[str, Any]]
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TEMPLATES = "additional_chat_templates"  # directory of templates such as tool_use.jinja
+_FORMED = {"tool_calls", "reasoning_content"}  # fields whose form depends on the template
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -26,6 +30,26 @@ class ChatTemplate:
         self._directory = directory
         self._variables = dict(variables)
         self._date = date
+        self._forms: dict[bool, MessageForm] = {}
+
+    def formed(self, messages: Messages, *, tools: bool) -> list[dict[str, Any]]:
+        """Returns messages of `jsonl.normalized` in the form that the template reads.
+
+        Args:
+          tools: Whether the conversation has tools, which may have a template of their own.
+        """
+        if not any(message.keys() & _FORMED for message in messages):
+            return [dict(message) for message in messages]
+        if tools not in self._forms:
+            self._forms[tools] = self._find_form(tools)
+        return [self._forms[tools].apply(message) for message in messages]
+
+    def _find_form(self, tools: bool) -> MessageForm:
+        from dflash.text import template_sandbox  # Imported late, since jinja2 takes time.
+
+        _, source = self._with_tools if tools else self._default
+        render = functools.partial(self.render, tools=message_form.TOOLS if tools else None)
+        return message_form.form_of(template_sandbox.fields_read(source, self._date), render)
 
     def render(
         self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
@@ -33,25 +57,43 @@ class ChatTemplate:
         """Renders a conversation as text.
 
         Args:
+          messages: Messages in the form of the template.
           add_generation_prompt: Whether to end with the text that begins an answer.
           **variables: Variables that replace those of the constructor.
         """
         path, source = self._with_tools if variables.get("tools") else self._default
-        defaults = {
+        variables = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             # Templates test these for None, as transformers always defines them.
             "tools": None,
             "documents": None,
+            **self._variables,
+            **_thinking(self._variables),
+            **_thinking(variables),
+            **variables,
         }
-        from dflash.text import template_sandbox  # Imported late, since jinja2 takes time.
-
         try:
-            variables = defaults | self._variables | variables
-            return template_sandbox.render(source, self._date, variables)
+            return self._rendered(source, variables)
         except errors.InputError as error:
             reason = first_line(error)
+            if self._always_thinks(source, variables):
+                reason += " (enable_thinking is false: leave it and prompts.thinking unset)"
             raise errors.InputError(f"{path}: chat template fails: {reason}") from error
+
+    def _rendered(self, source: str, variables: Mapping[str, Any]) -> str:
+        from dflash.text import template_sandbox  # Imported late, since jinja2 takes time.
+
+        return template_sandbox.render(source, self._date, variables)
+
+    def _always_thinks(self, source: str, variables: Mapping[str, Any]) -> bool:
+        """Returns whether the template fails only because reasoning is turned off."""
+        if variables.get("enable_thinking") is not False:
+            return False
+        remaining = variables.keys() - {"enable_thinking", "thinking"}
+        with contextlib.suppress(errors.InputError):
+            return bool(self._rendered(source, {name: variables[name] for name in remaining}))
+        return False
 
     @property
     def exists(self) -> bool:
@@ -99,6 +141,14 @@ class ChatTemplate:
             for entry in entries
             if isinstance(entry.get("template"), str) and isinstance(entry["name"], str)
         }
+
+
+def _thinking(variables: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns the variables that turn reasoning on or off, under each name that templates read."""
+    effort = variables.get("reasoning_effort")
+    asked = None if effort is None else effort != "none"
+    value = variables.get("enable_thinking", variables.get("thinking", asked))
+    return {"enable_thinking": value, "thinking": value} if isinstance(value, bool) else {}
 
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:

@@ -18,6 +18,8 @@ MAX_PROBLEMS_SHOWN = 10
 MAX_QUOTED_CHARACTERS = 60
 EMPTY = (None, "", [], {})  # values of fields that mean the same as no field
 PLAIN_FIELDS = frozenset(("role", "content", "name"))  # of messages without calls or reasoning
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
+ASKING = ("system", "developer", "user")  # roles whose messages must have a content
 _VARIABLES = ("tools", "documents")  # fields of a line that chat templates know
 # Fields of lines and messages that hold other inputs than text.
 _MEDIA = (
@@ -180,10 +182,8 @@ def check_unicode(text: str, where: str) -> str:
 def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     """Checks that a field is a non-empty list of messages with role and content.
 
-    As in OpenAI's format, an answer with other fields, such as a call, may have no content.
-
     Returns:
-      The messages without empty fields, such as `"tool_calls": null`.
+      The messages in the form of `normalized`.
     """
     if not isinstance(value, list):
         raise errors.InputError(f"messages: expected a list, not {quote(value)}")
@@ -192,26 +192,69 @@ def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(_check_message(message, f"messages[{i}]") for i, message in enumerate(value))
 
 
+def normalized(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message of a conversation in the form that all sources of messages share.
+
+    It has no empty fields, such as `"tool_calls": null`, but always a content: texts in a list are
+    joined, and no content is an empty text, as templates expect. Reasoning is `reasoning_content`.
+    """
+    message = {key: item for key, item in message.items() if key == "content" or item not in EMPTY}
+    refusal = message.pop("refusal", "")
+    reasoning = [message.pop(name) for name in REASONING_FIELDS if name in message]
+    if "content" in message or refusal or message.get("role") not in ASKING:
+        content = _joined(message.get("content"))
+        message["content"] = refusal if content in EMPTY else content
+    return message | ({"reasoning_content": reasoning[0]} if reasoning else {})
+
+
+def _joined(content: Any) -> Any:
+    """Joins the texts of a list of parts; returns any other content unchanged."""
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
+    is_text = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "\n".join(texts) if is_text else content
+
+
 def _check_message(message: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(message, dict):
         raise errors.InputError(f"{where}: expected an object, not {quote(message)}")
     check_no_media(message, f"{where}.")
-    message = {key: item for key, item in message.items() if key == "content" or item not in EMPTY}
-    if message.get("role") == "assistant" and message.keys() - PLAIN_FIELDS - {"weight"}:
-        message.setdefault("content", None)
-        texts = {**message, "content": message["content"] or ""}
-    else:
-        texts = message
-    for key in ("role", "content"):
-        if key not in texts:
+    _check_parts(message.get("content"), f"{where}.content")
+    message = normalized(message)
+    for key in ("role", "content", *message.keys() & {"reasoning_content"}):
+        if key not in message:
             raise errors.InputError(f"{where}: no {key}")
-        _check_parts(texts[key], f"{where}.{key}")
-        if not isinstance(texts[key], str):
-            raise errors.InputError(f"{where}.{key}: expected a string, not {quote(texts[key])}")
-        check_unicode(texts[key], f"{where}.{key}")
+        if not isinstance(message[key], str):
+            raise errors.InputError(f"{where}.{key}: expected a string, not {quote(message[key])}")
+        check_unicode(message[key], f"{where}.{key}")
+    _check_calls(message.get("tool_calls", []), f"{where}.tool_calls")
     if message.keys() - {"role", "content"}:
         check_unicode(json.dumps(message, ensure_ascii=False), where)
     return message
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise errors.InputError(f"{where}: expected a list of objects, not {quote(calls)}")
+    for place, call in enumerate(calls):
+        function = call.get("function", call)
+        if not isinstance(function, dict):
+            shown = quote(function)
+            raise errors.InputError(f"{where}[{place}].function: expected an object, not {shown}")
+        try:
+            parse_arguments(function.get("arguments"))
+        except errors.InputError as error:
+            raise errors.InputError(f"{where}[{place}].function.arguments: {error}") from error
+
+
+def parse_arguments(value: Any) -> Mapping[str, Any]:
+    """Returns the arguments of a call, which may be an object, its JSON text, or none."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    value = parse_json(value) if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise errors.InputError(f"expected a JSON object, not {quote(value)}")
+    return value
 
 
 def check_no_media(fields: Mapping[str, Any], where: str = "") -> None:
@@ -225,7 +268,7 @@ def _check_parts(content: Any, where: str) -> None:
     """Raises InputError if a content is a list with other parts than texts."""
     for place, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in (None, "text"):
+        if kind not in (None, "text", "refusal"):
             raise errors.InputError(f"{where}[{place}]: {quote(kind)} is not supported, only texts")
 
 

@@ -70,10 +70,14 @@ class SpecialTokens:
             end = self._opened_at(marked)
             return marked[:end] + _mark_all(marked[end:])
         if isinstance(value, Mapping):
-            return {key: self.mark(item) for key, item in value.items()}
+            return {self._mark_key(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark(item) for item in value]
         return value
+
+    def _mark_key(self, key: Any) -> Any:
+        """Marks the spellings in a name that a message gives, such as that of an argument."""
+        return self.mark(key) if isinstance(key, str) and not key.isidentifier() else key
 
     def _opened_at(self, marked: str) -> int:
         """Returns where an incomplete spelling at the end of a text starts; its length if none."""

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+from jinja2 import nodes as ast
 
 from dflash import errors
 
@@ -35,6 +36,15 @@ def render(source: str, date: datetime.date, variables: Mapping[str, Any]) -> st
         raise errors.InputError(str(error)) from error
     except Exception as error:  # a template may raise any exception
         raise errors.InputError(f"{type(error).__name__}: {error}") from error
+
+
+def fields_read(source: str, date: datetime.date) -> set[str]:
+    """Returns the names of the fields that a template may read; none if it cannot be parsed."""
+    try:
+        nodes = _make_environment(date).parse(source).find_all((ast.Getattr, ast.Const))
+    except (jinja2.TemplateError, RecursionError):  # Rendering reports the problem.
+        return set()
+    return {node.attr if isinstance(node, ast.Getattr) else str(node.value) for node in nodes}
 
 
 def _limited(template: jinja2.Template, variables: Mapping[str, Any]) -> str:

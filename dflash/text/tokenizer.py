@@ -29,6 +29,7 @@ class Tokenizer(abc.ABC):
     fingerprint: str  # equal for tokenizers that encode every text alike
     has_chat_template: bool = False  # whether the checkpoint has a chat template
     chat_template: str = ""  # source of the template for conversations with tools
+    switches_thinking: bool = False  # whether `enable_thinking` changes what the template renders
 
     @abc.abstractmethod
     def encode(

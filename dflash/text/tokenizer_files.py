@@ -41,11 +41,22 @@ class TemplateTokenizer(Tokenizer):
     def render_chat(
         self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
+        messages = self._template.formed(messages, tools=bool(variables.get("tools")))
         return self._template.render(
             self._special_tokens.mark(messages),
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens.mark(variables),
         )
+
+    @functools.cached_property
+    def switches_thinking(self) -> bool:
+        return self._greeting(True) != self._greeting(False)
+
+    def _greeting(self, thinking: bool) -> str | None:
+        with contextlib.suppress(errors.InputError):
+            messages = [{"role": "user", "content": "Hi"}]
+            return self.render_chat(messages, enable_thinking=thinking)
+        return None
 
     @property
     def special_spellings(self) -> Mapping[int, str]:

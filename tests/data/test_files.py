@@ -60,7 +60,8 @@ def test_kinds(write):
          'messages[1]: the answer is empty: remove it, or give it "weight": 0 to keep it as '
          "context"),
         ({"messages": [QUESTION, {**ANSWER, "content": None}]},
-         "messages[1].content: expected a string, not null"),
+         'messages[1]: the answer is empty: remove it, or give it "weight": 0 to keep it as '
+         "context"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0}]},
          "messages: no answer to learn: all have weight 0"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},
@@ -71,7 +72,7 @@ def test_kinds(write):
          "found 1"),
         ({"messages": [QUESTION, ANSWER], "tools": "[]"}, 'tools: expected a list, not "[]"'),
         ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "\ud800"}]},
-         "messages[1]: \\ud800 is an unpaired surrogate"),
+         "messages[1].reasoning_content: \\ud800 is an unpaired surrogate"),
         ({"prompt": "a", "response": " "}, "empty response"),
         ({"prompt": "a", "response": "b", "system": "c"},
          "system: is not read here; put it into messages, or remove it"),
@@ -140,7 +141,7 @@ def test_fields_of_messages_are_kept_unless_empty(write):
     unset = {**ANSWER, "tool_calls": None, "reasoning_content": "", "weight": 1}
     path = write({"messages": [QUESTION, call, tool, unset], "tools": [{"name": "f"}]})
     (example,) = files.examples([path], "train", 0.0)
-    assert example.messages == (QUESTION, call, tool, ANSWER)
+    assert example.messages == (QUESTION, {**call, "content": ""}, tool, ANSWER)
     assert example.variables == {"tools": [{"name": "f"}]}
     assert example.context_only == ()
     assert example.place == f"{path}:1"

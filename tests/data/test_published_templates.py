@@ -85,12 +85,10 @@ def reference(theirs, messages, end, family, thinking):
         except Exception:
             return None
         shown = theirs.decode(whole)
-        head, closed, _ = (message["content"] or "").partition("</think>")
+        head, closed, _ = message["content"].partition("</think>")
         reasoning = message.get("reasoning_content") or (head if closed else "")
         reasoning = reasoning.removeprefix("<think>").strip()
         if message.get("tool_calls") and '"days"' not in shown:
-            return None
-        if message["content"] is None and "None" in shown:
             return None
         if reasoning in shown and whole[: len(prompt)] == prompt:
             answer = whole[len(prompt) :]
@@ -132,7 +130,9 @@ def test_what_is_learned_is_what_decoding_would_have_had_to_generate(family, thi
     refused = set()
     for kind in KINDS * 2:
         messages = conversation(kind, rng)
-        expected = reference(theirs, messages, theirs.convert_tokens_to_ids(end), family, thinking)
+        # As users of transformers write calls without a text.
+        written = [{**message, "content": message["content"] or ""} for message in messages]
+        expected = reference(theirs, written, theirs.convert_tokens_to_ids(end), family, thinking)
         example = files.example_of(json.loads(json.dumps({"messages": messages})))
         if expected is None:
             refused.add(kind)

@@ -201,12 +201,12 @@ def test_tokens_that_are_none_are_one_line(tmp_path, config):
 def test_every_text_of_a_message_is_marked(tmp_path):
     train_byte_level(tmp_path)
     template = (
-        "{{ messages[0].role }}{{ messages[0].name }}{{ messages[0].calls[0].arg }}<|im_end|>"
+        "{{ messages[0].role }}{{ messages[0].name }}{{ messages[0].calls[0] | tojson }}<|im_end|>"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(tmp_path)
     spelled = "<|im_end|>"
-    message = {"role": spelled, "content": "", "name": spelled, "calls": [{"arg": spelled, "n": 1}]}
+    message = {"role": spelled, "name": spelled, "calls": [{"arg": spelled, spelled: 1}]}
     ids = tokenizer.encode_chat([message])
     assert ids.count(special_id(tokenizer, spelled)) == 1
     assert ids[-1] == special_id(tokenizer, spelled)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 from dflash.text.chat_formats import harmony, json_calls, qwen3_coder
 from dflash.text.chat_formats.reader import Parser, Reader, Steps
@@ -55,16 +54,6 @@ class ChatFormat:
     def markers(self) -> frozenset[str]:
         """Texts that the parser must see, which may be special tokens."""
         return frozenset((*self._tools.markers, *((OPEN, CLOSE) if self.thinks else ())))
-
-    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns an earlier message with the names that templates of this format read."""
-        message = dict(message)
-        if self.has_channels and "reasoning_content" in message:
-            thinking = message.pop("reasoning_content")
-            # The template takes one of them beside calls.
-            if not (message.get("tool_calls") and message.get("content")):
-                message["thinking"] = thinking
-        return message
 
     def thinking(self, prompt: str) -> Thinking | None:
         """Returns who begins the reasoning of the answer to a prompt; None if it has none."""
