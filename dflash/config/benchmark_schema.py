@@ -41,7 +41,7 @@ class BenchmarkRun:
     prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)
     # Number of rounds; each decodes every prompt with every strategy.
     rounds: int = option(3, minimum=1, maximum=100_000)
-    thinking: bool = False  # Same as prompts.thinking.
+    thinking: bool | None = None  # Same as prompts.thinking.
     # JSON file of recorded acceptance lengths, which replace the true ones.
     trace: str | None = location("file")
     trace_tasks: tuple[str, ...] = ()  # Data sets of the trace to use; an empty list uses all.

@@ -264,8 +264,9 @@ class PromptsConfig:
     file: str | None = location("file")
     # Format each text prompt as one user message of the chat template. None: if there is one.
     chat: bool | None = False
-    # The chat template asks for reasoning first. Most drafters are trained without it.
-    thinking: bool = False
+    # Ask the chat template for reasoning first, or for none; None: as it does by itself. Many
+    # drafters are trained without reasoning.
+    thinking: bool | None = None
     special_tokens: bool = False  # Parse special tokens, such as <|im_end|>, in text prompts.
     dataset: str | None = None  # Name of a data set, such as math or gsm8k.
     # Files of published data sets; None: ~/.cache/dflash/datasets/raw.

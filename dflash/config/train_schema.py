@@ -39,7 +39,7 @@ class DataConfig:
     # Tokens per row; longer conversations are truncated.
     length: int = option(1024, minimum=2, maximum=schema.MAX_TOKENS)
     seed: int = option(0, minimum=0, maximum=2**31 - 1)  # Seed of the order of rows.
-    thinking: bool = False  # The chat template asks for reasoning first, as prompts.thinking.
+    thinking: bool | None = None  # Same as prompts.thinking.
     data_dir: str | None = location("disk")  # None: ~/.cache/dflash/datasets.
     raw_dir: str | None = location("disk")  # Files of published sets; None: raw/ in data_dir.
 

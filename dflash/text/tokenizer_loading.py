@@ -6,6 +6,7 @@ ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
 
 import datetime
 import pathlib
+import sys
 from typing import Any
 
 from dflash.text.tiktoken_file import TiktokenTokenizer
@@ -45,15 +46,24 @@ def load_tokenizer(
 
 
 def for_target(
-    directory: pathlib.Path | None, *, thinking: bool, date: datetime.date | None = None
+    directory: pathlib.Path | None, *, thinking: bool | None, date: datetime.date | None = None
 ) -> Tokenizer:
     """Returns the tokenizer of a target, which decoding and training share.
 
     Args:
       directory: Directory of the checkpoint; None for random weights, whose tokens are bytes.
-      thinking: Whether the chat template asks for reasoning before the answer.
+      thinking: Whether the chat template asks for reasoning before the answer; None leaves that to
+        the template.
       date: Date that chat templates print; None for today.
     """
     if directory is None:
         return ByteTokenizer()
-    return load_tokenizer(directory, date=date, enable_thinking=thinking)
+    variables = {} if thinking is None else {"enable_thinking": thinking}
+    tokenizer = load_tokenizer(directory, date=date, **variables)
+    if thinking and tokenizer.has_chat_template and not tokenizer.switches_thinking:
+        print(
+            f"warning: thinking=true has no effect: the chat template of {directory} reads neither "
+            "enable_thinking nor thinking",
+            file=sys.stderr,
+        )
+    return tokenizer

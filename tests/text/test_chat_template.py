@@ -11,9 +11,12 @@ from support.trained_tokenizers import (
     write_json,
 )
 
-from dflash.text import chat_template
+from dflash.data import files
+from dflash.serving import bodies, validation
+from dflash.text import chat_template, jsonl, tokenizer_loading
 from dflash.text.tokenizer_loading import load_tokenizer
 
+USER = {"role": "user", "content": "a"}
 DATE = datetime.date(2024, 2, 29)
 
 
@@ -238,3 +241,116 @@ def test_template_variables_reach_the_template(tmp_path):
         for variables in ({}, {"enable_thinking": False})
     )
     assert plain == thinking, "a variable that no template reads changes nothing"
+
+
+def routes(messages, tokenizer):
+    """Renders a conversation that ends with an answer as each route to a template does."""
+    body = validation.parse(bodies.ChatBody, {"messages": messages})
+    http = [message.for_template() for message in body.messages]
+    prompt = jsonl.check_messages(messages)
+    example = files.example_of({"messages": messages}).messages
+    for normalized in (http, prompt, example):
+        yield tokenizer.render_chat(normalized, add_generation_prompt=False)
+
+
+OBJECT = "{% for c in m.tool_calls or [] %}({{ c.function.arguments | tojson }}){% endfor %}"
+REASONING = "{% if m.NAME is defined %}[{{ m.NAME }}]{% endif %}{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% if '</think>' in m.content %}!{% endif %}" + OBJECT, '({"x": "é"})'),
+        ("{% if m.content is defined %}{{ m.content }}{% endif %}" + OBJECT, '({"x": "é"})'),
+        ("{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments | items %}"
+         "{{ k }}={{ v }}{% endfor %}{% endfor %}", "x=é"),
+        ("{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments + ')' }}{% endfor %}",
+         '({"x": "é"})'),
+        ("{% for c in m.tool_calls or [] %}({{ c.function.arguments }}){% endfor %}",
+         '({"x": "é"})'),
+        ("{% if m.content is none %}{% for c in m.tool_calls %}{{ c['function']['arguments'] + '!' "
+         "}}{% endfor %}{% else %}{{ m.content }}{% endif %}", '{"x": "é"}!'),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("arguments", ['{"x": "é"}', {"x": "é"}], ids=["text", "object"])
+@pytest.mark.parametrize("content", [None, "", [], "absent"])
+def test_calls_have_the_form_that_the_template_renders(
+    tmp_path, template, expected, arguments, content
+):
+    train_byte_level(tmp_path)
+    loop = "{% for m in messages if m.role == 'assistant' %}" + template + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(loop)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "assistant", "tool_calls": [call]}
+    answer |= {} if content == "absent" else {"content": content}
+    messages = [{"role": "user", "content": "a"}, answer]
+    assert [*routes(messages, load_tokenizer(tmp_path))] == [expected] * 3
+
+
+@pytest.mark.parametrize("name", jsonl.REASONING_FIELDS)
+@pytest.mark.parametrize("read", jsonl.REASONING_FIELDS)
+@pytest.mark.parametrize("content", [None, "b"])
+def test_reasoning_has_the_name_that_the_template_reads(tmp_path, name, read, content):
+    train_byte_level(tmp_path)
+    loop = "{% for m in messages %}" + REASONING.replace("NAME", read) + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(loop)
+    messages = [USER, {"role": "assistant", "content": content, name: "why"}]
+    assert [*routes(messages, load_tokenizer(tmp_path))] == [f"a[why]{content or ''}"] * 3
+
+
+def test_reasoning_gives_way_to_a_text_where_the_template_takes_one_of_them(tmp_path):
+    """As that of gpt-oss does beside calls; it renders both of a last answer without calls."""
+    train_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+        "{{ raise_exception('both') }}{% endif %}{{ m.thinking }}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    call = {"type": "function", "function": {"name": "f"}}
+    answer = {"role": "assistant", "content": "b", "reasoning_content": "why"}
+    texts = [
+        [*routes([USER, {**answer, **fields}], tokenizer)]
+        for fields in ({}, {"tool_calls": [call]}, {"tool_calls": [call], "content": None})
+    ]
+    assert texts == [[text] * 3 for text in ("awhyb", "ab{}", "awhy{}")]
+
+
+@pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])
+def test_templates_read_either_name_of_the_switch(tmp_path, capsys, variable):
+    """Those of Granite and DeepSeek V3.1 read `thinking`; some that always think raise."""
+    train_byte_level(tmp_path)
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(f"{{{{ {variable} if {variable} is defined else 'unset' }}}}")
+
+    def load(thinking):
+        return tokenizer_loading.for_target(tmp_path, thinking=thinking)
+
+    texts = [load(thinking).render_chat(MESSAGES) for thinking in (None, True, False)]
+    assert texts == ["unset", "True", "False"]
+    kwargs = {"thinking": True}, {"enable_thinking": True}, {"reasoning_effort": "low"}
+    assert {load(False).render_chat(MESSAGES, **given) for given in kwargs} == {"True"}
+    assert load(None).render_chat(MESSAGES, reasoning_effort="none") == "False"
+    file.write_text(
+        f"{{% if {variable} is defined and not {variable} %}}{{{{ raise_exception('always') }}}}"
+        "{% endif %}<think>"
+    )
+    assert load(None).render_chat(MESSAGES) == load(True).render_chat(MESSAGES) == "<think>"
+    assert load(False).render_chat(MESSAGES, reasoning_effort="low") == "<think>"
+    assert failure(load(False).render_chat, MESSAGES) == (
+        f"{file}: chat template fails: always (enable_thinking is false: leave it and "
+        "prompts.thinking unset)"
+    )
+    assert not capsys.readouterr().err
+
+
+def test_a_switch_without_effect_is_one_warning(tmp_path, capsys):
+    train_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].thinking }}")
+    for thinking in (None, False, True):
+        tokenizer_loading.for_target(tmp_path, thinking=thinking)
+    assert capsys.readouterr().err == (
+        f"warning: thinking=true has no effect: the chat template of {tmp_path} reads neither "
+        "enable_thinking nor thinking\n"
+    )

@@ -4,10 +4,12 @@ A drafter that is run with a wrong field decodes losslessly but accepts little. 
 shows when the same weights accept more under another reading.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from dflash import errors
 from dflash.config.schema import TargetArchitecture
 from dflash.drafters.dflash_config import WINDOWS
 from dflash.text.tokenizer import Tokenizer
@@ -77,10 +79,12 @@ def of_prompts(prompts: Any, tokenizer: Tokenizer) -> Iterator[Alternative]:
     if prompts.text and prompts.chat is False:
         yield Alternative("prompts.chat", "true", prompts={"chat": True})
     messages = [{"role": "user", "content": "Hi"}]
-    on, off = (tokenizer.render_chat(messages, enable_thinking=value) for value in (True, False))
-    if on != off:
-        other = not prompts.thinking
-        yield Alternative("prompts.thinking", str(other).lower(), prompts={"thinking": other})
+    usual = tokenizer.render_chat(messages)
+    for thinking in (True, False):
+        with contextlib.suppress(errors.InputError):
+            if tokenizer.render_chat(messages, enable_thinking=thinking) != usual:
+                change = {"thinking": thinking}
+                yield Alternative("prompts.thinking", str(thinking).lower(), prompts=change)
 
 
 def _views(shape: Any, window: Any) -> Iterator[Alternative]:

@@ -27,7 +27,7 @@ def facts(job: Job) -> Iterator[str]:
     template = "chat template" if chat or not prompts.text else "plain text"
     if not words.has_chat_template:
         template += " (the target has no chat template)"
-    thinking = "on" if prompts.thinking else "off"
+    thinking = {None: "by default", True: "on", False: "off"}[prompts.thinking]
     yield _row("prompts", f"{len(job.prompts)}, {template}, thinking {thinking}")
     yield _row("dtype", job.config.dtype)
 

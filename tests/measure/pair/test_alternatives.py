@@ -22,11 +22,12 @@ class Named(ByteTokenizer):
     def special_spellings(self):
         return {3: "<|pad|>", 7: "<|mask|>", 9: "<|end|>", 60: "<|mask_2|>"}
 
-    def __init__(self, thinks: bool):
-        self.thinks = thinks
+    def __init__(self, thinks: bool, usual: bool | None = None):
+        self.thinks, self.usual = thinks, usual
 
     def render_chat(self, messages, *, add_generation_prompt=True, **variables):
-        return "<think>" if self.thinks and variables["enable_thinking"] else ""
+        thinking = variables.get("enable_thinking", self.usual)
+        return "<think>" if self.thinks and thinking is not False else ""
 
 
 def readings(shape, target=None, tokenizer=None, window=None):
@@ -83,12 +84,13 @@ def test_a_window_that_is_stated_but_not_used_is_tried():
         ({"text": ("a",), "chat": False}, False, ["prompts.chat"]),
         ({"text": ("a",), "chat": True}, True, ["prompts.thinking"]),
         ({"dataset": "math", "thinking": True}, True, ["prompts.thinking"]),
+        ({"dataset": "math", "thinking": False}, True, ["prompts.thinking"]),
         ({"dataset": "math"}, False, []),
     ],
 )
 def test_readings_of_prompts(prompts, thinks, expected):
     config = PromptsConfig(**prompts)
-    found = list(alternatives.of_prompts(config, Named(thinks)))
+    found = list(alternatives.of_prompts(config, Named(thinks, config.thinking)))
     assert [one.field for one in found] == expected
     for one in found:
         (name,) = one.prompts
