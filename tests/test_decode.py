@@ -13,6 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import yaml
 from support.golden import GOLDEN, golden
 from support.models import make_target
 
@@ -208,7 +209,16 @@ def copy_checkpoint(source, name, **changes):
 def test_target_where_a_drafter_belongs(run, models):
     status, _, err = run(f"drafter.checkpoint={models / 'target'}")
     assert status == 2
-    assert "is no 'dflash' drafter (DFlashDraftModel, " in err
+    assert "is no 'dflash' drafter; use drafter.name=autoregressive" in err
+
+
+def test_the_strategy_is_that_of_the_drafters_checkpoint(capsys):
+    case = GOLDEN / "qwen3_b1"
+    argv = [str(case / "target"), f"drafter.checkpoint={case / 'draft'}", "--print_config"]
+    with pytest.raises(SystemExit) as stop:
+        decode.main(argv)
+    assert stop.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["drafter"]["name"] == "dflash"
 
 
 def test_target_name_in_conflict(run, models):

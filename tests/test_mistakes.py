@@ -183,6 +183,9 @@ MISTAKES = {
     "flag": Mistake("decode c.yml --workdri=w", "unknown flag --workdri; did you mean '--workdir'"),
     "flag of another command": Mistake("train t.yml --nostream", "unknown flag --nostream"),
     "dashes on a key": Mistake("decode c.yml --decode.seed=3", "take no dashes: decode.seed=3"),
+    "key as a flag": Mistake(
+        "decode c.yml --max-new-tokens 8", "config keys take no dashes: decode.max_new_tokens=8"
+    ),
     "flag without its value": Mistake("decode c.yml --workdir", "Missing value for flag --workdir"),
     "flag that is no number": Mistake("decode c.yml --process_id=a", "flag --process_id=a: "),
     "no equals sign": Mistake("decode c.yml decode.seed", "'decode.seed': expected key=value"),
@@ -194,6 +197,9 @@ MISTAKES = {
     "config": Mistake("decode gone.yml", "gone.yml: no such file"),
     "model for a config": Mistake(
         "train hf:Qwen/Qwen3-4B", "expected a config; give a model as CONFIG target.checkpoint="
+    ),
+    "model of the hub": Mistake(
+        "decode Qwen/Qwen3-0.6B", "give a model as hf:Qwen/Qwen3-0.6B or CONFIG target.checkpoint="
     ),
     "shipped config": Mistake(
         "decode configs/tiny_dflsh.yml", "did you mean 'configs/tiny_dflash.yml'?"
@@ -441,7 +447,7 @@ MISTAKES = {
     ),
     "half a download": Mistake(f"decode c.yml {M}", "m/model.safetensors: truncated", 2, cut),
     "target as drafter": Mistake(
-        f"decode c.yml drafter.checkpoint={TARGET}", "is no 'dflash' drafter (DFlashDraftModel, "
+        f"decode c.yml drafter.checkpoint={TARGET}", "is no 'dflash' drafter; use drafter.name="
     ),
     "drafter as target": Mistake(
         f"decode c.yml target.checkpoint={DRAFT}", "DFlashDraftModel is not supported, only Qwen3"
@@ -451,7 +457,8 @@ MISTAKES = {
         copy(DRAFT, hidden_size=64),
     ),
     "drafter of another strategy": Mistake(
-        "decode c.yml drafter.name=eagle3 drafter.checkpoint=assets/tiny_dflash", "is no 'eagle3' "
+        "decode c.yml drafter.name=eagle3 drafter.checkpoint=assets/tiny_dflash",
+        "is no 'eagle3' drafter; use drafter.name=dflash",
     ),
     "tokenizer": Mistake(
         "train t.yml --workdir=w tokenizer=assets/tiny", "tokenizer: assets/tiny: no such directory"

@@ -19,7 +19,7 @@ from absl import flags
 from dflash import errors
 from dflash.cli.declaration import JOIN_FLAGS, Subcommand, help_text
 from dflash.cli.declaration import RUN_FLAGS as RUN_FLAGS
-from dflash.config import loader, merging, registry
+from dflash.config import build, loader, merging, registry, schema
 from dflash.parallel import host
 from dflash.runs import shards
 from dflash.runs.shards import Shard
@@ -195,6 +195,7 @@ def _checked(
         return _plain(subcommand, values, positional)
     path, *overrides = positional
     overrides += subcommand.overrides(values)
+    overrides = _with_strategy(path, overrides)
     load = subcommand.load or (lambda path, args: loader.load(path, args, subcommand.schema))
     config = load(path, overrides)
     if "print_config" in values and values.print_config:
@@ -217,6 +218,22 @@ def _checked(
         preflight.check_writable(command.workdir, command.profile_dir)
     preflight.check_bucket(command.compilation_cache)
     return command
+
+
+def _with_strategy(path: str, overrides: Sequence[str]) -> list[str]:
+    """Adds the strategy of a drafter's checkpoint, which no config names beside a bare target.
+
+    Raises:
+      CheckpointError: The drafter's checkpoint cannot be read, or no strategy has its architecture.
+    """
+    given = dict(override.partition("=")[::2] for override in overrides)
+    reference = given.get("drafter.checkpoint", schema.RANDOM)
+    if "drafter.name" in given or reference == schema.RANDOM or not merging.is_checkpoint(path):
+        return list(overrides)
+    host.quiet_without_tpu()
+    from dflash.loading import models  # Imported late because it imports jax.
+
+    return [f"drafter.name={models.find_strategy(reference)}", *overrides]
 
 
 def _values(values: flags.FlagValues) -> dict[str, Any]:
@@ -246,21 +263,40 @@ def _parse(subcommand: Subcommand, values: flags.FlagValues, argv: Sequence[str]
     except (flags.Error, ValueError) as error:
         raise errors.ConfigError(" ".join(str(error).split())) from None
     end = words.index("--") if "--" in words else len(words)
-    unknown = [argument for argument in words[:end] if argument.startswith("-") and argument != "-"]
+    unknown = [
+        _unknown_flag(subcommand, word, words[index + 1 : end], values)
+        for index, word in enumerate(words[:end])
+        if word.startswith("-") and word != "-"
+    ]
     if unknown:
-        raise errors.ConfigError(
-            *(_unknown_flag(subcommand, argument, values) for argument in unknown)
-        )
+        raise errors.ConfigError(*unknown)
     return words[:end] + words[end + 1 :]
 
 
-def _unknown_flag(subcommand: Subcommand, argument: str, values: flags.FlagValues) -> str:
+def _unknown_flag(
+    subcommand: Subcommand, argument: str, later: Sequence[str], values: flags.FlagValues
+) -> str:
+    """Returns why a flag is unknown, and the config key or the flag that was meant.
+
+    Args:
+      later: Words after the flag, of which the first may be its value.
+    """
     flag, equals, value = argument.partition("=")
-    if flag.lstrip("-") in JOIN_FLAGS:
+    name = flag.lstrip("-")
+    if name in JOIN_FLAGS:
         divide = "; divide it with --shard" if "shard" in subcommand.shared else ""
         return f"{flag}: dflash {subcommand.name} runs in one process{divide}"
-    if "." in flag:
-        key = flag.lstrip("-")
-        return f"unknown flag {flag}; config keys take no dashes: {key}{equals or '='}{value}"
+    if not equals and later and not later[0].startswith("-") and "=" not in later[0]:
+        value = later[0]
+    key = name if "." in flag else _key(subcommand, name.replace("-", "_"))
+    if key is not None:
+        return f"unknown flag {flag}; config keys take no dashes: {key}={value}"
     known = {f"--{known}" for known in values if len(known) > 1}
     return f"unknown flag {flag}{registry.suggest(flag, known)}"
+
+
+def _key(subcommand: Subcommand, name: str) -> str | None:
+    """Returns the shortest dotted key of the subcommand's configs that ends with a name."""
+    kinds = subcommand.schema if isinstance(subcommand.schema, tuple) else (subcommand.schema,)
+    paths = (path for kind in filter(None, kinds) for path in build.known_keys(kind, None))
+    return min((".".join(path) for path in paths if path[-1] == name), key=len, default=None)

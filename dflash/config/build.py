@@ -55,7 +55,7 @@ def build(
       The instance, with defaults in place of unusable values, or None if a required key is
       unusable; the paths of the unusable values; every problem, one line each.
     """
-    known = _known_keys(run, tree.root)
+    known = known_keys(run, tree.root)
     builder = Builder(
         tree,
         complete=complete,
@@ -68,7 +68,7 @@ def build(
     return (None if built is INVALID else built), builder.unusable, builder.problems
 
 
-def _known_keys(declared: type, node: Node | None, path: Path = ()) -> Iterator[Path]:
+def known_keys(declared: type, node: Node | None, path: Path = ()) -> Iterator[Path]:
     """Yields the path of every key that a config may hold, groups included.
 
     Args:
@@ -83,14 +83,14 @@ def _known_keys(declared: type, node: Node | None, path: Path = ()) -> Iterator[
         here, kind, inner = (*path, field.name), kinds[field.name], content.get(field.name)
         yield here
         for group in filter(dataclasses.is_dataclass, value_types.members(kind)):
-            yield from _known_keys(group, inner, here)
+            yield from known_keys(group, inner, here)
         if typing.get_origin(kind) is Mapping:
             item = typing.get_args(kind)[1]
             entries = inner.value if inner is not None and isinstance(inner.value, dict) else {}
             for name in dict.fromkeys([*entries, *_ENTRIES.get(here, ())]):
                 yield (*here, name)
                 if dataclasses.is_dataclass(item):
-                    yield from _known_keys(item, entries.get(name), (*here, name))
+                    yield from known_keys(item, entries.get(name), (*here, name))
 
 
 def _chosen_schema(declared: type, content: Mapping[str, Node]) -> type | None:

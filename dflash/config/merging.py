@@ -73,7 +73,10 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     known = [f"configs/{config.relative_to(configs)}" for config in configs.rglob("*.yml")]
     near = registry.suggest(str(path), known, exhaustive=False)
     if not near and candidate.suffix not in _SUFFIXES:
-        near = f"; expected a config; give a model as CONFIG target.checkpoint={path}"
+        in_hub = hub.is_name(str(path))
+        model = f"{hub.PREFIX}{path}" if in_hub else path
+        bare = f"{model} or " if in_hub else ""
+        near = f"; expected a config; give a model as {bare}CONFIG target.checkpoint={model}"
     raise errors.ConfigError(f"{path}: no such file{near}")
 
 

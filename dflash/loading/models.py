@@ -135,9 +135,10 @@ def build_drafter(
     elif source.hf is not None:
         stated = hf_config.read_classes(source.hf, file=str(source.directory / files.CONFIG))
         if not set(stated) & set(kind.hf_architectures):
+            strategy = find_strategy(os.fspath(source.directory))
             raise errors.CheckpointError(
                 f"{source.directory}: config.json: architectures {list(stated)} is no "
-                f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
+                f"{config.name!r} drafter; use drafter.name={strategy}"
             )
     model = kind.create(
         config, _with_tensors(source), target, dtype=jnp.dtype(dtype), sharding=sharding, **options

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import typing
 from typing import Any
 
 from dflash import errors
+from dflash.config import serve_schema
 from dflash.serving.bodies import ChatBody, ChatPromptBody
 from dflash.serving.completion_request import CompletionRequest, check_structure, one_value
 from dflash.serving.served_model import ServedModel
@@ -102,7 +104,8 @@ def _chosen_tools(fields: ChatBody, model: ServedModel) -> tuple[Tool, ...]:
     if not choice.allowed or not functions:
         return ()
     if model.chat_format.tools is None:
-        reason = "it is not known how this model writes calls; see serve.tool_format"
+        known = ", ".join(typing.get_args(serve_schema.ToolFormat)[2:])
+        reason = f"it is not known how this model writes calls; set serve.tool_format ({known})"
         raise unsupported("tools", reason)
     return tuple(
         Tool(function.name, function.parameters, function.strict) for function in functions.values()
