@@ -6,14 +6,23 @@
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dflash.text.chat_formats.reader import END, OutputPart, Reader, Steps
 from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool, ToolFormat
 
 _START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 _CONSTRAIN = "<|constrain|>"
-_RECIPIENT = re.compile(r"to=functions\.([\w-]+)")
+_MARKERS = (_START, _CHANNEL, _MESSAGE, _END, _CONSTRAIN, "<|return|>", "<|call|>")
+# Parts of a head by the marker before them. Models err: anything else there is text.
+_RECIPIENT = r"(\s+to=(functions\.)?(?P<recipient>[\w-]+))?"
+_NAME = rf"\s*(?P<channel>analysis|commentary|final)\b{_RECIPIENT}(\s+(json|code)\s*$)?\s*"
+_HEADS = {
+    _START: re.compile(rf"assistant\b{_RECIPIENT}\s*"),
+    _CHANNEL: re.compile(_NAME),
+    _CONSTRAIN: re.compile(r"\s*\w*\s*$"),
+}
+_COMPLETE_HEADS = ("assistant to=functions.", "analysis", "commentary to=functions.", "final")
 
 
 class _Harmony(ToolFormat):
@@ -56,26 +65,44 @@ def _head(tool: Tool, tokens: TargetTokens) -> str:
 
 
 def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
-    del rules
+    tools, kind = {tool.name for tool in rules.tools}, "content"
     while True:
-        head, marker = yield from reader.take(_MESSAGE)
+        marker, head = (yield from reader.until(*_MARKERS, kind=kind)), {}
+        while marker in (_START, _CHANNEL) or (head and marker == _CONSTRAIN):
+            head, marker = yield from _read_head(reader, marker, head)
         if marker == END:
-            # The output ends within a head, or it is not in this format.
-            if _CHANNEL not in head and not head.startswith(_START):
-                yield OutputPart("content", head)
             return
-        recipient = _RECIPIENT.search(head)
-        if recipient:
-            yield OutputPart("call", recipient[1])
+        if marker == _MESSAGE and head.get("recipient") in tools:
+            yield OutputPart("call", head["recipient"])
             yield from reader.json_object(kind="arguments")
-            return  # A call ends the turn.
-        kind = "reasoning" if "analysis" in head else "content"
-        if (yield from reader.until(_END, kind=kind)) == END:
-            return
+            yield from reader.skip(" \n")
+            kind = "content"
+        elif head or marker not in (_MESSAGE, _CONSTRAIN):
+            is_reasoning = marker == _MESSAGE and head.get("channel") == "analysis"
+            kind = "reasoning" if is_reasoning else "content"
+
+
+def _read_head(
+    reader: Reader, marker: str, head: Mapping[str, str]
+) -> Steps[tuple[dict[str, str], str]]:
+    """Parses a part of a head, and yields what it has besides as text.
+
+    Returns:
+      The names in the head so far, of which the latest count, and the next marker or END.
+    """
+    text, following = yield from reader.take(*_MARKERS)
+    match = _HEADS[marker].match(text)
+    names = match.groupdict() if match else {}
+    head = {**head, "marker": marker} | {key: name for key, name in names.items() if name}
+    is_unfinished = following == END and any(form.startswith(text) for form in _COMPLETE_HEADS)
+    if (remainder := text[match.end() if match else 0 :]) and not is_unfinished:
+        kind = "reasoning" if head.get("channel") == "analysis" else "content"
+        yield OutputPart(kind, remainder)
+    return head, following
 
 
 FORMAT = _Harmony(
     signs=(_CHANNEL, _MESSAGE),
-    markers=(_START, _CHANNEL, _MESSAGE, _END, _CONSTRAIN),
+    markers=_MARKERS,
     read=_read,
 )
