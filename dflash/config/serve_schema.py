@@ -40,8 +40,8 @@ class ServeConfig:
     share_prefixes: bool = True
     # How the target writes tool calls; auto: found by its chat template. Tools need serve.grammars.
     tool_format: ToolFormat = "auto"
-    # Whether answers may begin with reasoning between <think> and </think>, which chats return
-    # apart; auto: found by the chat template.
+    # Whether answers may begin with reasoning, such as that between <think> and </think>, which
+    # chats return apart; auto: found by the chat template.
     reasoning: Literal["auto", "think", "none"] = "auto"
     # LoRA adapters of the target by the name that requests give as their model.
     adapters: Mapping[str, str] = location("adapter", {})

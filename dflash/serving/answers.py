@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
@@ -14,6 +15,7 @@ from dflash.serving.structured_output import StructuredOutput
 from dflash.serving.validation import RequestError, unsupported
 from dflash.text import jsonl
 from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool
+from dflash.text.chat_template import NO_EFFORT
 from dflash.text.grammar_compiler import inline_schema
 
 _EFFORT = "reasoning_effort"  # variable of a chat template
@@ -37,6 +39,15 @@ def template_variables(fields: ChatPromptBody, model: ServedModel) -> dict[str, 
         _check_read("reasoning_effort", switches or _EFFORT in model.tokenizer.chat_template)
         variables[_EFFORT] = fields.reasoning_effort
     return variables
+
+
+def check_reasoning(variables: Mapping[str, Any], model: ServedModel) -> None:
+    """Raises RequestError if variables ask for reasoning that the server cannot tell apart."""
+    for name in ("enable_thinking", "thinking", _EFFORT):
+        is_asked = variables.get(name) not in (None, False, *NO_EFFORT)
+        if is_asked and model.chat_format.has_unknown_reasoning:
+            reason = "it is not known how this model writes its reasoning"
+            raise unsupported(name, f"{reason}; serve.reasoning=none leaves it in the text")
 
 
 def _check_read(param: str, is_read: bool) -> None:
@@ -107,9 +118,7 @@ def _chosen_tools(fields: ChatBody, model: ServedModel) -> tuple[Tool, ...]:
         known = ", ".join(typing.get_args(serve_schema.ToolFormat)[2:])
         reason = f"it is not known how this model writes calls; set serve.tool_format ({known})"
         raise unsupported("tools", reason)
-    return tuple(
-        Tool(function.name, function.parameters, function.strict) for function in functions.values()
-    )
+    return tuple(Tool(function.name, function.parameters) for function in functions.values())
 
 
 def _structure(
@@ -119,20 +128,21 @@ def _structure(
     if structure is not None:
         schema = json.loads(structure.source or '{"type": "object"}')
         rules = dataclasses.replace(rules, content=inline_schema(schema))
-    param = "tools" if rules.tools else structure.param if structure else _limit_name(fields)
+    whole = "tools" if rules.tools else structure.param if structure else _limit_name(fields)
+    places = {tool.function.name: place for place, tool in enumerate(fields.tools)}
+    param, parts = whole, []
     try:
         tokens = TargetTokens(model.tokenizer.special_spellings, model.vocabulary())
+        for tool in rules.tools:
+            param = f"tools[{places[tool.name]}].function.parameters"
+            schema = json.dumps(tool.closed(tool.parameters))
+            parts.append(StructuredOutput("json_schema", schema, param))
+            model.chat_format.grammar(AnswerRules((tool,)), tokens)  # to name the tool in errors
+        param = whole
         source = model.chat_format.grammar(rules, tokens)
-    except errors.InputError as error:
+    except (errors.InputError, RecursionError) as error:
         raise RequestError(f"{param}: {error}", param=param) from error
-    places = {tool.function.name: place for place, tool in enumerate(fields.tools)}
-    parts = [
-        StructuredOutput(
-            "lark", f"start: {tool.arguments}", f"tools[{places[tool.name]}].function.parameters"
-        )
-        for tool in rules.tools
-    ]
-    return StructuredOutput("lark", source, param, (*parts, *((structure,) if structure else ())))
+    return StructuredOutput("lark", source, whole, (*parts, *((structure,) if structure else ())))
 
 
 def _limit_name(fields: ChatBody) -> str:

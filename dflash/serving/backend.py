@@ -113,6 +113,16 @@ class Backend:
     def model(self, engines: Mapping[str, Engine]) -> ServedModel:
         """Returns the facts about the model that requests depend on."""
         job, config, engine = self._job, self.config, engines[DRAFTED]
+        chat_format = format_of(
+            job.tokenizer.chat_template,
+            tools=config.serve.tool_format,
+            thinking=config.serve.reasoning,
+        )
+        if config.prompts.thinking and chat_format.has_unknown_reasoning:
+            reason = "it is not known how this model writes its reasoning"
+            raise errors.InputError(
+                f"prompts.thinking: {reason}; serve.reasoning=none leaves it in the text"
+            )
         return ServedModel(
             name=config.model_name,
             root=config.target.checkpoint or RANDOM,
@@ -128,11 +138,7 @@ class Backend:
             special_tokens=config.prompts.special_tokens,
             compares=config.serve.compare,
             shares_prefixes=config.serve.share_prefixes,
-            chat_format=format_of(
-                job.tokenizer.chat_template,
-                tools=config.serve.tool_format,
-                thinking=config.serve.reasoning,
-            ),
+            chat_format=chat_format,
             adapters=config.serve.adapters,
         )
 

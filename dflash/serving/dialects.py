@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from dflash import errors
 from dflash.serving import completion_request as requests
 from dflash.serving import encoding, validation
-from dflash.serving.answers import template_variables, with_answer
+from dflash.serving.answers import check_reasoning, template_variables, with_answer
 from dflash.serving.bodies import (
     Body,
     ChatBody,
@@ -101,11 +101,13 @@ def render_chat(fields: ChatPromptBody, model: ServedModel) -> str:
         if name in variables:
             param = f"chat_template_kwargs.{name}"
             raise RequestError(f"{param}: give {name} beside chat_template_kwargs", param=param)
+    variables = template_variables(fields, model) | variables
+    check_reasoning(variables, model)
     try:
         return model.tokenizer.render_chat(
             [message.for_template() for message in fields.messages],
             add_generation_prompt=fields.add_generation_prompt,
-            **template_variables(fields, model) | variables,
+            **variables,
         )
     except (errors.InputError, TypeError) as error:
         raise encoding.input_error(error, "messages", model.root) from error

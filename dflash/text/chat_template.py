@@ -19,7 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TEMPLATES = "additional_chat_templates"  # directory of templates such as tool_use.jinja
 _FORMED = {"tool_calls", "reasoning_content"}  # fields whose form depends on the template
-_NO_EFFORT = ("none",)  # values of reasoning_effort that turn reasoning off
+NO_EFFORT = ("none",)  # values of reasoning_effort that turn reasoning off
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -147,7 +147,7 @@ class ChatTemplate:
 def _thinking(variables: Mapping[str, Any]) -> dict[str, bool]:
     """Returns the variables that turn reasoning on or off, under each name that templates read."""
     effort = variables.get("reasoning_effort")
-    asked = None if effort is None else effort not in _NO_EFFORT
+    asked = None if effort is None else effort not in NO_EFFORT
     value = variables.get("enable_thinking", variables.get("thinking", asked))
     return {"enable_thinking": value, "thinking": value} if isinstance(value, bool) else {}
 

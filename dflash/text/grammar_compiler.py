@@ -42,15 +42,9 @@ _JSON_OPTIONS = {
 }
 
 # Keywords of JSON schemas: without effect, with schemas by name, and with values.
-_ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$comment", "strict"))
+ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$comment", "strict"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("enum", "const", "required"))
-# Keywords beside which the properties of an object may not be all that it has.
-_OPEN = frozenset(
-    "additionalProperties patternProperties minProperties $ref if allOf anyOf oneOf not "
-    "dependentSchemas dependentRequired".split()
-)
-
 _PROGRAM = "dflash.text.grammar_check"
 _problems: dict[tuple[Kind, str], str] = {}  # results of finished checks, oldest first
 
@@ -148,37 +142,25 @@ def serialize(kind: Kind, source: str) -> str:
         raise unusable(kind, str(error)) from error
 
 
-def inline_schema(schema: Any, *, lenient: bool = False, closed: bool = False) -> str:
-    """Returns the Lark expression of a JSON schema, without texts that describe it.
-
-    Args:
-      lenient: Whether keywords that the library does not support have no effect; otherwise they are
-        errors when the grammar is compiled.
-      closed: Whether objects have no other properties than those that the schema names, unless it
-        says what others there may be.
-    """
-    options = _JSON_OPTIONS | {"lenient": lenient}
+def inline_schema(schema: Any) -> str:
+    """Returns the Lark expression of a JSON schema, without texts that describe it."""
     if not isinstance(schema, Mapping):
         schema = {} if schema is True else {"not": {}}
-    return f"%json {json.dumps(_plain_schema(schema, closed) | {'x-guidance': options})}"
+    return f"%json {json.dumps(_plain_schema(schema) | {'x-guidance': _JSON_OPTIONS})}"
 
 
-def _plain_schema(schema: Any, closed: bool) -> Any:
+def _plain_schema(schema: Any) -> Any:
     """Returns a JSON schema without annotations, which may be longer than all the rest."""
     if isinstance(schema, list):
-        return [_plain_schema(item, closed) for item in schema]
+        return [_plain_schema(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     plain = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, Mapping):
-            plain[name] = {key: _plain_schema(item, closed) for key, item in value.items()}
-        elif name not in _ANNOTATIONS:
-            # The parts of an object that several schemas describe must not exclude each other.
-            inner = closed and name != "allOf"
-            plain[name] = value if name in _VALUES else _plain_schema(value, inner)
-    if closed and "properties" in plain and not _OPEN & plain.keys():
-        plain["additionalProperties"] = False
+            plain[name] = {key: _plain_schema(item) for key, item in value.items()}
+        elif name not in ANNOTATIONS:
+            plain[name] = value if name in _VALUES else _plain_schema(value)
     return plain
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 
 import pytest
 from support import spoiled
@@ -12,7 +13,7 @@ from dflash.config import schema
 from dflash.serving.dialects import read_chat
 from dflash.serving.served_model import ServedModel, TokenNames
 from dflash.serving.validation import RequestError
-from dflash.text.chat_formats.table import FORMATS, ChatFormat
+from dflash.text.chat_formats.table import FORMATS, ChatFormat, format_of
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.tokenizer import ByteTokenizer
 
@@ -125,6 +126,53 @@ def test_malformed_tool_requests_have_an_error_of_one_line():
         if isinstance(problem, RequestError):
             assert problem.status == 400
             assert problem.param is not None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"if": {"required": ["x"]}}, "if"),
+        ({"$ref": "#/$defs/Missing"}, "$ref: '#/$defs/Missing' names no schema of these"),
+        (
+            {"allOf": [{"properties": {"x": {"type": "string"}}}]},
+            "json_schema: Unsatisfiable schema: ",
+        ),
+    ],
+)
+def test_a_schema_that_grammars_cannot_follow_is_an_error_with_its_place(name, schema, problem):
+    pytest.importorskip("llguidance", reason="pip install 'dflash-jax[grammar]'")
+    function = {"name": "h", "parameters": spoiled.PARAMETERS | schema}
+    body = BODY | {"tools": [*spoiled.TOOLS[:1], {"type": "function", "function": function}]}
+    with pytest.raises(RequestError, match=re.escape(problem)) as caught:
+        compiled(body, model(name))
+    assert caught.value.param == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"enable_thinking": True},
+        {"reasoning_effort": "low"},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"chat_template_kwargs": {"thinking": True}},
+    ],
+)
+def test_reasoning_of_an_unknown_form_is_refused(fields):
+    template = "{{ enable_thinking }}"
+    served = model(chat_format=format_of(template))
+    served.tokenizer.chat_template, served.tokenizer.switches_thinking = template, True
+    body = {"messages": BODY["messages"], "stop_token_ids": [0]}
+    with pytest.raises(RequestError, match=r"serve\.reasoning=none leaves it") as caught:
+        read_chat(body | fields, served)
+    assert caught.value.param.endswith(("thinking", "effort"))
+    for allowed in ({}, {"enable_thinking": False}, {"reasoning_effort": "none"}):
+        read_chat(body | allowed, served)
+
+
+def compiled(body, served: ServedModel) -> Grammar:
+    """Returns the grammar of the answer to a body."""
+    return read_chat(body, served).structure.compile(lambda: VOCABULARY, lambda: False)
 
 
 def problem_of(body, served: ServedModel) -> RequestError | errors.InputError | None:

@@ -146,6 +146,15 @@ def check(name: str, seed: int, *, special: bool) -> int:
     return len(calls)
 
 
+def arguments(name: str, schema: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Returns the arguments of a random call with a schema, which they match."""
+    jsonschema = pytest.importorskip("jsonschema")
+    rules = AnswerRules(tools=(Tool("f", schema),), must_call=True, parallel=False)
+    ((_, written),) = calls_of(answer(name, rules, random.Random(seed), special=True)[1])
+    jsonschema.validate(values := json.loads(written), schema)
+    return values
+
+
 def thought(name: str, limit: int, seed: int) -> int:
     """Returns the number of tokens of a random answer's reasoning, which has a limit."""
     rules = AnswerRules(thinking="opened", max_thinking_tokens=limit)

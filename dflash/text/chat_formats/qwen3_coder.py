@@ -9,90 +9,111 @@ Oslo
 </tool_call>
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash import errors
+from dflash.text.chat_formats import arguments
+from dflash.text.chat_formats.arguments import Flat
 from dflash.text.chat_formats.reader import END, OutputPart, Reader, Steps
 from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool, ToolFormat
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _VALUE_END = "\n</parameter>"
-# Keywords that do not restrict a string.
-_PLAIN = {"type", "title", "description", "default", "examples"}
-# Keywords of the schema of the arguments that the format can express.
-_KNOWN = _PLAIN | {"properties", "required", "additionalProperties", "$defs", "definitions"}
-_KNOWN |= {"$schema", "$id", "strict"}
+# Keywords of the arguments that the format cannot express.
+_UNSUPPORTED = frozenset(
+    "minProperties maxProperties patternProperties propertyNames unevaluatedProperties enum const "
+    "dependentRequired dependentSchemas dependencies if then else not $dynamicRef $recursiveRef"
+    "".split()
+)
 
 
 def _call(tool: Tool, index: int, tokens: TargetTokens) -> Iterator[str]:
-    unknown = sorted(set(tool.parameters) - _KNOWN)
-    if unknown and tool.strict:
-        problem = f"{unknown[0]!r} is not supported by the target's format of calls"
-        raise errors.InputError(f"{tool.name}: parameters: {problem}")
-    required = tool.parameters.get("required", ())
-    properties = _properties(tool)
-    names = [
-        f"parameter_{index}_{i}" + ("" if name in required else "?")
-        for i, name in enumerate(properties)
-    ]
     head = tokens.expression(f"\n<function={tool.name}>\n")
     end = tokens.expression(f"</function>\n{_CLOSING}")
-    yield f"call_{index}: {' '.join([head, *names, end])}"
-    for i, (name, schema) in enumerate(properties.items()):
-        rule = f"parameter_{index}_{i}"
-        head = tokens.expression(f"<parameter={name}>\n")
-        yield f"{rule}: {head} {rule}_value"
-        yield _value(f"{rule}_value", schema, tool, tokens)
+    are_texts, calls = _are_texts(tool), []
+    for flat in _alternatives(tool):
+        parameters = []
+        for name, schema in _parameters(flat, tool).items():
+            rule = f"parameter_{index}_{len(calls)}_{len(parameters)}"
+            named = tokens.expression(f"<parameter={name}>\n")
+            if name is None:
+                named = f'"<parameter=" NAME_{index} ">\\n"'
+            yield f"{rule}: {named} {rule}_value"
+            yield _value(f"{rule}_value", schema, are_texts[name], tool, tokens)
+            is_required = name in flat.get("required", ())
+            parameters.append(rule + ("*" if name is None else "?" * (not is_required)))
+        calls.append(" ".join([head, *parameters, end]))
+    yield f"call_{index}: {' | '.join(calls)}"
+    taken = "".join(f" & ~{json.dumps(name)}" for name in are_texts if name is not None)
+    yield f"NAME_{index}: /[^<>\\n]{{1,64}}/{taken}"
 
 
-def _value(rule: str, schema: Any, tool: Tool, tokens: TargetTokens) -> str:
+def _alternatives(tool: Tool) -> list[Flat]:
+    """Returns schemas of which the arguments match one; raises if they cannot be written."""
+    for flat in tool.alternatives:
+        keywords = {*flat}.union(*flat.get("allOf", ()))
+        if unsupported := sorted(keywords & _UNSUPPORTED):
+            problem = "is not supported by the target's format of calls"
+            raise errors.InputError(f"{unsupported[0]!r} {problem}")
+    possible = [
+        flat
+        for flat in tool.alternatives
+        if _parameters(flat, tool).keys() >= {*flat.get("required", ())}
+    ]
+    if not possible:
+        raise errors.InputError("no arguments match")
+    return possible
+
+
+def _parameters(flat: Flat, tool: Tool) -> dict[str | None, Any]:
+    """Returns the schemas of the possible parameters by name, and that of all others as None."""
+    others = flat.get("additionalProperties", True)
+    required = dict.fromkeys(flat.get("required", ()), others)
+    parameters = {**required, **flat.get("properties", {}), None: others}
+    is_possible = functools.partial(arguments.alternatives, root=tool.parameters)
+    return {name: schema for name, schema in parameters.items() if is_possible(schema)}
+
+
+def _are_texts(tool: Tool) -> dict[str | None, bool]:
+    """Returns whether each parameter is written as text, and not as JSON."""
+    are_texts: dict[str | None, bool] = {}
+    for flat in tool.alternatives:
+        for name, schema in _parameters(flat, tool).items():
+            is_text = _strings(schema, tool) is not None
+            are_texts[name] = are_texts.get(name, True) and is_text
+    return are_texts
+
+
+def _value(rule: str, schema: Any, is_text: bool, tool: Tool, tokens: TargetTokens) -> str:
     """Returns the Lark rule of a parameter's value and the tag after it."""
     end = f"{_VALUE_END}\n"
-    strings = _strings(schema)
-    if strings is not None:
-        return f"{rule}: ({' | '.join(tokens.expression(one + end) for one in strings)})"
-    if _is_plain_string(schema):
-        return f"{rule}[lazy]: TEXT {tokens.expression(end)}"
-    definitions = {
-        name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters
-    }
-    schema = {**schema, **definitions} if isinstance(schema, Mapping) else schema
-    return f"{rule}: {tool.expression(schema)} {tokens.expression(end)}"
+    if not is_text:
+        return f"{rule}: {tool.expression(schema)} {tokens.expression(end)}"
+    strings = _strings(schema, tool)
+    if strings:
+        return f"{rule}: ({' | '.join(tokens.expression(text + end) for text in strings)})"
+    return f"{rule}[lazy]: TEXT {tokens.expression(end)}"
 
 
-def _properties(tool: Tool) -> dict[str, Any]:
-    """Returns the schemas of the parameters; any value for required ones without a schema."""
-    properties = dict(tool.parameters.get("properties", {}))
-    return properties | {
-        name: True for name in tool.parameters.get("required", ()) if name not in properties
-    }
-
-
-def _is_plain_string(schema: Any) -> bool:
-    """Returns whether any string is valid, so that values are written without quotes."""
-    if not isinstance(schema, Mapping) or not set(schema) <= _PLAIN | {"anyOf"}:
-        return False
-    if isinstance(schema.get("anyOf"), list):
-        return any(map(_is_plain_string, schema["anyOf"]))
-    kinds = schema.get("type")
-    return "string" in (kinds if isinstance(kinds, list) else [kinds])
-
-
-def _strings(schema: Any) -> list[str] | None:
-    """Returns the valid values, if they are certain strings; None otherwise."""
-    if not isinstance(schema, Mapping) or not set(schema) <= _PLAIN | {"enum", "const"}:
-        return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum", ())
-    if not isinstance(values, list) or not values:
-        return None
+def _strings(schema: Any, tool: Tool) -> list[str] | None:
+    """Returns the strings that are valid, empty for all; None if values need to be JSON."""
+    flats = arguments.alternatives(schema, tool.parameters)
+    if any(flat.keys() == {"type"} and "string" in flat["type"] for flat in flats):
+        return []
+    flat = flats[0] if len(flats) == 1 else {}
+    values = [flat["const"]] if "const" in flat else flat.get("enum", [])
+    is_enum = flat.keys() <= {"type", "enum"} or flat.keys() <= {"type", "const"}
     fits = all(isinstance(value, str) and _VALUE_END not in value for value in values)
-    return values if fits else None
+    return (
+        values if values and is_enum and fits and "string" in flat.get("type", "string") else None
+    )
 
 
 def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
-    tools = {tool.name: _properties(tool) for tool in rules.tools}
+    tools = {tool.name: _are_texts(tool) for tool in rules.tools}
     yield from reader.until(f"\n{_OPENING}", _OPENING, kind="content")
     while (yield from reader.until("<function=")) != END:
         name, marker = yield from reader.take(">\n")
@@ -102,14 +123,13 @@ def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
         yield from _read_arguments(reader, tools.get(name, {}))
 
 
-def _read_arguments(reader: Reader, properties: Mapping[str, Any]) -> Steps[None]:
+def _read_arguments(reader: Reader, are_texts: Mapping[str | None, bool]) -> Steps[None]:
     separator = "{"
     while (marker := (yield from reader.until("<parameter=", "</function>"))) == "<parameter=":
         name, marker = yield from reader.take(">\n")
         if marker == END:
             return
-        schema = properties.get(name, True)
-        is_text = _is_plain_string(schema) or _strings(schema) is not None
+        is_text = are_texts.get(name, are_texts.get(None, False))
         quote = '"' if is_text else ""
         change = _escape if is_text else str
         yield OutputPart("arguments", f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")

@@ -1,20 +1,38 @@
 """Rules of an answer, and its grammar in llguidance's dialect of Lark."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dflash import errors
+from dflash.text.chat_formats import arguments
+from dflash.text.chat_formats.arguments import Flat
 from dflash.text.chat_formats.reader import Reader, Steps
 from dflash.text.grammar import Vocabulary
 from dflash.text.grammar_compiler import inline_schema
 
 # Reasoning at the beginning of an output, begun by the prompt or by the model.
 Thinking = Literal["opened", "optional"]
-OPEN, CLOSE = "<think>", "</think>"
+
+
+class Marks(NamedTuple):
+    """Texts around the reasoning of a family; `label` follows the start."""
+
+    start: str
+    end: str
+    label: str = ""
+
+    @property
+    def opening(self) -> str:
+        """Text that begins the reasoning."""
+        return self.start + self.label
+
+
+THINK = Marks("<think>", "</think>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,22 +41,28 @@ class Tool:
 
     Attributes:
       parameters: JSON schema of its arguments, an object.
-      strict: Whether a keyword of the schema that grammars do not support is an error; otherwise
-        such keywords have no effect on the output.
     """
 
     name: str
     parameters: Mapping[str, Any]
-    strict: bool = False
 
     @property
     def arguments(self) -> str:
         """Lark expression of the arguments."""
         return self.expression(self.parameters)
 
+    @functools.cached_property
+    def alternatives(self) -> list[Flat]:
+        """Schemas of an object, of which the arguments match one."""
+        return arguments.alternatives(self.parameters, self.parameters)
+
+    def closed(self, schema: Any) -> Any:
+        """Returns a part of the schema; objects have no other properties than those it names."""
+        return arguments.closed(schema, self.parameters)
+
     def expression(self, schema: Any) -> str:
         """Returns the Lark expression of a part of the arguments."""
-        return inline_schema(schema, lenient=not self.strict, closed=True)
+        return inline_schema(self.closed(schema))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +72,7 @@ class AnswerRules:
     Attributes:
       parallel: Whether it may have several calls.
       thinking: Reasoning at its beginning; None for none.
+      marks: Texts around it.
       max_thinking_tokens: Maximum number of tokens of the reasoning; None for no limit.
       content: Lark expression of the text; None for any text.
       earlier_calls: Number of calls in the conversation before it.
@@ -57,6 +82,7 @@ class AnswerRules:
     must_call: bool = False
     parallel: bool = True
     thinking: Thinking | None = None
+    marks: Marks = THINK
     max_thinking_tokens: int | None = None
     content: str | None = None
     earlier_calls: int = 0
@@ -144,7 +170,8 @@ class ToolFormat:
 
     def grammar(self, rules: AnswerRules, tokens: TargetTokens) -> str:
         """Returns the grammar of answers."""
-        texts = [OPEN] if rules.thinking == "optional" and not tokens.is_special(OPEN) else []
+        marks, is_optional = rules.marks, rules.thinking == "optional"
+        texts = [marks.opening] * (is_optional and not tokens.is_special(marks.start))
         texts += ["\n"] if rules.thinking is not None else []
         texts += [self.opening] if self.begins_output and rules.tools else []
         lines = [*thinking_lines(rules, tokens), f"FIRST: /{_not_beginning(texts)}/", _TEXT]
@@ -181,20 +208,22 @@ def thinking_lines(rules: AnswerRules, tokens: TargetTokens) -> Iterator[str]:
     optional = rules.thinking == "optional"
     yield "start: thinking answer" + " | answer" * optional
     # Models write an empty line between their reasoning and the answer.
-    yield f"thinking: {tokens.expression(OPEN) if optional else ''} thought /\\n{{0,2}}/"
+    opening = tokens.expression(rules.marks.opening) if optional else ""
+    yield f"thinking: {opening} thought /\\n{{0,2}}/"
     if rules.max_thinking_tokens is None:
-        yield tokens.until("thought", CLOSE)
+        yield tokens.until("thought", rules.marks.end)
     else:
-        yield tokens.limited("thought", CLOSE, rules.max_thinking_tokens)
+        yield tokens.limited("thought", rules.marks.end, rules.max_thinking_tokens)
 
 
 def read_thinking(reader: Reader, rules: AnswerRules) -> Steps[None]:
     """Parses the reasoning at the beginning of an output, without the line breaks around it."""
     if rules.thinking is None:
         return
-    if rules.thinking == "opened" or (yield from reader.begins(OPEN)):
+    end = rules.marks.end
+    if rules.thinking == "opened" or (yield from reader.begins(rules.marks.opening)):
         yield from reader.skip("\n")
-        yield from reader.until(f"\n{CLOSE}", CLOSE, kind="reasoning")
+        yield from reader.until(f"\n{end}", end, kind="reasoning")
         yield from reader.skip("\n")
 
 

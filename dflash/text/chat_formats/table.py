@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dflash.text.chat_formats import harmony, json_calls, qwen3_coder
 from dflash.text.chat_formats.reader import Parser, Reader, Steps
 from dflash.text.chat_formats.rules import (
-    CLOSE,
-    OPEN,
+    THINK,
     AnswerRules,
+    Marks,
     TargetTokens,
     Thinking,
     ToolFormat,
@@ -26,6 +26,15 @@ FORMATS: Mapping[str, ToolFormat] = {
     "llama3_json": json_calls.LLAMA3,
 }
 _NO_CALLS = ToolFormat(signs=(), read=read_text)
+# Gemma 4, Mistral and Seed-OSS come after <think>.
+_MARKS = (
+    THINK,
+    Marks("<|channel>", "<channel|>", "thought\n"),
+    Marks("[THINK]", "[/THINK]"),
+    Marks("<seed:think>", "</seed:think>"),
+)
+# Variables of templates that let a model reason, or set how much.
+_SETTINGS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +43,14 @@ class ChatFormat:
 
     Attributes:
       tools: Format of its calls; None if it is unknown.
-      thinks: Whether an answer may begin with reasoning between <think> and </think>.
+      thinks: Whether an answer may begin with reasoning between `marks`.
+      has_unknown_reasoning: Whether it may have reasoning that no format here describes.
     """
 
     tools: ToolFormat | None = None
     thinks: bool = False
+    marks: Marks = THINK
+    has_unknown_reasoning: bool = False
 
     @property
     def has_channels(self) -> bool:
@@ -53,21 +65,23 @@ class ChatFormat:
     @property
     def markers(self) -> frozenset[str]:
         """Texts that the parser must see, which may be special tokens."""
-        return frozenset((*self._tools.markers, *((OPEN, CLOSE) if self.thinks else ())))
+        return frozenset((*self._tools.markers, *(self.marks[:2] if self.thinks else ())))
 
     def thinking(self, prompt: str) -> Thinking | None:
         """Returns who begins the reasoning of the answer to a prompt; None if it has none."""
-        if not self.thinks or prompt.rstrip().endswith(CLOSE):
+        prompt = prompt.rstrip()
+        if not self.thinks or prompt.endswith(self.marks.end):
             return None
-        return "opened" if prompt.rstrip().endswith(OPEN) else "optional"
+        return "opened" if prompt.endswith(self.marks.opening.rstrip()) else "optional"
 
     def parser(self, rules: AnswerRules) -> Parser:
         """Returns a parser of one answer."""
+        rules = dataclasses.replace(rules, marks=self.marks)
         return Parser(functools.partial(self._read, rules=rules))
 
     def grammar(self, rules: AnswerRules, tokens: TargetTokens) -> str:
         """Returns the grammar of answers, in llguidance's dialect of Lark."""
-        return self._tools.grammar(rules, tokens)
+        return self._tools.grammar(dataclasses.replace(rules, marks=self.marks), tokens)
 
     @property
     def _tools(self) -> ToolFormat:
@@ -88,7 +102,7 @@ def format_of(template: str, *, tools: str = "auto", thinking: str = "auto") -> 
 
     Args:
       tools: Name of the format of calls; "auto" finds it by the template, "none" is none.
-      thinking: "think" if answers may begin with <think>, "none", or "auto".
+      thinking: "think" if answers may begin with reasoning, "none", or "auto".
     """
     if tools == "auto":
         matching = (
@@ -97,6 +111,10 @@ def format_of(template: str, *, tools: str = "auto", thinking: str = "auto") -> 
         chosen = next(matching, None)
     else:
         chosen = FORMATS.get(tools)
-    thinks = CLOSE in template if thinking == "auto" else thinking == "think"
     reads_thinking = chosen is not None and chosen.reads_thinking
-    return ChatFormat(chosen, thinks and not reads_thinking)
+    written = next((marks for marks in _MARKS if marks.end in template), None)
+    thinks = thinking == "think" or (thinking == "auto" and written is not None)
+    if thinks and not reads_thinking:
+        return ChatFormat(chosen, True, written or THINK)
+    is_unknown = thinking == "auto" and any(setting in template for setting in _SETTINGS)
+    return ChatFormat(chosen, has_unknown_reasoning=is_unknown and not reads_thinking)

@@ -1,15 +1,22 @@
 """Parsers of outputs, and grammars under which random outputs are valid calls."""
 
 import dataclasses
+import datetime
+import enum
+import itertools
 import json
+from typing import Annotated, Literal
 
 import pytest
 from support import random_calls
 from support.published_templates import CHATML, LLAMA3, QWEN3
 
+from dflash import errors
 from dflash.text.chat_formats.reader import OutputPart, Parser
 from dflash.text.chat_formats.rules import AnswerRules, Tool
 from dflash.text.chat_formats.table import FORMATS, PLAIN, ChatFormat, format_of
+
+pydantic = pytest.importorskip("pydantic", reason="pip install 'dflash-jax[serve]'")
 
 WEATHER = Tool(
     "get_weather",
@@ -95,6 +102,48 @@ def test_an_output_may_end_anywhere(name):
         assert [name for name, _ in calls] == [name for name, _ in complete][: len(calls)]
 
 
+@pytest.mark.parametrize(
+    ("output", "reasoning", "answer"),
+    [
+        ("Paris.", "", "Paris."),
+        ("<|channel|>final Paris.", "", "Paris."),
+        ("<|channel|>Paris.<|message|>Yes.", "", "Paris.Yes."),
+        ("<|channel|>final<|message|>Paris.<|mess", "", "Paris.<|mess"),
+        ("<|channel|>finally<|message|>Yes.", "", "finallyYes."),
+        ("<|channel|>analysis<|channel|>final<|message|>Paris.", "", "Paris."),
+        ("The analysis: <|channel|>final<|message|>Paris.", "", "The analysis: Paris."),
+        ("<|channel|>analysis<|message|>A<|message|>B<|return|>C", "AB", "C"),
+        ("<|channel|>analysis A<|end|>B", "A", "B"),
+        ("<|channel|>analysis<|message|>A<|channel|>final<|message|>B", "A", "B"),
+        ("<|channel|>analysis<|message|>A<|end|>B <|start|>assistant<|channel|>final<|message|>C",
+         "A", "B C"),
+        ("<|channel|>final<|message|>A<|end|><|start|>user<|message|>B", "", "AuserB"),
+        ("<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{}", "", "{}"),
+        ("<|channel|>commentary to=functions.get", "", ""),
+        ("<|channel|>comm", "", ""),
+    ],
+)  # fmt: skip
+def test_no_text_of_a_malformed_harmony_answer_is_lost(output, reasoning, answer):
+    """Without tools there is no call; the parts do not depend on how the output is cut."""
+    harmony = ChatFormat(FORMATS["harmony"])
+    for cuts in itertools.combinations_with_replacement(range(0, len(output) + 1, 3), 2):
+        parser = harmony.parser(AnswerRules())
+        pieces = [output[start:end] for start, end in itertools.pairwise((0, *cuts, None))]
+        parts = [part for piece in pieces for part in parser.push(piece)]
+        parts += parser.push("", final=True)
+        assert (content(parts, "reasoning"), content(parts, "content")) == (reasoning, answer)
+        assert {part.kind for part in parts} <= {"reasoning", "content"}
+
+
+def test_a_harmony_call_of_the_role_and_text_after_it():
+    output = (
+        '<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{"a": 1}'
+    )
+    parts = ChatFormat(FORMATS["harmony"]).parser(RULES).push(output + "<|call|>Wait.", final=True)
+    assert [part.text for part in parts] == ["get_weather", '{"a": 1}', "Wait."]
+    assert [part.kind for part in parts] == ["call", "arguments", "content"]
+
+
 @pytest.mark.parametrize("size", [1, 4, 100])
 @pytest.mark.parametrize(
     ("thinking", "output", "reasoning", "answer"),
@@ -111,6 +160,31 @@ def test_reasoning(thinking, output, reasoning, answer, size):
     assert (content(parts, "reasoning"), content(parts, "content")) == (reasoning, answer)
 
 
+@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("opening", "end"),
+    [
+        ("<|channel>thought\n", "<channel|>"),
+        ("[THINK]", "[/THINK]"),
+        ("<seed:think>", "</seed:think>"),
+    ],
+)
+def test_reasoning_of_other_families(opening, end, size):
+    template = f"{{{{ '' if enable_thinking else {opening + end!r} }}}}"
+    chat_format = format_of(template)
+    assert chat_format.thinking("user\n") == "optional"
+    assert chat_format.thinking(f"user\n{opening}") == "opened"
+    assert chat_format.thinking(f"user\n{opening}{end}") is None
+    assert {end, opening.removesuffix("thought\n")} <= chat_format.markers
+    for rules, start in ((AnswerRules(thinking="optional"), opening), (AnswerRules(), "")):
+        output = f"{start}Hm.\n{end}\nYes." if start else "Yes."
+        parts = parse(chat_format.parser(rules), output, size)
+        assert content(parts, "content") == "Yes."
+        assert content(parts, "reasoning") == ("Hm." if start else "")
+    assert not chat_format.has_unknown_reasoning
+    assert format_of(template, thinking="none") == PLAIN
+
+
 def test_the_format_is_found_by_the_template():
     assert format_of(QWEN3) == ChatFormat(FORMATS["hermes"], True)
     coder = QWEN3.replace('{"name": "', "<function=")
@@ -123,6 +197,8 @@ def test_the_format_is_found_by_the_template():
     harmony = "<|channel|>analysis<|message|></think>"
     assert format_of(harmony) == ChatFormat(FORMATS["harmony"])
     assert format_of(QWEN3, tools="none", thinking="none") == PLAIN
+    assert format_of("{{ thinking }}") == ChatFormat(has_unknown_reasoning=True)
+    assert format_of("{{ thinking }}", thinking="none") == PLAIN
     assert format_of("", tools="kimi_k2", thinking="think") == ChatFormat(FORMATS["kimi_k2"], True)
 
 
@@ -140,6 +216,126 @@ def test_random_calls_are_valid(name, special):
     """The allowed tokens lead to nothing but calls that parse and match their schemas."""
     for seed in range(6):
         random_calls.check(name, seed, special=special)
+
+
+BASE = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+NAMED = {"type": "object", "properties": {"y": {"enum": ["a", "b"]}}, "required": ["y"]}
+KINDS = [
+    {"properties": {"kind": {"const": kind}, "size": schema}, "required": ["kind", "size"]}
+    for kind, schema in {"cat": {"type": "integer"}, "dog": {"type": "string"}}.items()
+]
+LINKED = {"allOf": [{"$ref": "#/$defs/Base"}, {"properties": {"next": {"$ref": "#/$defs/Linked"}}}]}
+DEFINITIONS = {"Base": BASE, "Named": NAMED, "Cat": KINDS[0], "Dog": KINDS[1], "Linked": LINKED}
+
+
+def reference(name: str) -> dict[str, str]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+JOINED = {
+    "reference": reference("Base"),
+    "reference and properties": reference("Base") | NAMED,
+    "all": {"allOf": [reference("Base"), NAMED]},
+    "all and properties": {"allOf": [reference("Base")]} | NAMED,
+    "all of unions": {"allOf": [{"anyOf": [BASE, NAMED]}, reference("Base")]},
+    "any": {"anyOf": [reference("Base"), reference("Named")]},
+    "any and properties": {"anyOf": [{"required": ["x"]}, {"required": ["z"]}]} | BASE,
+    "one": {"oneOf": [reference("Cat"), reference("Dog")]},
+    "one and properties": {"oneOf": [reference("Cat"), reference("Dog")]} | BASE,
+    "closed": {"allOf": [reference("Base"), NAMED], "unevaluatedProperties": False},
+    "recursive": reference("Linked"),
+    "refined": {"allOf": [reference("Base"), {"properties": {"x": {"minimum": 5}}}]},
+    "nullable": {"properties": {"a": {"anyOf": [LINKED, {"type": "null"}]}}, "required": ["a"]},
+    "required only": {"properties": {"a": {"const": 1}}, "required": ["a", "b"]},
+    "others": {"properties": {"a": {"const": 1}}, "additionalProperties": {"type": "integer"}},
+    "at least one": {"additionalProperties": {"type": "integer"}, "minProperties": 1},
+    "one of two": {"properties": {"a": {"const": 1}, "b": {"const": 2}}, "minProperties": 1},
+    "excluded": {"anyOf": [{"properties": {"x": False}}, {"properties": {"x": True}}]} | BASE,
+    "patterns": {"patternProperties": {"^a": {"const": 1}}, "additionalProperties": False},
+    "names": NAMED | {"propertyNames": {"type": "string"}, "x-order": 1},
+}
+
+
+@pytest.mark.parametrize("label", JOINED)
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_joined_schemas(name, label):
+    schema = {"type": "object", "$defs": DEFINITIONS} | JOINED[label]
+    if name == "qwen3_coder" and label in ("at least one", "patterns"):
+        with pytest.raises(errors.InputError, match="Properties' is not supported by"):
+            random_calls.arguments(name, schema, 0)
+        return
+    values = random_calls.arguments(name, schema, seed=list(FORMATS).index(name))
+    if "additionalProperties" not in schema:
+        assert values.keys() <= {"x", "y", "z", "a", "b", "kind", "size", "next"}
+
+
+class Base(pydantic.BaseModel):
+    id: int = pydantic.Field(ge=0, description="a number")
+
+
+class Cat(Base):
+    kind: Literal["cat"]
+    lives: int = 9
+
+
+class Dog(Base):
+    kind: Literal["dog"]
+    tricks: dict[str, Cat] | None = None
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Owner(Base):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    pet: Annotated[Cat | Dog, pydantic.Field(discriminator="kind", description="theirs")]
+    color: Color = Color.RED
+    friend: "Owner | None" = None
+    other: Dog | Cat | str
+    seen: datetime.date | None
+
+
+class Anyone(pydantic.RootModel[Owner | Cat]):
+    pass
+
+
+@pytest.mark.parametrize("model", [Cat, Dog, Owner, Anyone])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_match_their_pydantic_models(name, model):
+    schema = {"type": "object"} | model.model_json_schema()
+    for seed in range(2):
+        model.model_validate(random_calls.arguments(name, schema, seed))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    {
+        "if": {"required": ["a"]},
+        "not": {"required": ["a"]},
+        "dependentRequired": {"a": ["b"]},
+        "dependentSchemas": {"a": True},
+        "minProperties": 2,
+        "maxProperties": 1,
+        "propertyNames": {"maxLength": 3},
+        "unevaluatedProperties": {"type": "integer"},
+        "oneOf": [BASE, NAMED],
+        "allOf": [{"not": {}}],
+        "$ref": "#/$defs/Missing",
+        "required": "a",
+    }.items(),
+)
+@pytest.mark.parametrize("place", ["top", "parameter"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_keywords_are_refused_by_name(name, place, keyword, value):
+    schema = {"type": "object", "properties": {"a": True, "b": True}, keyword: value}
+    if place == "parameter":
+        schema = {"type": "object", "properties": {"c": schema}}
+    expected = {"allOf": "not", "$ref": "Missing"}.get(keyword, keyword)
+    with pytest.raises(errors.InputError, match=expected):
+        random_calls.arguments(name, schema, 0)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 40])
