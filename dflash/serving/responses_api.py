@@ -95,7 +95,8 @@ class ReasoningItem(ResponseItem):
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Adds the item to the messages of a chat; a summary counts where nothing else is."""
-        _extend(messages, "reasoning_content", self.content or self.summary)
+        if self.content or self.summary:
+            _extend(messages, "reasoning_content", self.content or self.summary)
 
 
 class CallItem(ResponseItem):

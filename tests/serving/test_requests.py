@@ -6,8 +6,12 @@ import pytest
 from support.served_model import END, make_model, tokenizer
 
 from dflash.inference.request import RequestSampling
+from dflash.serving import validation
+from dflash.serving.bodies import ChatBody
 from dflash.serving.dialects import read_chat, read_completion, read_generate
+from dflash.serving.responses_api import ResponsesBody, chat_of
 from dflash.serving.validation import RequestError
+from dflash.text import jsonl
 
 
 def chat(content, **fields):
@@ -19,6 +23,73 @@ def test_chats_are_rendered_by_the_template():
     assert ids == tuple(tokenizer().encode_chat([{"role": "user", "content": "What is 2 + 3?"}]))
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "2 + 3?"}]
     assert chat(parts).prompts == chat("What is\n2 + 3?").prompts
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": None}, {"content": ""}),
+        ({"content": []}, {"content": ""}),
+        ({}, {"content": ""}),
+        ({"content": None, "tool_calls": [], "annotations": [], "audio": None}, {"content": ""}),
+        ({"content": None, "reasoning_content": "r"}, {"content": "", "reasoning_content": "r"}),
+        ({"reasoning": "r"}, {"content": "", "reasoning_content": "r"}),
+        ({"content": "a", "thinking": "r"}, {"content": "a", "reasoning_content": "r"}),
+        ({"content": None, "refusal": "no"}, {"content": "no"}),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": "no"}),
+        ({"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
+        ({"role": "tool", "tool_call_id": "1", "content": []},
+         {"role": "tool", "tool_call_id": "1", "content": ""}),
+    ],
+)  # fmt: skip
+def test_messages_without_a_text_have_an_empty_one(message, expected):
+    message, expected = ({"role": "assistant"} | fields for fields in (message, expected))
+    body = validation.parse(ChatBody, {"messages": [{"role": "user", "content": "q"}, message]})
+    assert body.messages[1].for_template() == expected
+    assert jsonl.check_messages([message])[0] == expected
+
+
+def item(kind, text=None, **fields):
+    """Returns an item of a response, with the fields that are sent back with it."""
+    if text is not None:
+        fields["content"] = [{"type": f"{kind}_text", "text": text, "annotations": []}]
+    names = {"output": "message", "call": "function_call"}
+    return {"type": names.get(kind, kind), "id": "i", "status": "incomplete", **fields}
+
+
+CALL_ITEM = item("call", call_id="1", name="f", arguments='{"x": 1}')
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([item("reasoning", "r", summary=[])], [{"content": "", "reasoning_content": "r"}]),
+        ([item("reasoning", "r"), item("output", "a", role="assistant")],
+         [{"content": "a", "reasoning_content": "r"}]),
+        ([item("output", "a", role="assistant"), item("reasoning", "r"),
+          item("output", "b", role="assistant"), CALL_ITEM],
+         [{"content": "a\nb", "reasoning_content": "r", "tool_calls": [CALL]}]),
+        ([CALL_ITEM, {"type": "function_call_output", "call_id": "1", "output": []}],
+         [{"content": "", "tool_calls": [CALL]},
+          {"role": "tool", "tool_call_id": "1", "content": ""}]),
+        ([item("reasoning", summary=[{"type": "summary_text", "text": "s"}])],
+         [{"content": "", "reasoning_content": "s"}]),
+        ([item("reasoning", encrypted_content="x")], []),
+        ([{"type": "message", "role": "assistant", "content": []}], [{"content": ""}]),
+        ([{"type": "message", "role": "assistant",
+           "content": [{"type": "refusal", "refusal": "no"}]}], [{"content": "no"}]),
+    ],
+)  # fmt: skip
+def test_items_of_a_response_can_be_sent_back(items, expected):
+    question = {"role": "user", "content": "q"}
+    body = {"input": [{"type": "message", **question}, *items, question]}
+    chat = chat_of(validation.parse(ResponsesBody, body), body)
+    messages = [m.for_template() for m in validation.parse(ChatBody, chat).messages]
+    answers = [{"role": "assistant"} | message for message in expected]
+    assert messages == [question, *answers, question]
 
 
 def test_special_tokens_in_user_texts_are_plain_text():

@@ -1,8 +1,13 @@
 """Tests of the sources, variables and errors of chat templates."""
 
+import copy
 import datetime
+import functools
+import itertools
+import json
 
 import pytest
+from support import llama_cpp
 from support.trained_tokenizers import (
     MESSAGES,
     failure,
@@ -354,3 +359,87 @@ def test_a_switch_without_effect_is_one_warning(tmp_path, capsys):
         f"warning: thinking=true has no effect: the chat template of {tmp_path} reads neither "
         "enable_thinking nor thinking\n"
     )
+
+
+# Templates that do not take the usual form of calls: JSON text, and None in place of no text.
+JOINED = {
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja": None,
+    "meetkai-functionary-medium-v3.2.jinja": "",
+}
+PARAMETERS = {"x": {"type": "string", "description": "A number."}}
+TOOL = {
+    "name": "sum",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": PARAMETERS, "required": ["x"]},
+}
+TOOLS = [{"type": "function", "function": TOOL}]
+CALL = {"id": "call00001", "type": "function", "function": {"name": "sum", "arguments": {"x": "é"}}}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "sum", "content": "3"}
+CALLED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT]
+TALK = [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+REASONED = {"reasoning_content": "why"}
+CONVERSATIONS = [
+    [USER],
+    TALK,
+    TALK[:2],
+    [{"role": "system", "content": "Be brief."}, *TALK],
+    [*TALK[:1], TALK[1] | REASONED],
+    [*TALK[:1], TALK[1] | REASONED, TALK[2]],
+    [USER, {"role": "assistant", "content": ""} | REASONED, TALK[2]],
+    CALLED,
+    CALLED[:2],
+    [USER, CALLED[1] | REASONED, RESULT],
+    [USER, CALLED[1] | {"content": "First."}, RESULT],
+    [*CALLED, TALK[1], TALK[2]],
+    [USER, CALLED[1] | {"tool_calls": [CALL, CALL | {"id": "call00002"}]}, RESULT,
+     RESULT | {"tool_call_id": "call00002", "content": ""}],
+]  # fmt: skip
+
+
+def with_joined_arguments(messages):
+    """Returns the messages with arguments of calls as JSON text."""
+    messages = json.loads(json.dumps(messages))
+    for call in itertools.chain(*(message.get("tool_calls", ()) for message in messages)):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return messages
+
+
+def in_transformers(source, name, messages, variables):
+    """Renders messages as users of transformers write them; None if that fails."""
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    written = with_joined_arguments(messages) if name in JOINED else copy.deepcopy(messages)
+    for message in written:
+        if message.get("tool_calls") and name in JOINED:
+            message["content"] = message["content"] or JOINED[name]
+        if "reasoning_content" in message and name == "upstage-Solar-Open-100B.jinja":
+            message["reasoning"] = message["reasoning_content"]
+    try:
+        rendered, _ = utils.render_jinja_template([written], chat_template=source, **variables)
+    except Exception:
+        return None
+    return rendered[0]
+
+
+def test_templates_of_many_models_render_as_in_transformers(tmp_path):
+    """Also with messages as OpenAI's clients send them; a template that fails there is named."""
+    file, failed = tmp_path / "chat_template.jinja", set()
+    templates = llama_cpp.files("models/templates", ".jinja")
+    assert len(templates) >= 70
+    options = list(itertools.product((None, TOOLS), (True, False), ({}, {"enable_thinking": True})))
+    for name, content in templates.items():
+        file.write_bytes(content)
+        template = chat_template.ChatTemplate(tmp_path, {"bos_token": "<s>"}, datetime.date.today())
+        for messages, (tools, prompt, thinking) in itertools.product(CONVERSATIONS, options):
+            variables = {"tools": tools, "add_generation_prompt": prompt, **thinking}
+            given = {"bos_token": "<s>", **variables, **({"thinking": True} if thinking else {})}
+            expected = in_transformers(content.decode(), name, messages, given)
+            wire = with_joined_arguments(messages)
+            wire = [message | {"content": message["content"] or None} for message in wire]
+            formed = template.formed(jsonl.check_messages(wire), tools=bool(tools))
+            if expected is None:
+                render = functools.partial(template.render, formed, **variables)
+                assert failure(render).startswith(f"{file}: ")
+                failed.add(name)
+            else:
+                assert template.render(formed, **variables) == expected, (name, messages, variables)
+    assert len(failed) < len(templates) / 3
