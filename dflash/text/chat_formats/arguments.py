@@ -17,7 +17,7 @@ from typing import Any
 from dflash import errors
 from dflash.text.grammar_compiler import ANNOTATIONS
 
-MAX_ALTERNATIVES = 64
+MAX_ALTERNATIVES = 64  # Combinations of several anyOf and oneOf.
 MAX_SCHEMAS = 20_000  # Visits of schemas, which take 0.2 s.
 _MAX_COMPARED = 4  # Depth to which required properties of two schemas are compared.
 _JOINS = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
@@ -66,7 +66,8 @@ class _Closing:
 
     def __init__(self, root: Mapping[str, Any]):
         self._root = root
-        # Joined schemas become definitions, since those of a recursive type contain themselves.
+        # Alternatives of joined schemas, each of which becomes a definition, since a recursive type
+        # contains itself.
         self._joined: list[list[Flat]] = []
         self._places: dict[str, int] = {}  # by the JSON of the schema
         self._visits = 0
@@ -79,8 +80,8 @@ class _Closing:
             yield str(place), self._form(self._joined[place])
 
     def closed(self, schema: Any) -> Any:
-        if isinstance(schema, bool):
-            return schema
+        if isinstance(schema, bool) or _matches_nothing(schema):
+            return schema is True
         schema = self._plain(schema)
         if schema.keys() == {"anyOf"}:
             return {"anyOf": [self.closed(item) for item in schema["anyOf"]]}
@@ -119,8 +120,8 @@ class _Closing:
 
     def _flat(self, schema: Any, passed: frozenset[str] = frozenset()) -> list[Flat]:
         """Returns schemas of which a value must match one; `passed` has the references so far."""
-        if isinstance(schema, bool):
-            return [{}] if schema else []
+        if isinstance(schema, bool) or _matches_nothing(schema):
+            return [{}] if schema is True else []
         schema = self._plain(schema)
         parts = [[_without(schema, _JOINS)]]
         if "$ref" in schema:
@@ -134,10 +135,20 @@ class _Closing:
             if keyword == "oneOf" and not self._exclude_each_other(choices, parts[0][0]):
                 raise errors.InputError("oneOf: several may match the same value; use anyOf")
             parts.append(list(itertools.chain.from_iterable(choices)))
-        if math.prod(map(len, parts)) > MAX_ALTERNATIVES:
+        sizes = [*map(len, parts)]
+        if math.prod(sizes) > max(MAX_ALTERNATIVES, *sizes):
             raise errors.InputError(f"more than {MAX_ALTERNATIVES} combinations of joined schemas")
-        merged = (functools.reduce(_merged, chosen) for chosen in itertools.product(*parts))
+        merged = map(self._merged, itertools.product(*parts))
         return [flat for flat in merged if flat.get("type") != []]
+
+    def _merged(self, parts: tuple[Flat, ...]) -> Flat:
+        self._visit(sum(len(part.get("properties", ())) for part in parts[1:]))
+        return functools.reduce(_merged, parts)
+
+    def _visit(self, count: int) -> None:
+        self._visits += count
+        if self._visits > MAX_SCHEMAS:
+            raise errors.InputError(f"more than {MAX_SCHEMAS} schemas; make it simpler")
 
     def _exclude_each_other(self, choices: list[list[Flat]], siblings: Flat) -> bool:
         beside = [[_merged(siblings, flat) for flat in choice] for choice in choices]
@@ -174,9 +185,7 @@ class _Closing:
 
     def _plain(self, schema: Any) -> Flat:
         """Returns a schema without keywords that have no effect; raises if it is malformed."""
-        self._visits += 1
-        if self._visits > MAX_SCHEMAS:
-            raise errors.InputError(f"more than {MAX_SCHEMAS} schemas; make it simpler")
+        self._visit(1)
         if not isinstance(schema, Mapping):
             raise errors.InputError(f"expected a schema; got {json.dumps(schema)[:40]}")
         for name in schema.keys() & _TYPES.keys():
@@ -190,6 +199,11 @@ class _Closing:
             "propertyNames": schema.get("propertyNames") in ({"type": "string"}, {}),
         }
         return _without(schema, _IGNORED | {name for name in effectless if effectless[name]})
+
+
+def _matches_nothing(schema: Any) -> bool:
+    # Zod writes this for undefined, which JSON does not have.
+    return isinstance(schema, Mapping) and schema.get("not") in ({}, True)
 
 
 def _without(schema: Mapping[str, Any], keywords: Collection[str]) -> Flat:
