@@ -255,7 +255,11 @@ class Endpoints:
             "root": model.root,
             "parent": None,
             "max_model_len": model.max_length,
-            "dflash": {"drafter": model.drafter, "compares": model.compares},
+            "dflash": {
+                "drafter": model.drafter,
+                "compares": model.compares,
+                "single_turn": model.single_turn,
+            },
         }
         adapters = model.adapters.items()
         cards = ({"id": name, "root": root, "parent": model.name} for name, root in adapters)

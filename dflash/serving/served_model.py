@@ -77,6 +77,15 @@ class ServedModel:
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
+    def single_turn(self) -> bool:
+        """Returns whether the chat template leaves out earlier questions and answers."""
+        if not self.tokenizer.has_chat_template:
+            return False
+        roles = ("user", "assistant", "user")
+        turns = [{"role": role, "content": f"turn {n}"} for n, role in enumerate(roles)]
+        return "turn 0" not in self.tokenizer.render_chat(turns)
+
+    @property
     def served_names(self) -> tuple[str, ...]:
         """Names that requests give as their model, by the number of the adapter; 0 is none."""
         return (self.name, *self.adapters)

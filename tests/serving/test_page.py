@@ -72,6 +72,7 @@ def test_with_and_without_drafting(page):
     assert first.locator(".drafted").count() > 0 == second.locator(".drafted").count()
     verdict = page.locator(".pair .verdict").text_content()
     assert re.fullmatch(r"\d+\.\d\d× as fast with drafting · same text", verdict)
+    assert page.locator("#live").text_content().startswith("τ"), "of the drafted answer"
 
 
 def test_speeds_are_by_the_engines_clock_where_it_is_known(page):
@@ -114,12 +115,17 @@ def test_an_error_is_shown(page):
 def test_a_chat_with_a_real_template(browser, tmp_path):
     """In the page's default state, which asks for rejected drafts."""
     with served.serving(tmp_path, config_text=served.REAL_CONFIG) as own:
-        opened = browser.new_page()
+        opened = browser.new_page(viewport={"width": 390, "height": 500})
         opened.goto(own.url)
-        playwright.expect(opened.locator("#model")).to_contain_text("tiny")
+        playwright.expect(opened.locator("#single")).to_be_visible()
+        assert not opened.locator("#compare").is_visible(), "this server compares nothing"
         for count in (1, 2, 3):
             send(opened, "Tom has 3 pens and finds 4 more. How many pens does Tom have?")
             assert opened.locator(".said").count() == 2 * count
+            hidden = "(t => t.scrollHeight - t.scrollTop - t.clientHeight)"
+            assert opened.evaluate(f"{hidden}(document.getElementById('turns'))") < 2
+            assert "7" in opened.locator(".said").last.text_content(), "turns are read one by one"
+            assert opened.locator("#examples button").first.is_visible()
             assert "error" not in opened.locator("#turns").text_content().lower()
         assert opened.locator("#turns .refused").count() > 0
         opened.close()
