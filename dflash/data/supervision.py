@@ -113,11 +113,29 @@ def _answer(
         return _cut(rendered[len(before) :], ending, tokenizer)
     if loses_reasoning:
         raise errors.InputError("the chat template leaves out the reasoning of this answer")
+    head = _shortened(question, before, render(messages[:-1], add_generation_prompt=False))
+    if head and rendered.startswith(head):
+        return _cut(rendered[len(head) :], ending, tokenizer)
     shown = special_tokens.without_marks(question[-30:])
     raise errors.InputError(
         f"the chat template does not continue the prompt of decoding (…{shown!r}) with this "
         'answer: set data.thinking as in the answers, or "weight": 0 to keep it as context'
     )
+
+
+def _shortened(question: str, before: str, earlier: str) -> str:
+    """Returns the prompt of decoding as the template shortens it before an answer; "" if unknown.
+
+    Harmony's leaves out the reasoning of earlier calls once there is an answer without calls.
+
+    Args:
+      question: Prompt of decoding.
+      before: Text before a plain answer to it.
+      earlier: The prompt without the beginning of an answer.
+    """
+    begun = question.removeprefix(earlier)
+    head, found, _ = before.rpartition(begun) if begun else ("", "", "")
+    return head + found
 
 
 def _cut(rendered: str, ending: _Ending, tokenizer: Tokenizer) -> str:

@@ -24,6 +24,7 @@ class Tfds(Dataset):
     """Rows of a data set of tensorflow-datasets as conversations; see `TfdsConfig`."""
 
     name = "tfds"
+    version = "2.0.0"
     takes_long = True
 
     @functools.cached_property

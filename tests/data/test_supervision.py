@@ -172,6 +172,25 @@ def test_calls_and_reasoning_are_learned_as_the_template_renders_them(segments):
     assert text == ("<think>Hm.</think>b<|end|>", True)
 
 
+def test_reasoning_of_calls_is_left_out_once_they_are_answered(segments):
+    """As harmony's template does: decoding still read it when it wrote the answer."""
+    answered = "messages[-1].role == 'assistant' and not messages[-1].tool_calls"
+    template = CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.thinking and not (m.tool_calls and ANSWERED) %}[{{ m.thinking }}]{% endif %}"
+        "{{ m.content }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}",
+    ).replace("ANSWERED", answered)
+    call, result = bot("", tool_calls=CALL, reasoning_content="Look."), user("wet")
+    (document,) = segments(
+        template, user("Bern?"), call, result, bot("Rain.", reasoning_content="Wet is rain.")
+    )
+    assert [text for text, learned in document if learned] == [
+        '[Look.]{"name": "weather", "arguments": {"city": "Bern"}}<|end|>',
+        "[Wet is rain.]Rain.<|end|>",
+    ]
+    assert document[2][0] == "\n<|user|>wet<|end|>\n<|assistant|>"
+
+
 def test_calls_may_have_an_end_token_of_their_own(answer, failure):
     end = "{% if m.tool_calls %}<|system|>{% else %}<|end|>{% endif %}"
     call = bot("b", tool_calls=CALL)
