@@ -17,6 +17,12 @@ from dflash.config import distill_schema, drafting_checks, registry, schema
 from dflash.config.drafting_checks import Check, Problem
 
 _FILES = "jsonl"  # Name of the data set that reads the user's files.
+# Problem of a run that trains on no data set, by whether it has a mixture, and files.
+_NO_SHARES = {
+    (False, False): "required: a share for each data set, such as {math: 1.0}; or set data.files",
+    (True, False): "every share is 0; set one above 0, or set data.files",
+    (True, True): f"every share is 0, also that of {_FILES}, which reads data.files; set it to 1",
+}
 OWN_DATA = (_FILES, "tfds")  # Data sets of which keys below `data` say what they read.
 _MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig))
 
@@ -217,13 +223,14 @@ def _data(config: Any) -> Iterator[Problem]:
     elif makes_files:
         return
     elif not data.shares:
-        yield (
-            ("data.mixture", "data.files"),
-            "required: a share for each data set, such as {math: 1.0}; or set data.files",
-        )
+        yield ("data.mixture", "data.files"), _NO_SHARES[bool(data.mixture), bool(data.files)]
     elif data.files and _FILES not in data.shares:
         keys = "data.files", "data.mixture"
-        yield keys, f"is read by the data set {_FILES}, for which data.mixture has no share"
+        yield (
+            keys,
+            f"is read by the data set {_FILES}, for which data.mixture has no share; set "
+            f"data.mixture.{_FILES}=1, or the other shares to 0 to train on the files alone",
+        )
     elif _FILES in data.shares and not data.files:
         yield ("data.files", "data.mixture"), f"required by the data set {_FILES} of data.mixture"
 

@@ -31,7 +31,7 @@ class DataConfig:
     """Data of a training run; dflash/config/registry.py lists the names of data sets."""
 
     mixture: Mapping[str, float] = option({}, minimum=0.0)  # Share of the rows, by data set.
-    # Files of the data set jsonl, which is the only one if there is no mixture.
+    # Files of the data set jsonl, which is the only one if no other has a share.
     files: tuple[str, ...] = location("file", ())
     tfds: TfdsConfig = dataclasses.field(default_factory=TfdsConfig)  # The data set tfds.
     # Percentage of jsonl and tfds for each of validation and test.
@@ -46,9 +46,10 @@ class DataConfig:
     @property
     def shares(self) -> dict[str, float]:
         """Mixture without data sets of share 0; shares need not add up to 1."""
-        if not self.mixture and self.files:
+        shares = {name: share for name, share in self.mixture.items() if share}
+        if not shares and self.files and "jsonl" not in self.mixture:
             return {"jsonl": 1.0}
-        return {name: share for name, share in self.mixture.items() if share}
+        return shares
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,14 +167,17 @@ class Learning:
     [
         ("", "data.mixture: required: a share for each data set, such as {math: 1.0}; or set "
          "data.files"),
-        ("data.mixture={math:0}", "data.mixture: required: a share for each data set, such as "
-         "{math: 1.0}; or set data.files"),
+        ("data.mixture={math:0}",
+         "data.mixture: every share is 0; set one above 0, or set data.files"),
+        ("data.mixture={jsonl:0} data.files=a.jsonl", "data.mixture: every share is 0, also that "
+         "of jsonl, which reads data.files; set it to 1"),
         ("data.mixture={mth:1}",
          "data.mixture.mth: unknown data set 'mth'; did you mean 'math'?"),
         ("data.mixture={math:-1}",
          "data.mixture.math: expected a number >= 0, got -1"),
         ("data.mixture={math:1} data.files=a.jsonl", "data.files: is read by the data set jsonl, "
-         "for which data.mixture has no share"),
+         "for which data.mixture has no share; set data.mixture.jsonl=1, or the other shares to 0 "
+         "to train on the files alone"),
         ("data.mixture={jsonl:1}",
          "data.files: required by the data set jsonl of data.mixture"),
     ],
@@ -192,6 +195,7 @@ def test_data_that_cannot_be(tmp_path, overrides, expected):
     ("overrides", "shares"),
     [
         ("data.files=a.jsonl", {"jsonl": 1.0}),
+        ("data.files=a.jsonl data.mixture.math=0", {"jsonl": 1.0}),
         ("data.files=[a.jsonl] data.mixture.jsonl=2 data.mixture.math=1",
          {"jsonl": 2.0, "math": 1.0}),
         ("data.mixture.math=1 data.mixture.chat=0", {"math": 1.0}),
