@@ -410,7 +410,8 @@ class ToolCall(Body):
     def for_template(self) -> dict[str, Any]:
         """Returns the call in the form that chat templates expect."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        id = {} if self.id is None else {"id": self.id}
+        return id | {"type": "function", "function": function}
 
 
 class TextPart(Body):

@@ -5,6 +5,7 @@ ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
 """
 
 import datetime
+import functools
 import pathlib
 import sys
 from typing import Any
@@ -61,9 +62,14 @@ def for_target(
     variables = {} if thinking is None else {"enable_thinking": thinking}
     tokenizer = load_tokenizer(directory, date=date, **variables)
     if thinking and tokenizer.has_chat_template and not tokenizer.switches_thinking:
-        print(
-            f"warning: thinking=true has no effect: the chat template of {directory} reads neither "
-            "enable_thinking nor thinking",
-            file=sys.stderr,
-        )
+        _warn_of_no_effect(directory)
     return tokenizer
+
+
+@functools.cache  # A run may load a tokenizer several times.
+def _warn_of_no_effect(directory: pathlib.Path) -> None:
+    print(
+        f"warning: thinking=true has no effect: the chat template of {directory} reads neither "
+        "enable_thinking nor thinking",
+        file=sys.stderr,
+    )

@@ -353,7 +353,7 @@ def test_templates_read_either_name_of_the_switch(tmp_path, capsys, variable):
 def test_a_switch_without_effect_is_one_warning(tmp_path, capsys):
     train_byte_level(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].thinking }}")
-    for thinking in (None, False, True):
+    for thinking in (None, False, True, True):
         tokenizer_loading.for_target(tmp_path, thinking=thinking)
     assert capsys.readouterr().err == (
         f"warning: thinking=true has no effect: the chat template of {tmp_path} reads neither "
