@@ -28,13 +28,13 @@ from dflash.measure import (
 )
 from dflash.measure.bench import Bench
 from dflash.measure.engine import Parts
-from dflash.measure.load import Load, LoadMeter
 from dflash.measure.samples import Sample, TaskRound
 from dflash.models.decoder import Decoder
 from dflash.parallel import distributed
 from dflash.runs import frame, shards
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
+from dflash.runs.processor_load import Load, LoadMeter
 from dflash.runs.shards import Shard
 from dflash.runs.sweeps import Runner
 from dflash.storage import files, paths

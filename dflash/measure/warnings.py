@@ -7,17 +7,17 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from dflash.measure.samples import MIN_GROUPS
+from dflash.runs import processor_load, result_text
 
 SPEEDUP, COST, EVERYTHING = "speedup", "cost", "everything"
 KEY = "doubts"  # Key or column of the warnings in files.
-MARK = "?"  # Suffix of a figure with a warning.
+MARK = result_text.MARK
 
 MAX_SHARE_OF_IDEAL = 1.05
 # A measured peak is as noisy as any other time, so a forward may seem slightly faster than it.
 LEAST_OVER_ROOFLINE = 0.95
 # Parts are timed apart from their cycle, so their sum may slightly exceed an equally long cycle.
 MAX_PARTS_OVER_CYCLE = 1.01
-MAX_OTHERS_SHARE = 0.1
 LEAST_BUSY_SLOTS = 0.75
 
 
@@ -105,7 +105,5 @@ def of_load(others_share: float | None) -> tuple[FigureWarning, ...]:
     Args:
       others_share: Fraction of all cores' time that other processes used; None if unknown.
     """
-    if others_share is None or others_share <= MAX_OTHERS_SHARE:
-        return ()
-    words = f"other processes took {100 * others_share:.0f} % of the processor during the run"
-    return (FigureWarning(EVERYTHING, words),)
+    words = processor_load.warning(others_share)
+    return () if words is None else (FigureWarning(EVERYTHING, words),)

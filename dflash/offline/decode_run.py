@@ -24,11 +24,12 @@ from dflash.inference.stats import SchedulerStats
 from dflash.loading.job import Job
 from dflash.offline.decoding import Usage, decode
 from dflash.parallel import distributed
-from dflash.runs import block_advice, outputs, result_text, shards
+from dflash.runs import block_advice, outputs, processor_load, result_text, shards
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory, check_config
 from dflash.runs.display import Display
 from dflash.runs.outputs import Record, Summary
+from dflash.runs.processor_load import LoadMeter
 from dflash.runs.records import Records
 from dflash.runs.shards import Shard
 from dflash.storage import paths
@@ -116,11 +117,12 @@ def run(
             job = load(job)
     else:
         display.note("nothing left to do: all prompts were finished before")
-    usage = Usage()
+    usage, meter = Usage(), LoadMeter()
     cycle_ms = _decode(job, drafted, ready, display, profile_dir, usage)
     if plain_ready:
         with display.status("decoding without drafting"):
             _decode(job.without_drafting(), baseline, plain_ready, Display.silent())
+    usage.others_share = meter.read().others_share
     return report(job, records, display, cycle_ms, usage)
 
 
@@ -297,7 +299,8 @@ def report(
     records.drafted.write_results(summary, **facts)
     display.results(summary, result_text.event_rows(facts))
     if records.baseline is not None:
-        display.comparison(done, plain, summary, comparison)
+        warning = None if usage is None else processor_load.warning(usage.others_share)
+        display.comparison(done, plain, summary, comparison, warning)
         for line in _advice(job, summary, comparison.speed_up):
             display.note(f"\n{line}")
     if facts["answers"]:

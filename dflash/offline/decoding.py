@@ -18,6 +18,7 @@ class Usage:
       seconds: Time from the first prompt to the last token without compiling, in seconds.
       counts: Counts of the scheduler by name; see `SchedulerStats`.
       events: Counts of the engine by name; see `SchedulerStats`.
+      others_share: See `Load`.
     """
 
     slots: int = 0
@@ -25,6 +26,7 @@ class Usage:
     seconds: float = 0.0
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     events: dict[str, int] = dataclasses.field(default_factory=dict)
+    others_share: float | None = None
 
     def add(self, stats: SchedulerStats, *, slots: int, tokens: int, seconds: float) -> None:
         """Adds the counts of a round."""

@@ -67,8 +67,7 @@ def compile_library(compiler: str, source: pathlib.Path, include: str) -> pathli
         if path.exists() and (problem := compilation_cache.why_unsafe(path)):
             raise OSError(f"{path}: {problem}")
     if not library.exists():
-        if sys.stderr.isatty():
-            print("compiling CPU kernels, once …", file=sys.stderr, flush=True)
+        print("compiling CPU kernels, once …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=root) as scratch:
             output = pathlib.Path(scratch) / "library.so"
             files_in_c = map(str, sorted(source.glob("*.cc")))

@@ -199,11 +199,22 @@ class Display:
         baseline: Mapping[int, outputs.Record],
         summary: outputs.Summary,
         comparison: outputs.Comparison,
+        warning: str | None = None,
     ) -> None:
-        """Shows a run and its baseline as a table on stderr, with a row per prompt and a total."""
+        """Shows a run and its baseline as a table on stderr, with a row per prompt and a total.
+
+        Args:
+          warning: Reason why no speed is trustworthy; None if there is none.
+        """
         heads = ("prompt", "τ", "tokens/s", "plain tokens/s", "speed-up", "identical")
-        rows = result_text.comparison_rows(records, baseline, summary, comparison)
+        busy = warning is not None
+        rows = result_text.comparison_rows(records, baseline, summary, comparison, busy=busy)
         self.table([heads, *rows])
+        reasons = [] if warning is None else [warning]
+        if any(row[4].endswith(result_text.MARK) for row in rows) and not busy:
+            reasons = ["more than τ, so a time was disturbed"]
+        for reason in reasons:
+            self.note(f"{result_text.MARK}: not trustworthy: {reason}")
 
     def table(self, rows: Sequence[Sequence[str]], keys: int = 1) -> None:
         """Shows a table on stderr; the first row holds the heads, the first columns the names."""

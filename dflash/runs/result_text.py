@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash.runs import outputs
 
+MARK = "?"  # Suffix of a figure that is not trustworthy.
 HISTOGRAM_WIDTH = 40  # Characters of the longest bar.
 EXCERPT_WIDTH = 24  # Characters of a prompt in a table.
 PROMPT_LINES = 6  # Lines of a prompt that are quoted before its answer.
@@ -65,12 +66,22 @@ def comparison_rows(
     baseline: Mapping[int, outputs.Record],
     summary: outputs.Summary,
     comparison: outputs.Comparison,
+    *,
+    busy: bool = False,
 ) -> list[tuple[str, ...]]:
-    """Returns table rows that compare a run with its baseline: one per prompt, and a total."""
+    """Returns table rows that compare a run with its baseline: one per prompt, and a total.
+
+    A cycle takes at least as long as a plain step, so a speed-up above τ is marked.
+
+    Args:
+      busy: Mark every speed-up, since other processes used the processor.
+    """
 
     def row(title, tau, fast, plain, identical):
         ratio = fast / plain if fast and plain else None
-        speeds = (number(fast, "", 0), number(plain, "", 0), number(ratio, "×"))
+        doubtful = ratio is not None and (busy or ratio > (tau or ratio))
+        mark = MARK if doubtful else ""
+        speeds = (number(fast, "", 0), number(plain, "", 0), number(ratio, "×") + mark)
         return (title, number(tau), *speeds, identical)
 
     rows = []

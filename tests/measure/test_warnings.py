@@ -8,10 +8,11 @@ import json
 import pytest
 from support.made_samples import task_round
 
-from dflash.measure import cells, load, plots, results, table, warnings
+from dflash.measure import cells, plots, results, table, warnings
 from dflash.measure.plots import Line
 from dflash.measure.studies import result as studies
 from dflash.measure.warnings import COST, EVERYTHING, SPEEDUP, FigureWarning
+from dflash.runs import processor_load
 
 BLOCKS = {"none": 1, "dflash": 4}
 LENGTHS = [[4, 2, 4, 2], [3, 3, 3, 3]] * 3
@@ -157,11 +158,11 @@ def test_a_study_marks_its_rows():
 )
 def test_the_load_is_what_others_took(tmp_path, monkeypatch, after, share):
     stat = tmp_path / "stat"
-    monkeypatch.setattr(load, "_STAT", stat)
-    monkeypatch.setattr(load.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(processor_load, "_STAT", stat)
+    monkeypatch.setattr(processor_load.os, "sysconf", lambda name: 100)
     own = iter([(1.0, 1.0, 0.0, 0.0, 9.0), (8.0, 3.0, 0.5, 0.5, 99.0)])
-    monkeypatch.setattr(load.os, "times", lambda: next(own))
+    monkeypatch.setattr(processor_load.os, "times", lambda: next(own))
     stat.write_text("cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 1 2\n")
-    meter = load.LoadMeter()
+    meter = processor_load.LoadMeter()
     stat.write_text(f"{after}\n")
     assert meter.read().others_share == pytest.approx(share)

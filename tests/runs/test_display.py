@@ -299,3 +299,24 @@ def test_comparison():
         ["w" * 23 + "…", "3.00", "200", "200", "1.00×", "yes"],
         ["all", "3.00", "400", "400", "1.00×", "no", "(1", "of", "2)"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "warning", "words"),
+    [
+        (900.0, None, "?: not trustworthy: more than τ, so a time was disturbed"),
+        (40.0, "other processes", "?: not trustworthy: other processes"),
+    ],
+)
+def test_a_speed_up_that_cannot_be_trusted_is_marked(plain_ms, warning, words):
+    shown, _, stderr = make_display()
+    records = {0: make_record(decode_ms=40.0)}
+    plain = {0: make_record(decode_ms=plain_ms, acceptance_lengths=(1,) * 8)}
+    summary = outputs.summarize(records.values(), block_size=4)
+    shown.comparison(
+        records, plain, summary, outputs.compare(records, plain, block_size=4), warning
+    )
+    _, _, prompt, total, note = stderr.getvalue().splitlines()
+    assert "×?" in prompt
+    assert ("×?" in total) == (warning is not None)
+    assert note == words

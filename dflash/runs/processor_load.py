@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 
+MAX_OTHERS_SHARE = 0.1
 _STAT = pathlib.Path("/proc/stat")
 
 
@@ -13,6 +14,17 @@ class Load:
 
     cores: int | None
     others_share: float | None
+
+
+def warning(others_share: float | None) -> str | None:
+    """Returns why times measured under a load are not trustworthy; None if they are, or unknown.
+
+    Args:
+      others_share: Fraction of all cores' time that other processes used; None if unknown.
+    """
+    if others_share is None or others_share <= MAX_OTHERS_SHARE:
+        return None
+    return f"other processes took {100 * others_share:.0f} % of the processor during the run"
 
 
 class LoadMeter:
