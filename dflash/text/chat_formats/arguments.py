@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import urllib.parse
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from dflash import errors
@@ -251,6 +251,8 @@ def _merged(first: Flat, second: Flat) -> Flat:
     if "patternProperties" in first:
         first, second = second, first
     if "patternProperties" in second:
+        if "minProperties" in second:
+            raise errors.InputError("minProperties: not supported beside joined patternProperties")
         return first | {"allOf": [*first.get("allOf", ()), second]}
     parts, shared = (first, second), first.keys() & second.keys()
     for part, other in itertools.permutations(parts):
@@ -264,14 +266,12 @@ def _merged(first: Flat, second: Flat) -> Flat:
         }
     if "type" in shared:
         merged["type"] = _kinds(first, second)
-    if "required" in shared:
-        merged["required"] = list(dict.fromkeys([*first["required"], *second["required"]]))
-    for name in shared & {"items", "additionalProperties"}:
-        merged[name] = _all_of((first[name], second[name]))
-    apart = shared - {"properties", "type", "required", "items", "additionalProperties", "allOf"}
-    residual = [*first.get("allOf", ()), *second.get("allOf", ())]
-    residual += [{name: first[name]} for name in sorted(apart)]
-    return merged | ({"allOf": residual} if residual else {})
+    for name in shared & _MERGES.keys():
+        merged[name] = _MERGES[name](first[name], second[name])
+    apart = [
+        {name: first[name]} for name in sorted(shared - _MERGES.keys() - {"properties", "type"})
+    ]
+    return merged | ({"allOf": [*merged.get("allOf", ()), *apart]} if apart else {})
 
 
 def _all_of(schemas: Iterable[Any]) -> Any:
@@ -282,6 +282,16 @@ def _all_of(schemas: Iterable[Any]) -> Any:
     if len(distinct) > 1:
         return "false" not in distinct and {"allOf": [*distinct.values()]}
     return next(iter(distinct.values()), True)
+
+
+_MERGES: Mapping[str, Callable[[Any, Any], Any]] = {
+    "required": lambda first, second: list(dict.fromkeys([*first, *second])),
+    "allOf": lambda first, second: [*first, *second],
+    "items": lambda *schemas: _all_of(schemas),
+    "additionalProperties": lambda *schemas: _all_of(schemas),
+    "minProperties": max,
+    "maxProperties": min,
+}
 
 
 def _exclude(first: Any, second: Any) -> bool:
