@@ -90,6 +90,8 @@ def _read_head(
     Returns:
       The names in the head so far, of which the latest count, and the next marker or END.
     """
+    if marker == _START or (marker == _CHANNEL and "channel" in head):
+        head = {}  # It begins again.
     text, following = yield from reader.take(*_MARKERS)
     match = _HEADS[marker].match(text)
     names = match.groupdict() if match else {}

@@ -142,6 +142,9 @@ def test_a_harmony_call_of_the_role_and_text_after_it():
     parts = ChatFormat(FORMATS["harmony"]).parser(RULES).push(output + "<|call|>Wait.", final=True)
     assert [part.text for part in parts] == ["get_weather", '{"a": 1}', "Wait."]
     assert [part.kind for part in parts] == ["call", "arguments", "content"]
+    output = "<|channel|>commentary to=functions.get_weather<|channel|>final<|message|>Hi."
+    parts = ChatFormat(FORMATS["harmony"]).parser(RULES).push(output, final=True)
+    assert parts == (OutputPart("content", "Hi."),), "the last channel counts"
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
