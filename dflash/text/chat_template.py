@@ -70,8 +70,8 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **self._variables,
-            **_thinking(self._variables),
-            **_thinking(variables),
+            **thinking_variables(self._variables),
+            **thinking_variables(variables),
             **variables,
         }
         try:
@@ -144,7 +144,7 @@ class ChatTemplate:
         }
 
 
-def _thinking(variables: Mapping[str, Any]) -> dict[str, bool]:
+def thinking_variables(variables: Mapping[str, Any]) -> dict[str, bool]:
     """Returns the variables that turn reasoning on or off, under each name that templates read."""
     effort = variables.get("reasoning_effort")
     asked = None if effort is None else effort not in NO_EFFORT

@@ -8,7 +8,7 @@ found by its source and by rendering a short conversation.
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
@@ -42,7 +42,8 @@ class MessageForm:
     """Form of messages that a chat template reads.
 
     Attributes:
-      reasoning: Name of the field for the reasoning of an answer.
+      reasoning: Name of the field for the reasoning of an answer; "content" if it is a part of
+        that.
       reasons_beside_text: Whether an answer with calls may have reasoning and a text.
       arguments_are_text: Whether the arguments of calls are JSON text.
       no_text: Content of an answer with calls and without a text.
@@ -62,6 +63,9 @@ class MessageForm:
             if message["content"] and not self.reasons_beside_text:
                 reasoning = None
             message["content"] = message["content"] or self.no_text
+        if reasoning and self.reasoning == "content":
+            texts = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            reasoning = [{"type": "thinking", "thinking": reasoning}, *texts]
         return message | ({self.reasoning: reasoning} if reasoning else {})
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,8 +86,10 @@ def form_of(fields_read: set[str], render: Render) -> MessageForm:
       fields_read: Names of the fields that the template may read.
       render: Renders messages; raises InputError if the template rejects them.
     """
-    names = (name for name in jsonl.REASONING_FIELDS if name in fields_read)
-    default = MessageForm(next(names, jsonl.REASONING_FIELDS[0]))
+    names = [name for name in jsonl.REASONING_FIELDS if name in fields_read]
+    names += ["content"] if "thinking" in names else []
+    defaults = [MessageForm(name) for name in names] or [MessageForm()]
+    default = next((form for form in defaults if _shows_reasoning(form, render)), defaults[0])
     form = next((form for form in _forms(default) if _shows_call(form, render)), default)
     answer = _ANSWER | {"content": "e"}
     reasoned = answer | {jsonl.REASONING_FIELDS[0]: "g"}
@@ -101,8 +107,16 @@ def _shows_call(form: MessageForm, render: Render) -> bool:
     return _ARGUMENTS["probe"] in text and str(_ARGUMENTS) not in text
 
 
-def _rendered(answer: Mapping[str, Any], render: Render) -> str | None:
+def _shows_reasoning(form: MessageForm, render: Render) -> bool:
+    answer = {"role": "assistant", "content": "e", jsonl.REASONING_FIELDS[0]: _ARGUMENTS["probe"]}
+    text = _rendered(form.apply(answer), render, ()) or ""
+    return _ARGUMENTS["probe"] in text and "'thinking'" not in text
+
+
+def _rendered(
+    answer: Mapping[str, Any], render: Render, following: Sequence[Any] = (_RESULT,)
+) -> str | None:
     try:
-        return render([_QUESTION, answer, _RESULT])
+        return render([_QUESTION, answer, *following])
     except errors.InputError:
         return None

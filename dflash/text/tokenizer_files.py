@@ -372,7 +372,11 @@ def fingerprint_of(
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode())
         digest.update(content)
-        names |= {name for name in (*variables, "strftime_now") if name.encode() in content}
+        names |= {
+            name for name in (*variables, "thinking", "strftime_now") if name.encode() in content
+        }
+    if "enable_thinking" not in names:
+        variables = {**chat_template.thinking_variables(variables), **variables}
     used = {name: variables[name] for name in variables if name in names}
     if used:
         digest.update(json.dumps(used, sort_keys=True).encode())

@@ -303,6 +303,19 @@ def test_reasoning_has_the_name_that_the_template_reads(tmp_path, name, read, co
     assert [*routes(messages, load_tokenizer(tmp_path))] == [f"a[why]{content or ''}"] * 3
 
 
+def test_reasoning_is_a_part_of_the_content_where_the_template_reads_it_there(tmp_path):
+    """As those of Mistral's do."""
+    train_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{% if part.type == 'thinking' %}[{{ part.thinking }}]"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    answers = ({"role": "assistant", "content": text, "reasoning": "why"} for text in ("b", None))
+    texts = [[*routes([USER, answer], load_tokenizer(tmp_path))] for answer in answers]
+    assert texts == [["a[why]b"] * 3, ["a[why]"] * 3]
+
+
 def test_reasoning_gives_way_to_a_text_where_the_template_takes_one_of_them(tmp_path):
     """As that of gpt-oss does beside calls; it renders both of a last answer without calls."""
     train_byte_level(tmp_path)
@@ -332,8 +345,9 @@ def test_templates_read_either_name_of_the_switch(tmp_path, capsys, variable):
     def load(thinking):
         return tokenizer_loading.for_target(tmp_path, thinking=thinking)
 
-    texts = [load(thinking).render_chat(MESSAGES) for thinking in (None, True, False)]
-    assert texts == ["unset", "True", "False"]
+    tokenizers = [load(thinking) for thinking in (None, True, False)]
+    assert [words.render_chat(MESSAGES) for words in tokenizers] == ["unset", "True", "False"]
+    assert len({words.fingerprint for words in tokenizers}) == 3
     kwargs = {"thinking": True}, {"enable_thinking": True}, {"reasoning_effort": "low"}
     assert {load(False).render_chat(MESSAGES, **given) for given in kwargs} == {"True"}
     assert load(None).render_chat(MESSAGES, reasoning_effort="none") == "False"
@@ -411,8 +425,13 @@ def in_transformers(source, name, messages, variables):
     for message in written:
         if message.get("tool_calls") and name in JOINED:
             message["content"] = message["content"] or JOINED[name]
-        if "reasoning_content" in message and name == "upstage-Solar-Open-100B.jinja":
-            message["reasoning"] = message["reasoning_content"]
+        reasoning = message.get("reasoning_content")
+        if reasoning and name == "upstage-Solar-Open-100B.jinja":
+            message["reasoning"] = reasoning
+        if reasoning and name == "mistralai-Ministral-3-14B-Reasoning-2512.jinja":
+            text = message["content"]
+            message["content"] = [{"type": "thinking", "thinking": reasoning}]
+            message["content"] += [{"type": "text", "text": text}] if text else []
     try:
         rendered, _ = utils.render_jinja_template([written], chat_template=source, **variables)
     except Exception:
