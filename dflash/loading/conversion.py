@@ -114,7 +114,7 @@ def _writer(
     config = type(module).config_to_hf(architecture)
     holder = directory if tokenizer is None else checkpoint.resolve(tokenizer)
     metadata = tokenizer_metadata.values_of(holder, config["vocab_size"])
-    metadata |= kinds.metadata_of(config)
+    metadata |= kinds.of_config(config).metadata_of(config)
     return functools.partial(writer.save, config=config, metadata=metadata)
 
 

@@ -107,6 +107,11 @@ class ChatTemplate:
         return self._with_tools[1] if self.exists else ""
 
     @property
+    def sources(self) -> dict[str, str]:
+        """Texts of the templates by name, such as "default" and "tool_use"."""
+        return {name: text for name, (_, text) in self._named.items()}
+
+    @property
     def _with_tools(self) -> tuple[pathlib.Path, str]:
         return self._named.get("tool_use", self._default)
 
@@ -166,7 +171,7 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
 
 def tokenizer_config(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the content of tokenizer_config.json; empty if the file is missing."""
-    return _read_json(directory / TOKENIZER_CONFIG)
+    return read_json(directory / TOKENIZER_CONFIG)
 
 
 def named_tokens(directory: pathlib.Path) -> dict[str, Any]:
@@ -178,7 +183,7 @@ def named_tokens(directory: pathlib.Path) -> dict[str, Any]:
     config = tokenizer_config(directory)
     if "added_tokens_decoder" in config:
         return config
-    named = _read_json(directory / "special_tokens_map.json")
+    named = read_json(directory / "special_tokens_map.json")
     for name, tokens in named.items():
         first = config.get(name)
         is_list = isinstance(tokens, list) and isinstance(first, list)
@@ -195,7 +200,8 @@ def _read(path: pathlib.Path) -> str:
         raise errors.InputError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a file; empty if the file is missing."""
     if not path.exists():
         return {}
     try:

@@ -5,12 +5,12 @@ as plain text. Before the template renders it, `mark` inserts a mark before each
 spelling, so that the rendered text only contains the special tokens of the template. `split` finds
 these and removes the marks. Other messages are rendered and encoded unchanged.
 
-`complete` adds special tokens that are named outside tokenizer.json, as transformers does.
+`declared` and `complete` find tokens that are named outside tokenizer.json, as transformers does.
 """
 
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dflash import errors
@@ -19,6 +19,7 @@ from dflash.text import chat_template
 if TYPE_CHECKING:
     import tokenizers
 
+ADDED_TOKENS = "added_tokens.json"
 MARK = "\ufdd0"  # Unicode noncharacter, reserved for internal use
 _MARKED = re.compile(f"{MARK}(.)", re.DOTALL)
 _NAMES = (
@@ -26,6 +27,7 @@ _NAMES = (
     *("additional_special_tokens", "extra_special_tokens"),
 )
 _OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")
+_MAX_IDS = 2**24  # Vocabularies have some 100,000 tokens.
 
 
 class SpecialTokens:
@@ -124,42 +126,71 @@ def _pattern(spelling: str, left: bool, right: bool) -> str:
 
 
 def complete(tokenizer: "tokenizers.Tokenizer", directory: pathlib.Path) -> None:
-    """Adds the tokens that only tokenizer_config.json or special_tokens_map.json name.
+    """Adds the tokens that `declared` yields, or gives them the options that come with an id.
 
     Without them, their spellings would be split into ordinary tokens. A token that the vocabulary
     contains keeps its id; any other one gets the next free id.
     """
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for token in _declared(directory):
-        if token.content not in known:
-            known.add(token.content)
+    import tokenizers
+
+    known = {token.content: repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    for number, options in declared(directory):
+        flags = {name: bool(options[name]) for name in _OPTIONS if name in options}
+        token = tokenizers.AddedToken(options["content"], special=options["special"], **flags)
+        is_known = token.content in known
+        if not is_known or (number is not None and repr(token) != known[token.content]):
+            known[token.content] = repr(token)
             add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
             add([token])
 
 
-def _declared(directory: pathlib.Path) -> Iterator["tokenizers.AddedToken"]:
-    """Yields the tokens of the two files, those with ids first, in the order of their ids."""
-    named = chat_template.named_tokens(directory)
-    file = directory / chat_template.TOKENIZER_CONFIG
-    by_id = named.get("added_tokens_decoder") or {}
-    if not isinstance(by_id, Mapping) or not all(str(number).isdecimal() for number in by_id):
-        raise errors.InputError(f"{file}: added_tokens_decoder: expected a mapping from token ids")
+def declared(directory: pathlib.Path) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """Yields id and options, such as "content", of each token that files beside a vocabulary name.
+
+    Tokens with ids come first, in the order of their ids; those with a role only have None.
+    """
+    named = list(_named(directory))
+    yield from _with_ids(directory, {options["content"] for options in named})
+    yield from ((None, {**options, "special": True}) for options in named)
+
+
+def _with_ids(
+    directory: pathlib.Path, named: Collection[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the tokens of added_tokens_decoder or, in older checkpoints, of added_tokens.json."""
+    where = f"{directory / chat_template.TOKENIZER_CONFIG}: added_tokens_decoder"
+    by_id = chat_template.named_tokens(directory).get("added_tokens_decoder")
+    if by_id is None:
+        where = str(directory / ADDED_TOKENS)
+        ids = chat_template.read_json(directory / ADDED_TOKENS)
+        by_id = {
+            number: {"content": spelling, "special": spelling in named}
+            for spelling, number in ids.items()
+        }
+    if not isinstance(by_id, Mapping) or not all(map(_is_id, by_id)):
+        raise errors.InputError(f"{where}: expected a mapping with token ids")
     for number in sorted(by_id, key=int):
-        yield _added(by_id[number], f"{file}: added_tokens_decoder: {number}")
+        options = _options(by_id[number], f"{where}: {number}")
+        yield int(number), {**options, "special": bool(options.get("special"))}
+
+
+def _is_id(number: Any) -> bool:
+    return str(number).isdecimal() and int(number) < _MAX_IDS
+
+
+def _named(directory: pathlib.Path) -> Iterator[Mapping[str, Any]]:
+    """Yields the tokens with a role, such as eos_token."""
+    fields = chat_template.named_tokens(directory)
     for name in _NAMES:
-        tokens = named.get(name) or ()
+        tokens = fields.get(name) or ()
         if isinstance(tokens, Mapping) and "content" not in tokens:
             tokens = list(tokens.values())
         for token in tokens if isinstance(tokens, list | tuple) else (tokens,):
-            yield _added(token, f"{file}: {name}", special=True)
+            yield _options(token, f"{directory / chat_template.TOKENIZER_CONFIG}: {name}")
 
 
-def _added(token: Any, where: str, *, special: bool | None = None) -> "tokenizers.AddedToken":
-    import tokenizers
-
+def _options(token: Any, where: str) -> Mapping[str, Any]:
     options = token if isinstance(token, Mapping) else {"content": token}
     if not isinstance(options.get("content"), str):
         raise errors.InputError(f'{where}: expected a string, or a mapping with "content"')
-    special = bool(options.get("special")) if special is None else special
-    flags = {name: bool(options[name]) for name in _OPTIONS if name in options}
-    return tokenizers.AddedToken(options["content"], special=special, **flags)
+    return options

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.text import chat_template
+from dflash.text import chat_template, special_tokens
 from dflash.text.chat_template import ChatTemplate
 from dflash.text.special_tokens import SpecialTokens
 from dflash.text.token_bytes import TokenBytes
@@ -62,7 +62,10 @@ class TiktokenTokenizer(TemplateTokenizer):
                 f"supported with {TIKTOKEN_MODEL}; expected {_CLASS!r}"
             )
         ranks = _read_ranks(file)
-        added = _added_tokens(directory, config)
+        added = {
+            number: (options["content"], options["special"])
+            for number, options in special_tokens.declared(directory)
+        }
         self.vocab_size = len(ranks) + _RESERVED
         spellings = {
             number: added.get(number, (f"<|reserved_token_{number}|>", True))
@@ -108,22 +111,6 @@ class TiktokenTokenizer(TemplateTokenizer):
     def _encode_text(self, text: str) -> list[int]:
         pieces = _cut_runs(text, _LONGEST_RUN)
         return [token for piece in pieces for token in self._encoding.encode_ordinary(piece)]
-
-
-def _added_tokens(
-    directory: pathlib.Path, config: Mapping[str, Any]
-) -> dict[int, tuple[str, bool]]:
-    """Returns the spelling of each added token, and whether it is special, by id."""
-    try:
-        return {
-            int(number): (str(token["content"]), bool(token.get("special", False)))
-            for number, token in config.get("added_tokens_decoder", {}).items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise errors.InputError(
-            f"{directory / 'tokenizer_config.json'}: added_tokens_decoder: expected token ids, "
-            "each with a content"
-        ) from error
 
 
 def _read_ranks(file: pathlib.Path) -> dict[bytes, int]:

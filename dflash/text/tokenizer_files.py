@@ -75,15 +75,14 @@ class HuggingFaceTokenizer(TemplateTokenizer):
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
         file = directory / TOKENIZER_JSON
         try:
-            import tokenizers
+            import tokenizers  # noqa: F401
         except ImportError as error:
             raise errors.InputError(
                 f"{file}: needs tokenizers; {install_command('hf')}, or give prompts as prompt_ids"
             ) from error
         self._file = file
         with _reported_damage(file):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-            special_tokens.complete(self._tokenizer, directory)
+            self._tokenizer = _completed(file.read_bytes(), directory)
         # Some files truncate or pad every text to a training length.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -96,6 +95,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             {number: token for number, token in added.items() if token.special}
         )
         self._added_tokens = _special_tokens(added)
+        self._hidden = frozenset(self._special_tokens.spellings)
 
     def special_ends(self, rendered: str) -> list[tuple[int, int]]:
         # Some files do not mark the tokens of the template as special.
@@ -130,11 +130,12 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         return ids
 
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
-        ids, skip = list(ids), not special_tokens
+        # The library would show special tokens whose spelling the normalizer changes.
+        ids = [token for token in ids if special_tokens or token not in self._hidden]
         with _reported_damage(self._file):
             if len(ids) <= _SHORT:
-                return self._tokenizer.decode(ids, skip_special_tokens=skip)
-            return self._tokenizer.decode_batch([ids], skip_special_tokens=skip)[0]
+                return self._tokenizer.decode(ids, skip_special_tokens=False)
+            return self._tokenizer.decode_batch([ids], skip_special_tokens=False)[0]
 
     def token_bytes(self) -> TokenBytes:
         known = token_bytes.of_tokenizer_json(self._content(), self.vocab_size)
@@ -196,6 +197,50 @@ def _reported_damage(file: pathlib.Path) -> Iterator[None]:
         if not is_panic and not is_plain:
             raise
         raise errors.InputError(f"{file}: damaged ({chat_template.first_line(error)})") from error
+
+
+def _completed(content: bytes, directory: pathlib.Path) -> Any:
+    """Returns the tokenizer of a tokenizer.json with the tokens that other files add to it.
+
+    The library numbers added tokens consecutively. Where the files state other ids, these tokens
+    and special ones for the ids between them join the vocabulary, whose ids the library keeps.
+    """
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    special_tokens.complete(tokenizer, directory)
+    parsed = json.loads(content)
+    vocabulary, added = parsed["model"]["vocab"], parsed.get("added_tokens") or []
+    if not isinstance(vocabulary, Mapping):
+        return tokenizer
+    stated = _stated_ids(vocabulary, added, directory)
+    ids = {*vocabulary.values(), *stated.values()}
+    gaps = set(range(max(ids, default=0))) - ids
+    if not gaps and all(tokenizer.token_to_id(text) == token for text, token in stated.items()):
+        return tokenizer
+    names = {f"<unused {token}>": token for token in gaps}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    unused = [{"id": names[name], "content": name, "special": True, **flags} for name in names]
+    parsed["added_tokens"] = [*added, *unused]
+    vocabulary |= stated | names
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(parsed))
+    special_tokens.complete(tokenizer, directory)
+    return tokenizer
+
+
+def _stated_ids(
+    vocabulary: Mapping[str, int], added: Iterable[Mapping[str, Any]], directory: pathlib.Path
+) -> dict[str, int]:
+    """Returns the ids that files state for tokens beyond a vocabulary, by spelling."""
+    declared = (
+        (options["content"], token) for token, options in special_tokens.declared(directory)
+    )
+    taken, stated = {*vocabulary.values(), None}, {}
+    for text, token in (*((entry["content"], entry["id"]) for entry in added), *declared):
+        if text not in vocabulary and text not in stated and token not in taken:
+            stated[text] = token
+            taken.add(token)
+    return stated
 
 
 def _encode(encoder: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -263,28 +308,36 @@ def _merged(pair: str | Sequence[str]) -> str:
 class SentencePieceTokenizer(TemplateTokenizer):
     """Tokenizer of tokenizer.model, by the `sentencepiece` library.
 
-    Prompts get a beginning-of-sequence id if tokenizer_config.json has `add_bos_token: true`.
+    A text after a special token begins a text, which may get a leading space, unless
+    tokenizer_config.json has `legacy: false`. Prompts get a beginning-of-sequence id if it has
+    `add_bos_token: true`.
     """
 
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
         import sentencepiece
 
-        file = directory / SENTENCEPIECE_MODEL
+        self._specification, strips = read_sentencepiece(directory)
+        serialized = self._specification.SerializeToString()
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=serialized)
             self.vocab_size = self._model.vocab_size()
             pieces = [self._model.id_to_piece(token) for token in range(self.vocab_size)]
-        except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        except (RuntimeError, UnicodeDecodeError) as error:
+            file = directory / SENTENCEPIECE_MODEL
             raise errors.InputError(f"{file}: not a sentencepiece model, or damaged") from error
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
         named = {name: pieces[token] for name, token in ends.items() if token >= 0}
         named |= chat_template.special_tokens(directory)
         self._template = ChatTemplate(directory, named | variables, date)
         self.fingerprint = fingerprint_of(directory, variables, date)
-        self._add_bos = bool(chat_template.tokenizer_config(directory).get("add_bos_token", False))
+        config = chat_template.tokenizer_config(directory)
+        self._add_bos = bool(config.get("add_bos_token", False))
+        self._prefixes_each = config.get("legacy") is not False
         # sentencepiece encodes the spellings of control pieces, such as </s>, as plain text.
         control = filter(self._is_control, range(self.vocab_size))
-        self._special_tokens = SpecialTokens({pieces[token]: token for token in control})
+        self._special_tokens = SpecialTokens(
+            {pieces[token]: token for token in control}, strips=strips
+        )
         # sentencepiece would encode its space symbol as a space, so it is encoded as bytes instead.
         sign = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SIGN.encode()]
         self._sign = sign if all(map(self._model.is_byte, sign)) else None
@@ -302,20 +355,21 @@ class SentencePieceTokenizer(TemplateTokenizer):
         ids: list[int] = []
         for special, piece in self._special_tokens.split(text):
             if special is None:
-                ids += self._encode_text(piece, beginning=beginning and not ids)
+                ids += self._encode_text(piece, beginning=beginning)
             else:
                 ids.append(special)
+            beginning = self._prefixes_each
         return ids
 
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
         known = [token for token in ids if 0 <= token < self.vocab_size]
-        if not special_tokens:
+        if not special_tokens and not self._prefixes_each:
             return self._model.decode([token for token in known if not self._is_control(token)])
-        # sentencepiece does not decode control pieces, so they are inserted between the texts.
-        parts = itertools.groupby(known, self._is_control)
+        # sentencepiece does not decode control pieces, and drops the prefix of a whole text only.
+        shown = self._model.id_to_piece if special_tokens else lambda token: ""
         return "".join(
-            "".join(map(self._model.id_to_piece, ids)) if control else self._model.decode(list(ids))
-            for control, ids in parts
+            "".join(map(shown, part)) if control else self._model.decode(list(part))
+            for control, part in itertools.groupby(known, self._is_control)
         )
 
     def token_bytes(self) -> TokenBytes:
@@ -342,19 +396,46 @@ class SentencePieceTokenizer(TemplateTokenizer):
         """Variant of the model that adds no leading space, for texts that follow others."""
         import sentencepiece
 
-        specification = self._specification
+        specification = type(self._specification)()
+        specification.CopyFrom(self._specification)
         specification.normalizer_spec.add_dummy_prefix = False
         serialized = specification.SerializeToString()
         return sentencepiece.SentencePieceProcessor(model_proto=serialized)
 
-    @property
-    def _specification(self) -> Any:
-        from sentencepiece import sentencepiece_model_pb2
-
-        return sentencepiece_model_pb2.ModelProto.FromString(self._model.serialized_model_proto())
-
     def _is_control(self, token: int) -> bool:
         return self._model.is_control(token)
+
+
+def read_sentencepiece(directory: pathlib.Path) -> tuple[Any, dict[str, tuple[bool, bool]]]:
+    """Returns the model in tokenizer.model with the tokens that other files add to it.
+
+    Special tokens become control pieces, which the library encodes no text as.
+
+    Returns:
+      The `ModelProto`, and whether a token absorbs the spaces before and after it, by spelling.
+    """
+    from google.protobuf import message
+    from sentencepiece import sentencepiece_model_pb2
+
+    file = directory / SENTENCEPIECE_MODEL
+    try:
+        model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
+    except (OSError, message.DecodeError) as error:
+        raise errors.InputError(f"{file}: not a sentencepiece model, or damaged") from error
+    kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
+    ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
+    strips = {}
+    for number, options in special_tokens.declared(directory):
+        spelling = options["content"]
+        token = ids.setdefault(spelling, len(model.pieces) if number is None else number)
+        strips.setdefault(spelling, (bool(options.get("lstrip")), bool(options.get("rstrip"))))
+        for unused in range(len(model.pieces), token + 1):
+            model.pieces.add(piece=f"<unused {unused}>", score=0.0, type=kinds.UNUSED)
+        piece = model.pieces[token]
+        piece.piece = spelling
+        if piece.type in (kinds.NORMAL, kinds.USER_DEFINED, kinds.UNUSED):
+            piece.type = kinds.CONTROL if options["special"] else kinds.USER_DEFINED
+    return model, strips
 
 
 def fingerprint_of(
@@ -364,6 +445,7 @@ def fingerprint_of(
     digest = hashlib.sha256()
     patterns = (
         *("tokenizer*", TIKTOKEN_MODEL, "special_tokens_map.json", "chat_template*"),
+        special_tokens.ADDED_TOKENS,
         f"{chat_template.NAMED_TEMPLATES}/*.jinja",
     )
     paths = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}

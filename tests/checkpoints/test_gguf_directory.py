@@ -56,6 +56,23 @@ def test_the_directory_is_written_once_for_each_state_of_the_file(tmp_path, own_
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_a_chat_template_beside_the_file(tmp_path):
+    file, tokens = tmp_path / "x.gguf", ["<unk>", "<s>", "</s>", "a"]
+    tokenizer = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0] * 4,
+        "token_type": [2, 3, 3, 1],
+    }
+    write(file, **{f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()})
+    assert not load_tokenizer(checkpoint.resolve(str(file))).has_chat_template
+    for template in ("a", "aa"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        tokenizer = load_tokenizer(checkpoint.resolve(str(file)))
+        assert tokenizer.encode_chat([]) == tokenizer.encode(template, add_special_tokens=False)
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_a_wheel_that_is_not_here_needs_a_download():
     assert checkpoint.is_remote(SMOLLM2)
     assert models.find_directory(SMOLLM2, download=False) is None
@@ -103,4 +120,4 @@ def test_smollm2():
     ids = tokenizer.encode_rendered(rendered)
     assert ids[:3] == [1, 9690, 198]
     assert tokenizer.decode(ids[-4:], special_tokens=True) == "<|im_start|>assistant\n"
-    assert checkpoint.eos_token_ids(directory) == (2,)
+    assert checkpoint.eos_token_ids(directory) == (2, 0, 4)  # And <|endoftext|>, <reponame>.

@@ -12,7 +12,13 @@ from support.models import make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.checkpoints.gguf import architecture, file_header, hf_tensors, tokenizer_files
+from dflash.checkpoints.gguf import (
+    architecture,
+    file_header,
+    hf_tensors,
+    layouts,
+    tokenizer_files,
+)
 from dflash.config import schema
 from dflash.loading import models, quantization
 from dflash.models.dense import Llama3
@@ -97,6 +103,49 @@ def test_layers_that_only_draft_are_not_read(tmp_path):
     assert not [name for name in hf_tensors.read_tensors(directory) if "layers.2" in name]
 
 
+@pytest.mark.parametrize("drafting", [0, 1])
+def test_recurrent_layers_are_those_of_the_interval(tmp_path, drafting):
+    gguf_files.make_model(tmp_path / "m", "qwen3_5_text")
+    key, message = "qwen35.attention.recurrent_layers", "is not all layers but every 2th"
+    more = {"qwen35.block_count": 2 + drafting, "qwen35.nextn_predict_layers": drafting}
+    for pattern, is_read in (([True, False], True), ([False, True], False)):
+        more[key] = pattern + [False] * drafting
+        gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", more=more)
+        if is_read:
+            checkpoint.resolve(str(tmp_path / "m.gguf"))
+        else:
+            assert message in failure(checkpoint.resolve, str(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [("ffn_gate_inp_shexp", [(8,), (1, 8)]), ("ssm_conv1d", [(8, 4), (8, 1, 4)])],
+)
+def test_dimensions_of_one_are_there_or_left_out(name, shapes):
+    layout = [layouts.grouped_delta(f"blk.0.{name}.weight", shape, {}) for shape in shapes]
+    assert layout[0].shape(shapes[0]) == layout[1].shape(shapes[1]) == shapes[1]
+
+
+def test_a_model_in_several_files(tmp_path):
+    """The parts are those that the package writes."""
+    kind, arch = gguf_files.make_model(tmp_path / "m", "llama3")
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", split_max_tensors=10)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 3
+    directory = checkpoint.resolve(str(parts[0]))
+    assert kind.architecture_from_hf(checkpoint.read_config(directory)) == arch
+    expected, loaded = load(tmp_path / "m", kind), load(directory, kind)
+    for path, value in expected.items():
+        np.testing.assert_array_equal(loaded[path], value, err_msg=path)
+    assert failure(checkpoint.resolve, str(parts[1])) == (
+        f"{parts[1]}: a part of a model that is split into 3 files; give the first, "
+        "…-00001-of-00003.gguf, or join them with llama-gguf-split --merge"
+    )
+    parts[2].unlink()
+    message = f"{parts[2]}: missing; the model is split into 3 files"
+    assert failure(checkpoint.resolve, str(parts[0])) == message
+
+
 def test_yarn_of_gpt_oss_is_not_rounded_and_gemma_scales_linearly():
     values = llama_values(32, 2) | {
         "llama.rope.scaling.type": "yarn",
@@ -119,7 +168,7 @@ def test_yarn_of_gpt_oss_is_not_rounded_and_gemma_scales_linearly():
 def config_of(name, values):
     """The config.json of a file with the metadata of a llama, under another architecture."""
     values = {key.replace("llama.", f"{name}."): value for key, value in values.items()}
-    entry = file_header.TensorEntry("F32", (4, 32), 0, 512)
+    entry = file_header.TensorEntry("F32", (4, 32), 0, 512, "x.gguf")
     values["general.architecture"] = name
     header = file_header.GgufHeader("x.gguf", values, {"token_embd.weight": entry})
     return architecture.config_of(header)
@@ -137,7 +186,7 @@ def test_gemma_states_its_windows_by_interval_or_by_layer(tmp_path):
     ):
         assert config_of("gemma3", values | stated)["layer_types"] == kinds
     message = failure(config_of, "gemma3", values | {pattern: [True]})
-    assert "corrupt (gemma3.attention.sliding_window_pattern is [True])" in message
+    assert "gemma3.attention.sliding_window_pattern is [True], which is not supported" in message
 
 
 def test_experts_in_mxfp4_stay_in_eight_bits(tmp_path):
@@ -260,7 +309,7 @@ def llama_values(width, heads):
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count: 8 is not supported"),
         ({"llama.rope.scaling.type": "longrope"}, "is not supported, only 'yarn' and 'linear'"),
         ({"llama.block_count": "x"}, "llama.block_count: expected int, got str"),
-        ({"llama.attention.head_count": 0}, "corrupt (llama.attention.head_count is 0)"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0, which is not"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: 't5' is not supported, only gpt2"),
     ],
 )

@@ -173,13 +173,84 @@ def test_sentencepiece(sentencepieces, prefixed, text):
 
 
 @pytest.mark.parametrize(
+    ("unknown", "padding", "ids"),
+    [
+        pytest.param(3, 5, {"unknown": 0}, id="control"),
+        pytest.param(3, 5, {}, id="control, of no key"),
+        pytest.param(2, 2, {}, id="one of several"),
+        pytest.param(2, 2, {"unknown": 0, "bos": None, "eos": None}, id="no other key"),
+    ],
+)
+def test_the_unknown_token_of_sentencepiece(tmp_path, unknown, padding, ids):
+    """Converters give it several types; without keys, llama.cpp takes ids 0, 1 and 2."""
+    train_sentencepiece(tmp_path)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    values = gguf_files.sentencepiece_values(model) | {"tokenizer.ggml.add_space_prefix": False}
+    values |= {f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items()}
+    if "unknown" not in ids:
+        del values["tokenizer.ggml.unknown_token_id"]
+    values["tokenizer.ggml.token_type"] = [
+        unknown, *values["tokenizer.ggml.token_type"][1:], padding
+    ]  # fmt: skip
+    values["tokenizer.ggml.tokens"] = [*values["tokenizer.ggml.tokens"], "[PAD9]"]
+    values["tokenizer.ggml.scores"] = [*values["tokenizer.ggml.scores"], -9.0]
+    tokenizer = unpack(tmp_path, values)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == [1, *model.encode(text)]
+    assert tokenizer_files.end_ids(GgufHeader("x", values, {})) == (2, 5)  # </s>, <|im_end|>
+    hidden = [2] if padding == 5 else [2, model.vocab_size()]
+    assert tokenizer.decode([*model.encode("a"), *hidden]) == "a"
+
+
+@pytest.mark.parametrize(
+    ("control", "normal", "ends"),
+    [
+        pytest.param("<eos> <end_of_turn>", "a", "<eos> <end_of_turn>", id="gemma"),
+        pytest.param("<|eot_id|> <|eom_id|> <|x|>", "", "<|eot_id|> <|eom_id|>", id="llama"),
+        pytest.param("<|return|> <|call|> <|end|>", "", "<|return|> <|call|>", id="gpt-oss"),
+        pytest.param("<|flush|> <|calls|> <|end|>", "", "<|flush|> <|calls|>", id="solar"),
+        pytest.param("<|call|> <|end|>", "", "<|call|> <|end|>", id="no return"),
+        pytest.param("<eos> <|file_sep|>", "[EOT]", "<eos> <|file_sep|> [EOT]", id="code"),
+        pytest.param("<eos>", "</s>", "<eos>", id="html"),
+        pytest.param("<eos> </s>", "", "<eos> </s>", id="control"),
+    ],
+)  # fmt: skip
+def test_ends_of_an_answer_are_known_by_their_spelling(control, normal, ends):
+    """As llama.cpp's list has it, whatever the file states; `</s>` may be a tag of HTML."""
+    tokens = [*control.split(), *normal.split()]
+    types = [3] * len(control.split()) + [1] * len(normal.split())
+    values = {"tokens": tokens, "token_type": types, "eos_token_id": 0}
+    header = GgufHeader("x", {f"tokenizer.ggml.{key}": value for key, value in values.items()}, {})
+    assert [tokens[token] for token in tokenizer_files.end_ids(header)] == ends.split()
+
+
+def test_an_end_is_a_control_token_whatever_its_type(tmp_path):
+    values = byte_level_values(train("gpt-2"), "gpt-2")
+    end = values["tokenizer.ggml.tokens"].index("<|im_end|>")
+    for kind in (1, 2, 4):
+        values["tokenizer.ggml.token_type"][end] = kind
+        tokenizer = unpack(tmp_path, values)
+        assert end not in tokenizer.encode("a<|im_end|>")
+        assert tokenizer.decode([*tokenizer.encode("a"), end]) == "a"
+
+
+def test_named_chat_templates(tmp_path):
+    named = {"tokenizer.chat_template.tool_use": "T", "tokenizer.chat_templates": ["tool_use"]}
+    tokenizer = unpack(tmp_path, byte_level_values(train("gpt-2"), "gpt-2") | named)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.render_chat(messages, tools=[{}]) == "T"
+    assert tokenizer.render_chat(messages).startswith("<|im_start|>")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model": "bert"}, "tokenizer.ggml.model: 'bert' is not supported, only gpt2 and llama"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre: 'tekken' is not supported, only gpt-2, smollm"),
-        ({"token_type": [1]}, "corrupt (tokenizer.ggml.tokens and token_type do not fit)"),
-        ({"bos_token_id": 999}, "corrupt (tokenizer.ggml.bos_token_id is 999 of 360 tokens)"),
-        ({"merges": ["a"]}, "corrupt (tokenizer.ggml.merges: merge 0 is no pair)"),
+        ({"pre": None}, "lacks tokenizer.ggml.pre, without which texts cannot be split into words"),
+        ({"token_type": [1]}, "tokenizer.ggml.tokens and token_type do not fit, which is not"),
+        ({"bos_token_id": 999}, "tokenizer.ggml.bos_token_id is 999 of 360 tokens, which is not"),
+        ({"merges": ["a"]}, "tokenizer.ggml.merges: merge 0 is no pair of tokens that form a"),
         ({"merges": None}, "the metadata lacks tokenizer.ggml.merges"),
     ],
 )

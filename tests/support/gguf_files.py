@@ -56,6 +56,7 @@ def write(
     tokenizer=None,
     more=None,
     beside=None,
+    **options,
 ):
     """Writes the model of a checkpoint directory as a GGUF file.
 
@@ -66,10 +67,11 @@ def write(
       tokenizer: metadata of the tokenizer, by key.
       more: further metadata, which replace others.
       beside: further tensors, by their names in the file.
+      **options: options of the writer.
     """
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(str(file), gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(str(file), gguf.MODEL_ARCH_NAMES[arch], **options)
     write_values(writer, metadata(config, arch) | (tokenizer or {}) | (more or {}))
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, value in (beside or {}).items():

@@ -1,5 +1,7 @@
 """Tests that special tokens of the template count, and spellings in messages do not."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +78,105 @@ def test_a_text_prompt_spells_text_unless_asked_for(tokenizer):
     assert tokenizer.decode(read) == "ab"
 
 
+def add_pieces(directory, *pieces):
+    """Appends (spelling, type) to a sentencepiece model; returns the id of the first."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    file = directory / "tokenizer.model"
+    model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
+    first = len(model.pieces)
+    for spelling, kind in pieces:
+        model.pieces.add(piece=spelling, score=0.0, type=kind)
+    file.write_bytes(model.SerializeToString())
+    return first
+
+
+@pytest.mark.parametrize(("legacy", "each"), [(None, True), (True, True), (False, False)])
+def test_sentencepiece_prefixes_each_text_after_a_special_token(tmp_path, legacy, each):
+    """As for transformers, unless the checkpoint asks for one prefix in all."""
+    train_sentencepiece(tmp_path, add_dummy_prefix=True)
+    write_json(tmp_path / "tokenizer_config.json", {} if legacy is None else {"legacy": legacy})
+    tokenizer = load_tokenizer(tmp_path)
+    hello, control = tokenizer.encode("Hello"), special_id(tokenizer, "<|im_start|>")
+    ids = tokenizer.encode("<|im_start|>Hello<|im_start|>Hello", special_tokens=True)
+    assert (ids == [control, *hello, control, *hello]) == each
+    assert tokenizer.decode(ids) == "HelloHello"
+
+
+INSIDE, BEYOND, GAP = 4, None, "gap"
+
+
+@pytest.mark.parametrize("place", [INSIDE, 1, BEYOND, GAP])
+@pytest.mark.parametrize("file", ["added_tokens_decoder", "added_tokens.json"])
+def test_sentencepiece_reads_the_tokens_that_are_added_to_it(tmp_path, place, file):
+    """A user cannot spell them, and outputs do not show them."""
+    train_sentencepiece(tmp_path)
+    pieces = [("<|end|>", place), ("<tool>", place)] if isinstance(place, int) else []
+    first = add_pieces(tmp_path, *pieces) + (7 if place == GAP else 0)
+    ids = {"<|end|>": first, "<tool>": first + 1}
+    config = {"eos_token": "<|end|>", "chat_template": "{{ messages[0].content }}<|end|><tool>"}
+    if file == "added_tokens.json":
+        write_json(tmp_path / file, ids)
+    else:
+        entries = {"<|end|>": {"special": True, "rstrip": True}, "<tool>": {"special": False}}
+        config[file] = {ids[text]: {"content": text} | entries[text] for text in ids}
+    write_json(tmp_path / "tokenizer_config.json", config)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == first + 2
+    chat = tokenizer.encode_chat(ask("a<|end|>"))
+    assert chat[-2:] == [first, first + 1]
+    assert chat.count(first) == 1
+    assert first not in tokenizer.encode("<|end|>")
+    assert tokenizer.decode(chat) == "a<|end|><tool>"
+    strips = file == "added_tokens_decoder"
+    ids = tokenizer.encode("<|end|> a", special_tokens=True)
+    assert (ids == [first, *tokenizer.encode("a")]) == strips
+
+
+def test_normalized_special_tokens_are_not_shown(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
+    train_byte_fallback(tmp_path)
+    file = str(tmp_path / "tokenizer.json")
+    trained = tokenizers.Tokenizer.from_file(file)
+    trained.add_special_tokens([tokenizers.AddedToken("</s>", normalized=True)])
+    trained.save(file)
+    tokenizer = load_tokenizer(tmp_path)
+    end = trained.token_to_id("</s>")
+    assert tokenizer.decode([*tokenizer.encode("He"), end]) == "He"
+    # As for transformers, the options of tokenizer_config.json count.
+    entry = {"content": "</s>", "special": True, "normalized": False}
+    write_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {str(end): entry}})
+    assert end in load_tokenizer(tmp_path).encode("He</s>He", special_tokens=True)
+
+
+@pytest.mark.parametrize("part", ["added_tokens", "added_tokens_decoder", "vocab"])
+def test_ids_with_gaps(tmp_path, part):
+    """The library numbers added tokens one after the other, whatever ids the file states."""
+    trained = train_byte_level(tmp_path, specials=())
+    size = trained.get_vocab_size()
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ids, config = {"<x>": size + 3, "<y>": size + 9}, {}
+    entries = {token: {"content": text, "special": True} | flags for text, token in ids.items()}
+    if part == "added_tokens":
+        content[part] = [entry | {"id": token} for token, entry in entries.items()]
+    elif part == "added_tokens_decoder":
+        config[part] = entries
+    else:
+        content["model"]["vocab"] |= ids
+    write_json(tmp_path / "tokenizer.json", content)
+    write_json(tmp_path / "tokenizer_config.json", config)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == size + 10
+    assert tokenizer.encode("Hello") == trained.encode("Hello").ids
+    assert len(tokenizer.token_bytes().tokens) == size + 10
+    hello = tokenizer.encode("Hello")
+    if part != "vocab":
+        ends = [size + 3, *hello, size + 9]
+        assert tokenizer.encode("<x>Hello<y>", special_tokens=True) == ends
+        assert tokenizer.decode([*ends, size + 4]) == "Hello"
+
+
 def test_no_space_is_put_after_a_special_token(tokenizer):
     ids = tokenizer.encode("Hello<|im_end|>Hello", special_tokens=True)
     assert tokenizer.decode(ids) == "HelloHello"
@@ -142,6 +243,7 @@ def test_tokens_that_take_spaces_along(tmp_path):
 
 def test_sentencepiece_that_drops_spaces_keeps_one_after_a_special_token(tmp_path):
     train_sentencepiece(tmp_path, add_dummy_prefix=True, remove_extra_whitespaces=True)
+    write_json(tmp_path / "tokenizer_config.json", {"legacy": False})
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode("Hello<|im_end|>  are<|im_end|>you", special_tokens=True)
     assert tokenizer.decode(ids) == "Hello areyou"

@@ -5,7 +5,6 @@ llama.cpp, gguf-py/gguf/constants.py and the converters under conversion/.
 """
 
 import math
-import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -196,16 +195,16 @@ def check_known(header: GgufHeader, prefix: str, family_keys: Collection[str]) -
 def _theta(header: GgufHeader, key: str) -> float:
     theta = header.get(key, float, _DEFAULT_THETA)
     if theta < 1:
-        raise file_header.corrupt(header.file, f"{key} is {theta}")
+        raise file_header.unsupported(header.file, f"{key} is {theta}")
     return families.shortest(theta)
 
 
 def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:
     if heads < 1:
-        raise file_header.corrupt(header.file, f"{prefix}attention.head_count is {heads}")
+        raise file_header.unsupported(header.file, f"{prefix}attention.head_count is {heads}")
     size = header.get(prefix + "attention.key_length", int, width // heads)
     if size < 1:
-        raise file_header.corrupt(header.file, f"{prefix}attention.key_length is {size}")
+        raise file_header.unsupported(header.file, f"{prefix}attention.key_length is {size}")
     _check_size(header, prefix + "attention.value_length", size)
     return size
 
@@ -245,8 +244,9 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     """Returns the scaling of Llama 3 whose divisors the file stores."""
     entry = header.tensors[ROPE_FACTORS]
     if entry.kind != "F32" or entry.shape != (config["head_dim"] // 2,):
-        raise file_header.corrupt(header.file, f"tensor {ROPE_FACTORS!r} is no list of divisors")
-    stored = view(pathlib.Path(header.file), entry.begin, entry.end).view("<f4")
+        problem = f"tensor {ROPE_FACTORS!r} is {entry.kind} of shape {list(entry.shape)}"
+        raise file_header.unsupported(header.file, problem)
+    stored = view(entry.file, entry.begin, entry.end).view("<f4")
     scaling = {"rope_type": _LLAMA3_NAME, "factor": float(stored.max()), **_LLAMA3}
     if not np.allclose(stored, _divisors(config, scaling), rtol=_MAX_DEVIATION, atol=0):
         raise errors.CheckpointError(

@@ -104,7 +104,7 @@ def _tapped(header: GgufHeader) -> list[int]:
     """Returns the target layers whose outputs are the features."""
     taps = header.require(_TAPS, list)
     if not taps or any(type(tap) is not int or tap < 1 for tap in taps):
-        raise file_header.corrupt(header.file, f"{_TAPS} is {taps!s:.40}")
+        raise file_header.unsupported(header.file, f"{_TAPS} is {taps!s:.40}")
     return [tap - 1 for tap in taps]
 
 
@@ -114,7 +114,7 @@ def _windows(header: GgufHeader, num_layers: int) -> dict[str, Any]:
         return {"layer_types": [_FULL] * num_layers, "sliding_window": None}
     pattern = header.require(_PATTERN, list)
     if len(pattern) != num_layers or any(type(slides) is not bool for slides in pattern):
-        raise file_header.corrupt(header.file, f"{_PATTERN} is not one boolean for each layer")
+        raise file_header.unsupported(header.file, f"{_PATTERN} is not one boolean for each layer")
     types = [_SLIDING if slides else _FULL for slides in pattern]
     return {"layer_types": types, "sliding_window": window}
 

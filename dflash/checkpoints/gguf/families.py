@@ -27,7 +27,7 @@ _PATTERN = "attention.sliding_window_pattern"
 _WINDOW, _BASE_IN_WINDOWS = "attention.sliding_window", "rope.freq_base_swa"
 _SOFTCAP, _EXPERT_WIDTH = "final_logit_softcapping", "expert_feed_forward_length"
 _ROTATED, _INTERVAL, _INNER = "rope.dimension_count", "full_attention_interval", "ssm.inner_size"
-_MTP_LAYERS = "nextn_predict_layers"
+_MTP_LAYERS, _RECURRENT = "nextn_predict_layers", "attention.recurrent_layers"
 _GEMMA_INTERVAL, _GEMMA_27B_LAYERS = 6, 62
 _GEMMA_WINDOW_BASE = 10_000.0
 
@@ -98,7 +98,7 @@ def _pattern(header: GgufHeader, prefix: str, layers: int) -> list[str]:
     if type(pattern) is int and pattern > 0:
         return _alternating(layers, pattern)
     if not isinstance(pattern, list) or len(pattern) < layers or not {*pattern} <= {0, 1}:
-        raise file_header.corrupt(header.file, f"{prefix}{_PATTERN} is {pattern!s:.40}")
+        raise file_header.unsupported(header.file, f"{prefix}{_PATTERN} is {pattern!s:.40}")
     return [_SLIDING if slides else _FULL for slides in pattern[:layers]]
 
 
@@ -122,15 +122,21 @@ def _hybrid(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
     """Returns linear attention, partial rotation, and layers without those that only draft."""
     heads, inner = (header.require(prefix + key, int) for key in ("ssm.time_step_rank", _INNER))
     if heads < 1 or inner % heads or config["head_dim"] < 1:
-        raise file_header.corrupt(header.file, f"{prefix}{_INNER} is {inner} for {heads} heads")
+        raise file_header.unsupported(header.file, f"{prefix}{_INNER} is {inner} for {heads} heads")
     rotated = header.get(prefix + _ROTATED, int, config["head_dim"])
     drafting = header.get(prefix + _MTP_LAYERS, int, 0)
+    layers = config["num_hidden_layers"] - drafting
+    interval = header.get(prefix + _INTERVAL, int, 4)
+    pattern = [bool(layer % max(interval, 1)) for layer in range(1, layers + 1)]
+    if header.get(prefix + _RECURRENT, list, pattern)[:layers] != pattern:
+        reason = f"{prefix}{_RECURRENT} is not all layers but every {interval}th"
+        raise file_header.unsupported(header.file, reason)
     return {
-        "num_hidden_layers": config["num_hidden_layers"] - drafting,
+        "num_hidden_layers": layers,
         DRAFTING_LAYERS: drafting,
         "linear_value_head_dim": inner // heads,
         "partial_rotary_factor": rotated_part(rotated, config["head_dim"]),
-        _INTERVAL: header.get(prefix + _INTERVAL, int, 4),
+        _INTERVAL: interval,
     }
 
 
@@ -163,7 +169,10 @@ def _hybrid_family(hf_class: str, model_type: str, layout: LayoutOf, **options) 
         layout=layout,
         own=_hybrid,
         # Sections of the rotary embedding tell images from text.
-        own_keys={_INNER, _INTERVAL, _ROTATED, _MTP_LAYERS, "rope.dimension_sections"},
+        own_keys={
+            *(_INNER, _INTERVAL, _ROTATED, _MTP_LAYERS, _RECURRENT),
+            "rope.dimension_sections",
+        },
         is_written=False,
         **options,
     )

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
 import stat
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ MAGIC = b"GGUF"
 
 _VERSIONS, _VERSION_BYTES = (2, 3), 4
 _AGAIN = "copy or download the file again"
+_PART_NAME = re.compile(r"(.*)-00001-of-\d{5}\.gguf")
 
 
 class TensorEntry(NamedTuple):
@@ -31,12 +33,14 @@ class TensorEntry(NamedTuple):
       shape: Shape in the order of NumPy; ggml prints it reversed.
       begin: Offset of its first byte in the file.
       end: Offset after its last byte.
+      file: The file, which is not the header's if the model is split into several files.
     """
 
     kind: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    file: pathlib.Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,7 @@ class GgufHeader:
                 f"{self.file}: {key}: expected {kind.__name__}, got {type(value).__name__}"
             )
         if kind is float and not math.isfinite(value):
-            raise corrupt(self.file, f"{key} is {value}")
+            raise unsupported(self.file, f"{key} is {value}")
         return value
 
     def require(self, key: str, kind: type) -> Any:
@@ -78,7 +82,36 @@ class GgufHeader:
 
 
 def read_header(file: pathlib.Path) -> GgufHeader:
-    """Reads the header of a GGUF file, and checks that the file holds every tensor."""
+    """Reads the header of a model's first file, and checks that the files hold every tensor."""
+    header = _read_part(file)
+    count = header.get("split.count", int, 1)
+    return header if count < 2 else _read_others(header, count)
+
+
+def _read_others(header: GgufHeader, count: int) -> GgufHeader:
+    """Returns the header of the first of several files with the tensors of all of them."""
+    match = _PART_NAME.fullmatch(header.file.name)
+    if match is None or header.get("split.no", int, 0):
+        raise errors.CheckpointError(
+            f"{header.file}: a part of a model that is split into {count} files; give the first, "
+            f"…-00001-of-{count:05}.gguf, or join them with llama-gguf-split --merge"
+        )
+    tensors = dict(header.tensors)
+    for number in range(2, count + 1):
+        part = header.file.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
+        if not part.exists():
+            raise errors.CheckpointError(f"{part}: missing; the model is split into {count} files")
+        tensors |= _read_part(part).tensors
+    total = header.get("split.tensors.count", int, len(tensors))
+    if len(tensors) != total:
+        raise errors.CheckpointError(
+            f"{header.file}: the {count} parts of the model hold {len(tensors)} tensors, not "
+            f"{total}; {_AGAIN}"
+        )
+    return dataclasses.replace(header, tensors=tensors)
+
+
+def _read_part(file: pathlib.Path) -> GgufHeader:
     if paths.in_bucket(file):
         raise errors.CheckpointError(f"{file}: GGUF files are read from a disk; copy it to one")
     try:
@@ -90,7 +123,7 @@ def read_header(file: pathlib.Path) -> GgufHeader:
         raise errors.CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=64)  # A model may be split into dozens of files.
 def _read_header(file: pathlib.Path, size: int, mtime_ns: int) -> GgufHeader:
     """Reads the header of a file in this state; a run looks at it several times."""
     package(file)
@@ -107,13 +140,17 @@ def _read_header(file: pathlib.Path, size: int, mtime_ns: int) -> GgufHeader:
             f"{file}: truncated or corrupt: {size:,} bytes do not hold its header; {_AGAIN}"
         ) from error
     except Exception as error:  # The package raises any exception for a damaged file.
-        raise corrupt(file, str(error.args[0])) from error
+        raise _corrupt(file, str(error).partition("\n")[0] or type(error).__name__) from error
     return GgufHeader(file, metadata, dict(_entries(file, reader)))
 
 
-def corrupt(file: pathlib.Path, reason: str) -> errors.CheckpointError:
-    """Returns the error for a damaged file."""
+def _corrupt(file: pathlib.Path, reason: str) -> errors.CheckpointError:
     return errors.CheckpointError(f"{file}: corrupt ({reason}); {_AGAIN}")
+
+
+def unsupported(file: pathlib.Path, reason: str) -> errors.CheckpointError:
+    """Returns the error for contents that may be damaged, or of a kind that is not read."""
+    return errors.CheckpointError(f"{file}: {reason}, which is not supported")
 
 
 def _check_beginning(file: pathlib.Path) -> None:
@@ -144,15 +181,15 @@ def _entries(file: pathlib.Path, reader: Any) -> Iterator[tuple[str, TensorEntry
         shape, number, begin = described
         kind, block, block_bytes = _block_of(file, name, number)
         if not shape or shape[-1] % block or 0 in shape:
-            raise corrupt(file, f"tensor {name!r} is {kind} of shape {list(shape)}")
+            raise _corrupt(file, f"tensor {name!r} is {kind} of shape {list(shape)}")
         if begin != expected:
-            raise corrupt(file, f"tensor {name!r} begins at {begin:,}, not at {expected:,}")
+            raise _corrupt(file, f"tensor {name!r} begins at {begin:,}, not at {expected:,}")
         end = begin + math.prod(shape) // block * block_bytes
         if end > size:
             raise errors.CheckpointError(
                 f"{file}: truncated: {size:,} bytes, but tensor {name!r} ends at {end:,}; {_AGAIN}"
             )
-        yield name, TensorEntry(kind, shape, begin, end)
+        yield name, TensorEntry(kind, shape, begin, end, file)
         expected = -(-end // alignment) * alignment
 
 

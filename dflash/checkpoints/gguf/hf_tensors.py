@@ -44,7 +44,13 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
         scales = (name for name in tensor_map.by_tensor(module, shapes) if name.endswith(suffix))
         eight_bit_names = {name.removesuffix(suffix) + "weight" for name in scales}
         tensors = in_eight_bits(tensors, eight_bit_names)
-    safetensors_io.load_tensors(module, tensors, (directory / WEIGHTS).resolve())
+    safetensors_io.load_tensors(module, tensors, weights_file(directory))
+
+
+def weights_file(directory: pathlib.Path) -> pathlib.Path:
+    """Returns the file behind a directory's model.gguf; its other parts, if any, are beside it."""
+    link = directory / WEIGHTS
+    return directory / link.readlink() if link.is_symlink() else link
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
@@ -69,10 +75,10 @@ def in_eight_bits(
 
 def read_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     """Describes every tensor of model.gguf, by its name in Hugging Face's layout."""
-    file = (directory / WEIGHTS).resolve()
+    file = weights_file(directory)
     header = file_header.read_header(file)
-    family = kinds.family_of(header)
-    config = kinds.config_of(header)
+    kind = kinds.of_file(header)
+    family, config = kind.family, kind.config_of(header)
     tensors = {}
     unexpected = []
     for name, entry in header.tensors.items():
@@ -100,19 +106,19 @@ def _named(
 ) -> Iterator[StoredTensor]:
     """Yields a tensor under its name in Hugging Face's layout, where experts are separate."""
     known = entry.kind in PLAIN_DTYPES or entry.kind in BUFFER_DTYPES
-    place = (entry.kind if known else "F32", entry.shape, entry.begin, entry.end)
+    place = (entry.kind if known else "F32", *entry[1:4])
     hf_name = family.names.to_hf(name)
     if name == block_drafter.DRAFT_IDS and hf_name is not None:
         _draft_ids(header)
-        yield _DraftIds(header.file, hf_name, *place)
-        yield _Drafted(header.file, "t2d", "BOOL", (config["vocab_size"],), *place[2:])
+        yield _DraftIds(entry.file, hf_name, *place)
+        yield _Drafted(entry.file, "t2d", "BOOL", (config["vocab_size"],), *place[2:])
         return
-    tensor = GgufTensor(header.file, hf_name or name, *place, kind=entry.kind)
+    tensor = GgufTensor(entry.file, hf_name or name, *place, kind=entry.kind)
     if name == block_drafter.DRAFT_CODES and block_drafter.DRAFT_IDS in header.tensors:
         ids = _draft_ids(header)
         if ids.size and not 0 <= ids.min() <= ids.max() < entry.shape[0]:
             problem = f"tensor {block_drafter.DRAFT_IDS!r} names tokens beyond {entry.shape[0]}"
-            raise file_header.corrupt(header.file, problem)
+            raise file_header.unsupported(header.file, problem)
         yield dataclasses.replace(
             tensor,
             layout=TensorLayout(rows=ids, num_rows=entry.shape[0]),
@@ -144,8 +150,8 @@ def _draft_ids(header: GgufHeader) -> np.ndarray:
     entry = header.tensors[block_drafter.DRAFT_IDS]
     if entry.kind != "I64" or len(entry.shape) != 1:
         what = f"tensor {block_drafter.DRAFT_IDS!r} is no list of token ids"
-        raise file_header.corrupt(header.file, what)
-    return view(header.file, entry.begin, entry.end).view(np.int64)
+        raise file_header.unsupported(header.file, what)
+    return view(entry.file, entry.begin, entry.end).view(np.int64)
 
 
 class _DraftIds(StoredTensor):

@@ -1,36 +1,43 @@
 """Kinds of models in GGUF files: the families of targets, and block drafters."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from dflash.checkpoints.gguf import architecture, block_drafter, tensor_names
 from dflash.checkpoints.gguf.families import Family
 from dflash.checkpoints.gguf.file_header import GgufHeader
 
-_DRAFTER = Family("", "qwen3", names=tensor_names.DRAFTER)
+
+class Kind(NamedTuple):
+    """Kind of a model.
+
+    Attributes:
+      family: Its tensors.
+      config_of: Function from a header to the contents of config.json.
+      metadata_of: Function from config.json, as `config_to_hf` writes it, to metadata.
+    """
+
+    family: Family
+    config_of: Callable[[GgufHeader], dict[str, Any]] = architecture.config_of
+    metadata_of: Callable[[Mapping[str, Any]], dict[str, Any]] = architecture.metadata_of
 
 
-def config_of(header: GgufHeader) -> dict[str, Any]:
-    """Returns the contents of a config.json for the model in a file."""
-    is_drafter = family_of(header) is _DRAFTER
-    return block_drafter.config_of(header) if is_drafter else architecture.config_of(header)
+_DRAFTER = Kind(
+    Family("", "qwen3", names=tensor_names.DRAFTER),
+    block_drafter.config_of,
+    block_drafter.metadata_of,
+)
 
 
-def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metadata of a model, given its config.json as `config_to_hf` writes it."""
-    is_drafter = written_family(config) is _DRAFTER
-    return block_drafter.metadata_of(config) if is_drafter else architecture.metadata_of(config)
-
-
-def family_of(header: GgufHeader) -> Family:
-    """Returns the family of the model in a file; raises like `config_of`."""
+def of_file(header: GgufHeader) -> Kind:
+    """Returns the kind of the model in a file."""
     if header.metadata.get(architecture.ARCHITECTURE) == architecture.DRAFTER:
         return _DRAFTER
-    return architecture.family_of(header)
+    return Kind(architecture.family_of(header))
 
 
-def written_family(config: Mapping[str, Any]) -> Family:
-    """Returns the family of the model that config.json describes; raises like `metadata_of`."""
+def of_config(config: Mapping[str, Any]) -> Kind:
+    """Returns the kind of the model that config.json describes; raises if it is not written."""
     if set(config["architectures"]) & set(block_drafter.HF_CLASSES):
         return _DRAFTER
-    return architecture.written_family(config)[1]
+    return Kind(architecture.written_family(config)[1])

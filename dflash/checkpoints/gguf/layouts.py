@@ -97,8 +97,8 @@ def grouped_delta(name: str, shape: Shape, config: Config) -> TensorLayout:
         return AS_STORED
     layouts = {
         "ssm_a": TensorLayout(restore=_log_negated),
-        "ssm_conv1d.weight": TensorLayout(squeezed=1),
-        "ffn_gate_inp_shexp.weight": TensorLayout(squeezed=0),
+        "ssm_conv1d.weight": TensorLayout(squeezed=1 if len(shape) == 2 else None),
+        "ffn_gate_inp_shexp.weight": TensorLayout(squeezed=0 if len(shape) == 1 else None),
     }
     return layouts.get(stem) or shifted_norms(name, shape, config)
 

@@ -6,6 +6,7 @@
         tokenizer_config.json                    special tokens, chat template
         model.gguf -> /data/SmolLM2-135M-Instruct.Q4_1.gguf
 
+A chat_template.jinja beside the file takes the place of the file's template, as in a checkpoint.
 So only the reading of weights depends on the format; everything else sees a checkpoint directory.
 """
 
@@ -21,9 +22,9 @@ from dflash.checkpoints.gguf.file_header import GgufHeader
 from dflash.checkpoints.gguf.hf_tensors import WEIGHTS
 from dflash.storage import files, paths
 
-SUFFIX = ".gguf"
+SUFFIX, CHAT_TEMPLATE = ".gguf", "chat_template.jinja"
 
-_LAYOUT_VERSION = 1  # Counts changes of what the directory holds.
+_LAYOUT_VERSION = 2  # Counts changes of what the directory holds.
 
 
 def open_file(file: pathlib.Path) -> pathlib.Path:
@@ -39,8 +40,8 @@ def open_file(file: pathlib.Path) -> pathlib.Path:
 
 
 def _directory(file: pathlib.Path) -> pathlib.Path:
-    status = file.stat()
-    state = _LAYOUT_VERSION, str(file), status.st_size, status.st_mtime_ns
+    status, has_template = file.stat(), file.with_name(CHAT_TEMPLATE).exists()
+    state = _LAYOUT_VERSION, str(file), status.st_size, status.st_mtime_ns, has_template
     digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
     return paths.cache_directory("gguf") / f"{file.stem}-{digest}"
 
@@ -48,7 +49,7 @@ def _directory(file: pathlib.Path) -> pathlib.Path:
 def _contents(header: GgufHeader) -> dict[str, bytes]:
     """Returns the content of each file in the directory, config.json last."""
     ends = {"eos_token_id": list(tokenizer_files.end_ids(header))}
-    config = kinds.config_of(header) | ends
+    config = kinds.of_file(header).config_of(header) | ends
     licence = header.get("general.license", str)
     # The licence stands in README.md as in the model cards of the hub.
     card = {} if licence is None else {"README.md": f"---\nlicense: {licence}\n---\n".encode()}
@@ -66,6 +67,8 @@ def _write(directory: pathlib.Path, file: pathlib.Path, contents: dict[str, byte
     try:
         staged.mkdir()
         (staged / WEIGHTS).symlink_to(file)
+        if (template := file.with_name(CHAT_TEMPLATE)).exists():
+            (staged / CHAT_TEMPLATE).symlink_to(template)
         for name, content in contents.items():
             files.write_whole(staged / name, content)
         with files.waiting_lock(directory.parent / ".lock"):

@@ -3,7 +3,7 @@
 Byte-level BPE becomes tokenizer.json; sentencepiece BPE becomes tokenizer.model. The spellings of
 special tokens and the chat template go to tokenizer_config.json.
 
-Source of the pre-tokenizers: llama.cpp, src/llama-vocab.cpp.
+Source of the pre-tokenizers and of the tokens that end an answer: llama.cpp, src/llama-vocab.cpp.
 """
 
 import dataclasses
@@ -20,11 +20,24 @@ from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 PREFIX = "tokenizer.ggml."
-TEMPLATE = "tokenizer.chat_template"
+TEMPLATE = "tokenizer.chat_template"  # A named template has a dot and its name behind it.
 _NO_MODEL, BYTE_LEVEL, SENTENCEPIECE = "none", "gpt2", "llama"
 _SPACE_SIGN = "\u2581"  # Symbol of sentencepiece for a space.
 NAMED = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
 ENDS = "eos", "eot", "eom"
+_CODE_ENDS = "fim_pad", "fim_rep", "fim_sep"  # Ends of a text that fills in the middle of code.
+# Tokens that end an answer, whether or not the file names them.
+_END_SPELLINGS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
+    *("<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+}
+# Beside a token of each of these sets, <|end|> ends a message within an answer.
+_AFTER_MESSAGES = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
+_HTML_TOO = "</s>"  # Where it is no control token, it ends a text that is struck through.
+_DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # Those of sentencepiece.
 _NO_TOKEN = -1, 2**32 - 1  # How writers of int32 and of uint32 say that there is no such token.
 
 
@@ -114,10 +127,7 @@ def files_of(header: GgufHeader) -> dict[str, bytes]:
     tokens, types = _vocabulary(header)
     ids = {name: _id(header, key) for key, name in NAMED.items()}
     named = {name: tokens[token] for name, token in ids.items() if token is not None}
-    config: dict[str, Any] = {**named}
-    template = header.get(TEMPLATE, str)
-    if template is not None:
-        config["chat_template"] = template
+    config: dict[str, Any] = {**named, "chat_template": list(_templates(header))}
     if model == BYTE_LEVEL:
         name, content = TOKENIZER_JSON, _encode(_byte_level(header, tokens, types))
     else:
@@ -151,9 +161,28 @@ def _essence(part: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def end_ids(header: GgufHeader) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end an answer."""
-    ids = (_id(header, name) for name in ENDS)
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+    """Returns the ids of the tokens that end an answer, by name or by spelling."""
+    named = (_id(header, name) for name in (*ENDS, *_CODE_ENDS))
+    ids = *(token for token in named if token is not None), *_spelled_ends(header)
+    return tuple(dict.fromkeys(ids))
+
+
+def _spelled_ends(header: GgufHeader) -> list[int]:
+    tokens, types = (header.get(PREFIX + name, list, []) for name in ("tokens", "token_type"))
+    ids = {token: number for number, token in enumerate(tokens) if token in _END_SPELLINGS}
+    if all(ids.keys() & ends for ends in _AFTER_MESSAGES):
+        ids.pop("<|end|>", None)
+    if _HTML_TOO in ids and types[ids[_HTML_TOO] :][:1] != [TokenType.CONTROL]:
+        del ids[_HTML_TOO]
+    return sorted(ids.values())
+
+
+def _templates(header: GgufHeader) -> Iterator[dict[str, str]]:
+    """Yields the chat templates as entries of tokenizer_config.json."""
+    for key in header.metadata:
+        name = key.removeprefix(TEMPLATE)
+        if key == TEMPLATE or name.startswith("."):
+            yield {"name": name[1:] or "default", "template": header.get(key, str)}
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:
@@ -165,33 +194,44 @@ def _vocabulary(header: GgufHeader) -> tuple[list[str], list[int]]:
     types = header.get(PREFIX + "token_type", list, [1] * len(tokens))
     texts = bool(tokens) and all(isinstance(token, str) for token in tokens)
     if not texts or len(types) != len(tokens):
-        raise file_header.corrupt(header.file, f"{PREFIX}tokens and token_type do not fit")
+        raise file_header.unsupported(header.file, f"{PREFIX}tokens and token_type do not fit")
     unknown = next((kind for kind in types if type(kind) is not int or kind not in _TYPES), None)
     if unknown is not None:
-        raise file_header.corrupt(header.file, f"{PREFIX}token_type has a token of type {unknown}")
-    return tokens, types
+        raise file_header.unsupported(header.file, f"{PREFIX}token_type has a type {unknown}")
+    hidden = {token for token, kind in enumerate(types) if kind == TokenType.UNKNOWN}
+    hidden |= {*end_ids(header)}
+    kinds = (TokenType.CONTROL if token in hidden else kind for token, kind in enumerate(types))
+    return [text or f"[EMPTY_{token}]" for token, text in enumerate(tokens)], [*kinds]
 
 
 def _id(header: GgufHeader, name: str) -> int | None:
-    """Returns the id of a special token, such as "bos"; None if the file states none."""
+    """Returns the id of a special token, such as "bos"; None if there is none."""
     key = f"{PREFIX}{name}_token_id"
+    count = len(header.get(PREFIX + "tokens", list, []))
     token = header.get(key, int)
+    if token is None and header.get(PREFIX + "model", str) == SENTENCEPIECE:
+        default = _DEFAULT_IDS.get(name, count)
+        return default if default < count else None
     if token is None or token in _NO_TOKEN:
         return None
-    count = len(header.get(PREFIX + "tokens", list, []))
     if token < 0 or token >= count > 0:  # A file without tokens may still name ids.
-        raise file_header.corrupt(header.file, f"{key} is {token} of {count} tokens")
+        raise file_header.unsupported(header.file, f"{key} is {token} of {count} tokens")
     return token
 
 
 def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    kind = header.get(PREFIX + "pre", str, "gpt-2")
-    if kind not in _PRE_TOKENIZERS:
+    name = header.get(PREFIX + "pre", str)
+    if name is None:
         raise errors.CheckpointError(
-            f"{header.file}: {PREFIX}pre: {kind!r} is not supported, only "
+            f"{header.file}: lacks {PREFIX}pre, without which texts cannot be split into words as "
+            "the model expects; convert the model again with a present llama.cpp"
+        )
+    if name not in _PRE_TOKENIZERS:
+        raise errors.CheckpointError(
+            f"{header.file}: {PREFIX}pre: {name!r} is not supported, only "
             f"{', '.join(_PRE_TOKENIZERS)}"
         )
-    pre = _PRE_TOKENIZERS[kind]
+    pre = _PRE_TOKENIZERS[name]
     adds_bos = header.get(PREFIX + "add_bos_token", bool, pre.adds_bos)
     added = {
         token
@@ -223,7 +263,8 @@ def _merges(header: GgufHeader, known: set[str]) -> list[list[str]]:
     ]
     for number, parts in enumerate(merges):
         if len(parts) != 2 or not {*parts, "".join(parts)} <= known:
-            raise file_header.corrupt(header.file, f"{PREFIX}merges: merge {number} is no pair")
+            problem = f"{PREFIX}merges: merge {number} is no pair of tokens that form a token"
+            raise file_header.unsupported(header.file, problem)
     return merges
 
 
@@ -274,17 +315,19 @@ def _sentencepiece(
 
     scores = header.require(PREFIX + "scores", list)
     if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
-        raise file_header.corrupt(header.file, f"{PREFIX}scores do not fit the tokens")
-    if types.count(TokenType.UNKNOWN) != 1:
-        raise file_header.corrupt(header.file, f"{PREFIX}token_type needs one unknown token")
+        raise file_header.unsupported(header.file, f"{PREFIX}scores do not fit the tokens")
+    unknown = _id(header, "unknown")
+    if unknown is None:
+        raise errors.CheckpointError(f"{header.file}: {PREFIX}unknown_token_id names no token")
+    types[unknown] = TokenType.UNKNOWN
     model = sentencepiece_model_pb2.ModelProto()
     for text, kind, score in zip(tokens, types, scores, strict=True):
         piece = text.replace(" ", _SPACE_SIGN) if kind == TokenType.USER_DEFINED else text
         model.pieces.add(piece=piece, score=score, type=kind)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     trainer.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
-    trainer.byte_fallback = True
-    trainer.unk_piece = tokens[types.index(TokenType.UNKNOWN)]
+    trainer.byte_fallback = TokenType.BYTE in types
+    trainer.unk_piece = tokens[unknown]
     for field, name in (("bos_piece", "bos_token"), ("eos_piece", "eos_token")):
         setattr(trainer, field, named.get(name, ""))
     normalizer.name = "identity"

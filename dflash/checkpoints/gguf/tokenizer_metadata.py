@@ -7,12 +7,12 @@ from typing import Any
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, files
-from dflash.checkpoints.gguf import file_header, tokenizer_files
-from dflash.checkpoints.gguf.hf_tensors import WEIGHTS
+from dflash.checkpoints.gguf import file_header, hf_tensors, tokenizer_files
 from dflash.checkpoints.gguf.tokenizer_files import PREFIX, TokenType
 from dflash.text import chat_template
 from dflash.text.chat_template import ChatTemplate
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
+from dflash.text.tokenizer_files import read_sentencepiece
 
 _UNUSED_SCORE = -1e4
 
@@ -23,7 +23,7 @@ def values_of(directory: pathlib.Path, vocab_size: int) -> dict[str, Any]:
     Args:
       vocab_size: Number of tokens of the model; ids beyond the tokenizer's become unused tokens.
     """
-    if (directory / WEIGHTS).exists():
+    if (directory / hf_tensors.WEIGHTS).exists():
         values = _copied(directory)
     elif (directory / TOKENIZER_JSON).exists():
         values = _byte_level(directory)
@@ -41,7 +41,7 @@ def values_of(directory: pathlib.Path, vocab_size: int) -> dict[str, Any]:
 
 def _copied(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the metadata of the GGUF file behind a directory."""
-    metadata = file_header.read_header((directory / WEIGHTS).resolve()).metadata
+    metadata = file_header.read_header(hf_tensors.weights_file(directory)).metadata
     values = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     return values if PREFIX + "tokens" in values else {}
 
@@ -109,17 +109,11 @@ def _type_of(token: int, ids: Mapping[int, str], special: Mapping[int, bool]) ->
 
 
 def _sentencepiece(directory: pathlib.Path) -> dict[str, Any]:
-    from google.protobuf import message
-    from sentencepiece import sentencepiece_model_pb2
-
-    file = directory / SENTENCEPIECE_MODEL
-    try:
-        model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
-    except (OSError, message.DecodeError) as error:
-        raise errors.CheckpointError(f"{file}: not a sentencepiece model, or damaged") from error
-    if model.trainer_spec.model_type != sentencepiece_model_pb2.TrainerSpec.BPE:
+    model, _ = read_sentencepiece(directory)
+    if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise errors.CheckpointError(
-            f"{file}: only sentencepiece models with BPE can be written to a GGUF file"
+            f"{directory / SENTENCEPIECE_MODEL}: only sentencepiece models with BPE can be written "
+            "to a GGUF file"
         )
     values = {
         "model": tokenizer_files.SENTENCEPIECE,
@@ -143,7 +137,8 @@ def _with_names(directory: pathlib.Path, values: Mapping[str, Any]) -> dict[str,
         if spellings.get(field) in tokens
     }
     ids |= dict(zip(tokenizer_files.ENDS, checkpoint.eos_token_ids(directory), strict=False))
-    template = ChatTemplate(directory, {}, datetime.date.today()).source
-    if template:
-        metadata[tokenizer_files.TEMPLATE] = template
+    templates = ChatTemplate(directory, {}, datetime.date.today()).sources
+    for name, template in templates.items():
+        named = "" if name == "default" else f".{name}"
+        metadata[tokenizer_files.TEMPLATE + named] = template
     return metadata | {f"{PREFIX}{name}_token_id": token for name, token in ids.items()}

@@ -77,7 +77,7 @@ def save(
     Returns:
       Number of tensors written.
     """
-    family = kinds.written_family(config)
+    family = kinds.of_config(config).family
     tensors = list(_tensors(outgoing.tensors_of(module), family, config))
     factors = architecture.rope_factors(config)
     with files.explained(file):
