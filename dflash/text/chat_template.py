@@ -11,7 +11,7 @@ from typing import Any
 from dflash import errors
 from dflash.config import encoding
 from dflash.storage.files import read_regular
-from dflash.text import message_form
+from dflash.text import jsonl, message_form
 from dflash.text.message_form import MessageForm
 
 Messages = Sequence[Mapping[str, Any]]
@@ -34,13 +34,14 @@ class ChatTemplate:
         self._forms: dict[bool, MessageForm] = {}
 
     def formed(self, messages: Messages, *, tools: bool) -> list[dict[str, Any]]:
-        """Returns messages of `jsonl.normalized` in the form that the template reads.
+        """Returns normalized messages in the form that the template reads.
 
         Args:
           tools: Whether the conversation has tools, which may have a template of their own.
         """
+        messages = [jsonl.normalized(message) for message in messages]
         if not any(message.keys() & _FORMED for message in messages):
-            return [dict(message) for message in messages]
+            return messages
         if tools not in self._forms:
             self._forms[tools] = self._find_form(tools)
         return [self._forms[tools].apply(message) for message in messages]

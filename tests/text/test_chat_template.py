@@ -254,7 +254,7 @@ def routes(messages, tokenizer):
     http = [message.for_template() for message in body.messages]
     prompt = jsonl.check_messages(messages)
     example = files.example_of({"messages": messages}).messages
-    for normalized in (http, prompt, example):
+    for normalized in (http, prompt, example, messages):
         yield tokenizer.render_chat(normalized, add_generation_prompt=False)
 
 
@@ -289,7 +289,7 @@ def test_calls_have_the_form_that_the_template_renders(
     answer = {"role": "assistant", "tool_calls": [call]}
     answer |= {} if content == "absent" else {"content": content}
     messages = [{"role": "user", "content": "a"}, answer]
-    assert [*routes(messages, load_tokenizer(tmp_path))] == [expected] * 3
+    assert [*routes(messages, load_tokenizer(tmp_path))] == [expected] * 4
 
 
 @pytest.mark.parametrize("name", jsonl.REASONING_FIELDS)
@@ -300,7 +300,7 @@ def test_reasoning_has_the_name_that_the_template_reads(tmp_path, name, read, co
     loop = "{% for m in messages %}" + REASONING.replace("NAME", read) + "{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(loop)
     messages = [USER, {"role": "assistant", "content": content, name: "why"}]
-    assert [*routes(messages, load_tokenizer(tmp_path))] == [f"a[why]{content or ''}"] * 3
+    assert [*routes(messages, load_tokenizer(tmp_path))] == [f"a[why]{content or ''}"] * 4
 
 
 def test_reasoning_is_a_part_of_the_content_where_the_template_reads_it_there(tmp_path):
@@ -313,7 +313,7 @@ def test_reasoning_is_a_part_of_the_content_where_the_template_reads_it_there(tm
     )
     answers = ({"role": "assistant", "content": text, "reasoning": "why"} for text in ("b", None))
     texts = [[*routes([USER, answer], load_tokenizer(tmp_path))] for answer in answers]
-    assert texts == [["a[why]b"] * 3, ["a[why]"] * 3]
+    assert texts == [["a[why]b"] * 4, ["a[why]"] * 4]
 
 
 def test_reasoning_gives_way_to_a_text_where_the_template_takes_one_of_them(tmp_path):
@@ -332,7 +332,7 @@ def test_reasoning_gives_way_to_a_text_where_the_template_takes_one_of_them(tmp_
         [*routes([USER, {**answer, **fields}], tokenizer)]
         for fields in ({}, {"tool_calls": [call]}, {"tool_calls": [call], "content": None})
     ]
-    assert texts == [[text] * 3 for text in ("awhyb", "ab{}", "awhy{}")]
+    assert texts == [[text] * 4 for text in ("awhyb", "ab{}", "awhy{}")]
 
 
 @pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])
