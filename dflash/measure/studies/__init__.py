@@ -2,10 +2,22 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
+from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.measure.studies import load, serving, timings
+from dflash.measure.studies import load, timings
 from dflash.measure.studies.result import Step
 from dflash.measure.studies.result import StudyResult as StudyResult
+from dflash.version import install_command
+
+
+def _serve(config: BenchmarkRun) -> Iterator[Step]:
+    """Measures a server; see `serving.serve`. No other study needs the server's packages."""
+    try:
+        from dflash.measure.studies import serving
+    except ModuleNotFoundError as error:
+        raise errors.ConfigError(f"study.name=serve: {error}; {install_command('serve')}") from None
+    return serving.serve(config)
+
 
 # Each yields its steps with the results so far; the last result is complete.
 STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
@@ -13,7 +25,7 @@ STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
     "verify": timings.verify,
     "draft": timings.draft,
     "load": load.load,
-    "serve": serving.serve,
+    "serve": _serve,
 }
 
 DECODING = frozenset(("load", "serve"))  # Studies that decode prompts.
