@@ -72,12 +72,12 @@ class GroupPlot(NamedTuple):
     Attributes:
       page: Page in docs/results.
       header: Beginning of the table's first line, which no other table of the page has.
-      values: Columns with the heights of the bars, and their names in the legend. A name that
+      values: Columns with the lengths of the bars, and their names in the legend. A name that
         begins with a strategy and a comma gets a shade of the strategy's color.
-      labels: Title of the plot, and label of its vertical axis.
+      labels: Title of the plot, and label of its horizontal axis.
       name: Column with the names of the groups.
       only: Columns and the value that a row needs there to be drawn.
-      even: Height of a thin line that marks neither gain nor loss, or None.
+      even: Place of a thin line that marks neither gain nor loss, or None.
     """
 
     page: str
@@ -94,14 +94,14 @@ PLOTS = {
         page="tiny_family.md",
         header="| speed-up |",
         values={1: "dflash2", 2: "dflash2, chosen", 3: "dflash", 4: "eagle3"},
-        labels={"title": "The embedded tiny family on two CPU cores", "ylabel": "speed-up"},
+        labels={"title": "The embedded tiny family on two CPU cores", "xlabel": "speed-up"},
         even=1.0,
     ),
     "trees.png": GroupPlot(
         page="trees.md",
         header="| greedy |",
         values={2: "chain", 3: "tree of 8", 4: "tree of 16", 5: "tree of 32"},
-        labels={"title": "SmolLM2-135M, greedy", "ylabel": "mean acceptance length (τ)"},
+        labels={"title": "SmolLM2-135M, greedy", "xlabel": "mean acceptance length (τ)"},
         name=1,
         only={0: "SmolLM2"},
     ),
@@ -111,7 +111,7 @@ PLOTS = {
         values={2: "batch 1", 3: "batch 4", 4: "batch 16", 5: "batch 64"},
         labels={
             "title": "Qwen3-4B on one v5p chip after 512 tokens, by roofline",
-            "ylabel": "expected speed-up (not measured)",
+            "xlabel": "expected speed-up (not measured)",
         },
         name=1,
         only={0: "512"},
@@ -123,9 +123,16 @@ PLOTS = {
         values={3: "ssd, 2 + 2 chips", 4: "ssd, 4 + 1 chips", 2: "in turn, drafter on one chip"},
         labels={
             "title": "One sequence on v5p, by roofline",
-            "ylabel": "speed relative to drafting in turn (expected)",
+            "xlabel": "speed relative to drafting in turn (expected)",
         },
         only={1: "1"},
+        even=1.0,
+    ),
+    "smollm2_speedup.png": GroupPlot(
+        page="smollm2.md",
+        header="| speed-up |",
+        values={1: "blocks of 6", 3: "blocks of 4", 4: "sizes chosen per cycle"},
+        labels={"title": "SmolLM2-135M with DFlash2 on two CPU cores", "xlabel": "speed-up"},
         even=1.0,
     ),
     "smollm2_peers.png": BarPlot(
@@ -211,24 +218,26 @@ def groups(plot: GroupPlot, rows: Sequence[Sequence[str]]) -> bytes:
         if all(row[column] == value for column, value in plot.only.items())
         and all(_NUMBER.search(row[column]) for column in plot.values)
     ]
-    figure = Figure(figsize=(max(6.0, 1.5 + 0.55 * len(rows) * len(plot.values)), 4.2),
-                    layout="constrained")  # fmt: skip
+    # As wide as the site shows it, so that its letters can be read there.
+    height = 1.4 + 0.2 * len(rows) * (len(plot.values) + 1)
+    figure = Figure(figsize=(7.0, height), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(plot.values)
     for place, (column, name) in enumerate(plot.values.items()):
-        heights = [_number(row[column]) for row in rows]
+        lengths = [_number(row[column]) for row in rows]
         places = [group + place * width for group in range(len(rows))]
         color = _colors(plot.values.values())[name]
-        drawn = axes.bar(places, heights, 0.92 * width, label=name, color=color)
-        axes.bar_label(drawn, padding=2, fontsize=7)
+        drawn = axes.barh(places, lengths, 0.92 * width, label=name, color=color)
+        axes.bar_label(drawn, fmt="%.2f", padding=2, fontsize=8)
     if plot.even is not None:
-        axes.axhline(plot.even, color=plots.INK, linewidth=0.9, linestyle=":")
+        axes.axvline(plot.even, color=plots.INK, linewidth=0.9, linestyle=":")
     middle = 0.4 - width / 2
     names = [textwrap.fill(row[plot.name].strip("`").rpartition("=")[2], 16) for row in rows]
-    axes.set_xticks([group + middle for group in range(len(rows))], names)
-    axes.margins(y=0.12)
+    axes.set_yticks([group + middle for group in range(len(rows))], names)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
     axes.set(**plot.labels)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     return plots.png(figure)
 
 
