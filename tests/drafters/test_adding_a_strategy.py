@@ -1,7 +1,11 @@
 """The strategy that docs/adding_a_strategy.md adds, from the page itself, held to the contract."""
 
 import importlib
+import os
 import re
+import shlex
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -48,15 +52,36 @@ def test_its_keys_are_checked(tmp_path):
     ]
 
 
-def test_it_passes_the_contract(contract):
+RULES = (
+    "output_is_that_of_plain_decoding",
+    "a_cached_prefix_changes_no_token_no_draft_and_no_acceptance",
+    "greedy_rejection_is_plain_greedy_decoding",
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_it_meets_a_rule_of_the_contract(contract, rule):
     form = contract.Form("repeat")
-    case = contract.fitting(form, contract.RAGGED)
-    contract.test_output_is_that_of_plain_decoding(form, case)
-    contract.test_proposals_are_well_formed(form, False)
-    contract.test_greedy_rejection_is_plain_greedy_decoding(form)
+    case = [contract.fitting(form, contract.RAGGED)] if rule == RULES[0] else []
+    getattr(contract, f"test_{rule}")(form, *case)
     model = contract.ragged_engine(form).drafter
     assert type(model).__name__ == "Repeat"
     assert model.num_draft_tokens == 4
+
+
+def test_it_passes_the_contract_as_the_page_runs_it(contract, tmp_path):
+    (command,) = re.findall(r"^    python (-m pytest .*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command), "-q", "-p", "no:cacheprovider"],
+        cwd=TESTS.parent,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 10
 
 
 def test_it_is_built_as_the_page_says(contract):
