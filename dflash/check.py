@@ -11,6 +11,8 @@ SUBCOMMAND = cli.Subcommand(
     "chat template, thinking mode. A field whose other reading accepts clearly more is suspicious.",
     examples=(
         "dflash check configs/tiny_dflash.yml",
+        "dflash check configs/tiny_dflash2.yml",
+        "dflash check configs/tiny_eagle3.yml",
         "dflash check configs/qwen3_4b_dflash.yml prompts.dataset=gsm8k",
         "dflash check configs/qwen3_8b_dflash.yml drafter.checkpoint=path/to/drafter",
     ),

@@ -36,7 +36,8 @@ def _define_flags(values: flags.FlagValues) -> None:
 SUBCOMMAND = cli.Subcommand(
     "compile",
     "Compiles the programs of a decoding or training config for a TPU topology, on any Linux host, "
-    "and reports the compiler's estimates of memory, time, copies and collectives.",
+    "and reports the compiler's estimates of memory, time, copies and collectives. It needs "
+    "pip install 'dflash-jax[tpu]'.",
     examples=(
         "dflash compile configs/qwen3_4b_dflash.yml tpu.topology=v5e:1x1",
         "dflash compile configs/train/qwen3_4b_dflash.yml mesh.fsdp=4 \\",

@@ -34,7 +34,7 @@ SUBCOMMAND = cli.Subcommand(
     "Serves a target with a drafting strategy over HTTP: OpenAI's endpoints, SGLang's /generate, "
     "vLLM's metrics, and a page at /. Requests are batched continuously. The server prints its URL "
     "to stdout once it serves requests. If DFLASH_API_KEY is set, clients must send it as a bearer "
-    "token. Prompts of the config are ignored.",
+    "token. Prompts of the config are ignored. It needs pip install 'dflash-jax[serve]'.",
     examples=(
         "dflash serve configs/tiny_dflash.yml",
         "dflash serve configs/tiny_dflash.yml drafter.name=none --port 8001",

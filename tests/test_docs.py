@@ -1,114 +1,146 @@
-"""The commands of README.md and docs/ work as they are printed.
+"""The pages say what is so, and their commands work as they are printed.
 
-A block of shell commands is run, command by command, in an empty directory that the page's blocks
-share. A comment before the block says otherwise:
-
-    <!-- test: decode.max_new_tokens=8 -->      run, with these arguments added to each command
-    <!-- test: on a tiny target -->             run, with models and steps of a size for tests
-    <!-- needs: 9 GB of downloads -->           not run; its configs, keys and flags are checked
-
-Pages show the form of a command in indented blocks, which are not collected.
+tests/shown_commands.txt lists every command of README.md, docs/ and `--help`, and how it is tested.
 """
 
 import importlib
 import inspect
 import json
-import pathlib
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
-from support import scripts
+from support import TESTS, scripts, shown_commands
 from support.reduced_recipes import REDUCED, TARGET, TRAINING
 
+from dflash.cli import declaration
 from dflash.cli.commands import COMMANDS
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = TESTS.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-BLOCK = re.compile(
-    r"(?:<!-- (?P<mark>test|needs): (?P<detail>[^\n]+?) -->\n)?```sh\n(?P<lines>.*?)```", re.DOTALL
+TABLE = TESTS / "shown_commands.txt"
+# A block of shell commands, a command in an indented block, or what installs extras.
+TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+SHOWN = re.compile(
+    r"^```sh\n(?P<block>.*?)^```|^    +(?P<line>dflash (?!.*\[-).*?)$|"
+    r"pip\s+install\s+'(?:\.|dflash-jax)\[(?P<extras>[a-z,]+)\]'",
+    re.DOTALL | re.MULTILINE,
 )
-# What .ci/run does, or what makes no sense within a test.
-ELSEWHERE = (
-    *("pip", "pytest", "mkdocs", "source", "gcloud", "ssh", "mkdir", "cp", "export", "curl"),
-    "llama-server",
-)
-
-SMALL = "on a tiny target"
-ON_A_TINY_TARGET = {
-    "dflash.decode": (
-        *TARGET,
-        "decode.batch_size=8",
-        "decode.max_new_tokens=8",
-        "dtype=float32",
-    ),
-    "dflash.train": (*TARGET, *TRAINING, *REDUCED["qwen3_4b_dflash"], "mesh.fsdp=1"),
+SMALL = {
+    "decode": (*TARGET, "decode.batch_size=8", "decode.max_new_tokens=8", "dtype=float32"),
+    "train": (*TARGET, *TRAINING, *REDUCED["qwen3_4b_dflash"], "mesh.fsdp=1"),
 }
 
 
-def commands_of(page: pathlib.Path):
-    """Yields (mark, detail, arguments) of each command of a page, in order."""
-    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
-        for line in block["lines"].replace("\\\n", " ").splitlines():
+def shown_on(text: str) -> Iterator[tuple[str, str]]:
+    """Yields ("extras", names) and ("command", command line) of a page, in order."""
+    for match in SHOWN.finditer(TABLE_ROW.sub("", text).replace("\\\n", " ")):
+        if match["extras"]:
+            yield "extras", match["extras"]
+        for line in (match["block"] or match["line"] or "").splitlines():
             for part in line.split(" && "):
-                arguments = shlex.split(part, comments=True)
-                if arguments:
-                    yield block["mark"], block["detail"], arguments
+                words = shlex.split(part, comments=True)
+                if words[:2] == ["pip", "install"]:
+                    yield from (("extras", names) for names in re.findall(r"\[(.*)\]", words[2]))
+                elif words[:1] == ["dflash"]:
+                    yield "command", shlex.join(words)
 
 
-def dflash_command(arguments: list[str]) -> tuple[str, list[str]] | None:
-    """(entry point, its arguments) of a command line; None for a script, or one of ELSEWHERE."""
-    if arguments[:2] == ["python", "-m"]:
-        arguments = arguments[2:]
-    program, *rest = arguments
-    if program == "python" and (ROOT / rest[0]).is_file():
+def help_of(name: str) -> str:
+    """Returns what `dflash NAME --help` shows, its examples as an indented block."""
+    spec = importlib.import_module(COMMANDS[name][0]).SUBCOMMAND
+    return declaration.help_text(spec, spec.flag_values())
+
+
+def commands_shown() -> Iterator[tuple[str, frozenset[str], str]]:
+    """Yields (page, extras that it has named so far, command)."""
+    texts = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+    texts |= {
+        f"{name} --help": re.sub(r"^  ", "    ", help_of(name), flags=re.M) for name in COMMANDS
+    }
+    for page, text in texts.items():
+        extras = frozenset()
+        for kind, shown in shown_on(text):
+            if kind == "extras":
+                extras |= set(shown.split(","))
+            else:
+                yield page, extras, shown
+
+
+def treatments() -> dict[str, tuple[str, list[str]]]:
+    """Returns the table: (run, slow or not; added arguments) by command."""
+    table, heading = {}, ("", [])
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("    "):
+            table[line.strip()] = heading
+        elif line and line[0] != "#":
+            way, _, rest = line.partition(" ")
+            assert way in ("run", "slow", "not:")
+            heading = way, shlex.split(rest)
+    return table
+
+
+TREATMENTS = treatments()
+
+
+def tested_form(command: str, *, slow: bool) -> tuple[str, list[str]] | None:
+    """Returns the module and the arguments that test a command; None if nothing can."""
+    name, *arguments = shlex.split(command)[1:]
+    way, added = TREATMENTS.get(command, ("not:", []))
+    module = COMMANDS[name][0]
+    if way == "run" or (way == "slow" and slow):
+        sizes = [word for each in added for word in (SMALL[name] if each == "small" else [each])]
+        return module, [*arguments, *sizes]
+    form = any(word.isupper() for word in arguments) or arguments[0] == "mine.yml"
+    if form or "repeat" in command or not importlib.import_module(module).SUBCOMMAND.takes_config:
         return None
-    if program == "dflash":
-        return f"dflash.{rest[0]}", rest[1:]
-    if program.startswith("dflash."):
-        return program, rest
-    assert program in ELSEWHERE, f"no rule for {shlex.join(arguments)}"
-    return None
+    return module, [*arguments, "--print_config"]
 
 
-def status_of(module: str, arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as caught:
-        importlib.import_module(module).main(arguments)
-    return caught.value.code or 0
+def pages_by_extras(*, slow: bool) -> dict[str, dict[str, list]]:
+    """Returns the tested commands of each page, by the extras that it has named before them."""
+    environments: dict[str, dict[str, list]] = {}
+    for page, extras, command in commands_shown():
+        if page.endswith("--help") and TREATMENTS.get(command, ("",))[0] != "run" and not slow:
+            continue  # tests/cli/test_commands.py loads the configs of these examples.
+        if form := tested_form(command, slow=slow):
+            name = ",".join(sorted(extras)) or "none"
+            environments.setdefault(name, {}).setdefault(page, []).append(form)
+    return environments
 
 
-def added_arguments(module: str, mark: str | None, detail: str | None) -> list[str]:
-    if mark == "needs":
-        return ["--print_config"]
-    words = shlex.split((detail or "").removeprefix(SMALL))
-    return [*ON_A_TINY_TARGET[module], *words] if (detail or "").startswith(SMALL) else words
+ENVIRONMENTS = [
+    pytest.param(name, pages, id=f"{name}-{'slow' if slow else 'quick'}")
+    for slow in (False, True)
+    for name, pages in pages_by_extras(slow=slow).items()
+]
 
 
-def takes_a_config(module: str) -> bool:
-    return module != "dflash.convert"
+def test_the_table_lists_the_commands_of_the_pages():
+    assert {command for _, _, command in commands_shown()} == set(TREATMENTS)
 
 
-PAGES_WITH_COMMANDS = [page for page in PAGES if any(commands_of(page))]
-
-
-@pytest.mark.parametrize(
-    "page", PAGES_WITH_COMMANDS, ids=[str(page.relative_to(ROOT)) for page in PAGES_WITH_COMMANDS]
-)
-def test_the_commands_of_a_page_work(page, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    # Pages call the user's own prompts so.
-    questions = [json.dumps({"prompt": f"Count from {n} to {n + 9}."}) for n in range(24)]
-    pathlib.Path("questions.jsonl").write_text("\n".join(questions))
-    for mark, detail, arguments in commands_of(page):
-        command = dflash_command(arguments)
-        if command is None:
-            continue
-        module, given = command
-        if mark == "needs" and not takes_a_config(module):
-            continue
-        added = added_arguments(module, mark, detail)
-        status = status_of(module, [*given, *added])
-        assert status == 0, f"{shlex.join([*arguments, *added])}\n{capfd.readouterr().err[-2000:]}"
+@pytest.mark.parametrize(("extras", "pages"), ENVIRONMENTS)
+def test_the_commands_of_pages_work(extras, pages, tmp_path):
+    """The blocks of a page share a directory, and have the extras that it has named before them."""
+    commands = []
+    for number, forms in enumerate(pages.values()):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        # Pages call the user's own prompts so.
+        questions = [json.dumps({"prompt": f"Count from {n} to {n + 9}."}) for n in range(24)]
+        for name in ("questions", "q", "p"):
+            (directory / f"{name}.jsonl").write_text("\n".join(questions))
+        commands += [(str(directory), *form) for form in forms]
+    names = [] if extras == "none" else extras.split(",")
+    job = {"hidden": shown_commands.hidden_modules(names), "commands": commands}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    child = [sys.executable, "-P", shown_commands.__file__, tmp_path / "job.json"]
+    done = subprocess.run(child, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_every_page_is_in_the_navigation():

@@ -16,7 +16,7 @@ CONFIG = "CONFIG"
 _ABOUT_CONFIGS = (
     "CONFIG is a YAML file, looked up as given, then among the shipped configs. Arguments of the "
     "form key=value override it; keys are dotted, and values are YAML. --print_config shows all "
-    "keys with their values."
+    "keys with their values. Models named hf:org/name need pip install 'dflash-jax[hf]'."
 )
 _STATUSES = (
     "exit status: 0: done; 1: the run failed; 2: invalid usage, config, input or checkpoint; 130: "

@@ -88,7 +88,7 @@ def load(directory):
 
 
 def test_the_command_decodes_losslessly(capsys):
-    (command,) = re.findall(r"^    python -m dflash\.decode (.*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^    dflash decode (.*)$", PAGE, re.MULTILINE)
     with pytest.raises(SystemExit) as caught:
         importlib.import_module("dflash.decode").main([*shlex.split(command), "--workdir=run"])
     assert not caught.value.code, capsys.readouterr().err
