@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import shlex
 import subprocess
 
 import kubernetes_validate
