@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Iterator
 
 import pytest
@@ -25,7 +26,7 @@ TABLE = TESTS / "shown_commands.txt"
 # A block of shell commands, a command in an indented block, or what installs extras.
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
 SHOWN = re.compile(
-    r"^```sh\n(?P<block>.*?)^```|^    +(?P<line>dflash (?!.*\[-).*?)$|"
+    r"^```sh\n(?P<block>.*?)^```|^    +(?P<line>dflash (?![^\n]*\[-)[^\n]*)$|"
     r"pip\s+install\s+'(?:\.|dflash-jax)\[(?P<extras>[a-z,]+)\]'",
     re.DOTALL | re.MULTILINE,
 )
@@ -101,12 +102,18 @@ def tested_form(command: str, *, slow: bool) -> tuple[str, list[str]] | None:
 
 
 def pages_by_extras(*, slow: bool) -> dict[str, dict[str, list]]:
-    """Returns the tested commands of each page, by the extras that it has named before them."""
+    """Returns the tested commands of each page, by the extras that it has named before them.
+
+    A command that several pages show is tested once, unless a later page names fewer extras.
+    """
     environments: dict[str, dict[str, list]] = {}
+    tested = []
     for page, extras, command in commands_shown():
         if page.endswith("--help") and TREATMENTS.get(command, ("",))[0] != "run" and not slow:
             continue  # tests/cli/test_commands.py loads the configs of these examples.
-        if form := tested_form(command, slow=slow):
+        form = tested_form(command, slow=slow)
+        if form and not any(form == other and fewer <= extras for other, fewer in tested):
+            tested.append((form, extras))
             name = ",".join(sorted(extras)) or "none"
             environments.setdefault(name, {}).setdefault(page, []).append(form)
     return environments
@@ -172,8 +179,9 @@ def test_lines_of_code_fit_the_page():
 
 
 def anchor_of(heading: str) -> str:
-    """Returns the anchor that the site gives a heading."""
-    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+    """Returns the anchor that the site gives a heading; letters beyond ASCII, as τ, are dropped."""
+    ascii_only = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", ascii_only).strip().lower())
 
 
 def test_links_between_pages_lead_somewhere():
