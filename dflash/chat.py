@@ -207,7 +207,10 @@ class Conversation:
                     break
         self._out.print()
         done = stream.completion
-        self._note(tally.line("stopped" if done is None else done.finish_reason))
+        ending = "stopped" if done is None else done.finish_reason
+        if ending == "length":
+            ending += ": decode.max_new_tokens or decode.max_length"
+        self._note(tally.line(ending))
         return "".join(texts)
 
     def _note(self, text: str) -> None:
@@ -233,6 +236,7 @@ def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         pressed.append(number)
         if len(pressed) > 1:
             raise KeyboardInterrupt
+        print("\nstopping; again stops at once", file=sys.stderr, flush=True)
 
     before = signal.signal(signal.SIGINT, press)
     try:

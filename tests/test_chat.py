@@ -53,6 +53,7 @@ def test_turns_are_kept_and_given_to_each_answer(llm):
     first, second = (talking.messages[i]["content"] for i in (2, 4))
     assert out == f"{first}\n{second}\n"
     assert err.count(" tokens, ") == 2
+    assert err.count("length: decode.max_new_tokens or decode.max_length") == 2
     # The same conversation, asked for otherwise.
     again = llm.chat(talking.messages[:4])
     assert again.text == second

@@ -138,9 +138,13 @@ def check_config(
     return True
 
 
-def another_config(directory: pathlib.Path, differences: str = "") -> errors.WorkdirError:
+class AnotherConfigError(errors.WorkdirError):
+    """A work directory belongs to a run with another config."""
+
+
+def another_config(directory: pathlib.Path, differences: str = "") -> AnotherConfigError:
     """Returns the error for a directory that belongs to a run with another config."""
-    return errors.WorkdirError(
+    return AnotherConfigError(
         f"{directory}: belongs to a run of another config{differences}: "
         "use another --workdir, or delete this one"
     )

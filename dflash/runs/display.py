@@ -104,8 +104,11 @@ class Display:
         start = time.perf_counter()
         yield
         elapsed = f"{time.perf_counter() - start:.1f} s\n"
+        if self._console.is_terminal:  # A bar in between may have erased the line.
+            self._console.control(rich.control.Control(ControlType.CARRIAGE_RETURN))
         # Repeat the message if something else was shown in between.
-        self._say(elapsed if self._status_open else f"{message} … {elapsed}")
+        repeats = self._console.is_terminal or not self._status_open
+        self._say(f"{message} … {elapsed}" if repeats else elapsed)
         self._status_open = False
 
     @contextlib.contextmanager

@@ -169,9 +169,12 @@ class TrainReport(contextlib.AbstractContextManager):
 
 
 def describe(metrics: Metrics) -> str:
-    """Returns the most important metrics as one line."""
+    """Returns the most important metrics as one line.
+
+    Some losses are sums over a block, so the loss per token is shown where a drafter reports it.
+    """
     forms = {
-        "loss": "loss {:.4f}",
+        "token_loss" if "token_loss" in metrics else "loss": "loss {:.4f}",
         "acceptance_length": "expected τ {:.2f}",
         "speedup_bound": "expected speed-up below {:.2f}",
         "learning_rate": "lr {:.2e}",

@@ -14,9 +14,10 @@ import datetime
 import os
 import pathlib
 
+from dflash import errors
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
-from dflash.runs.directory import RunDirectory
+from dflash.runs.directory import AnotherConfigError, RunDirectory
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 TENSORBOARD, FEATURES, EXPORT = "tensorboard", "features", "hf"
@@ -25,9 +26,14 @@ _VERSION = "2:"  # Version of the rule by which `identity` is computed.
 
 def open_directory(path: str | os.PathLike, config: TrainRun, date: datetime.date) -> RunDirectory:
     """Opens and locks the work directory of a training run; see `RunDirectory` for the errors."""
-    return RunDirectory(
-        path, config, is_used=_has_checkpoints, may_change=train_schema.is_free, date=date
-    )
+    try:
+        return RunDirectory(
+            path, config, is_used=_has_checkpoints, may_change=train_schema.is_free, date=date
+        )
+    except AnotherConfigError as error:
+        weights = f"{config.task}.checkpoint={path}/{EXPORT}"
+        advice = f"to train on from its weights, give {weights} as well"
+        raise errors.WorkdirError(f"{error}; {advice}") from error
 
 
 def identity(config: TrainRun) -> str:

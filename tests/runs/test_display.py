@@ -141,6 +141,10 @@ def test_status(clock):
         assert stderr.getvalue() == "compiling prefill 128 … "  # before the wait, not after it
     assert stderr.getvalue() == "compiling prefill 128 … 2.0 s\n"
     assert stdout.getvalue() == ""
+    shown, _, stderr = make_display(terminal=True)
+    with shown.status("loading"):
+        pass  # A bar in between erases the line, so the time comes with its message.
+    assert stderr.getvalue().endswith("\rloading … 2.0 s\n")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ def lines(directory):
 METRICS = {"loss": 2.5, "acceptance_length": 3.25, "grad_norm": 1.0, "learning_rate": 6e-4}
 
 
+def test_the_loss_is_that_of_a_token():
+    line = report_lib.describe({"loss": 846.83, "token_loss": 2.5, "learning_rate": 1e-3})
+    assert line == "loss 2.5000 · lr 1.00e-03"
+
+
 def test_a_log_file_gets_plain_lines(tmp_path):
     stream = io.StringIO()
     with open_report(tmp_path, stream) as report:

@@ -65,6 +65,7 @@ def test_what_matters_must_not_change(used, key):
     with pytest.raises(errors.WorkdirError, match=f"of another config \\({key}: ") as caught:
         rundir.open_directory(used, changed, DATE)
     assert "use another --workdir" in str(caught.value)
+    assert f"give {BASE.task}.checkpoint={used}/hf as well" in str(caught.value)
     assert rundir.identity(changed) != rundir.identity(BASE)
     assert (used / "config.yml").read_text() == before
     rundir.open_directory(used, BASE, DATE).close()  # the refused one holds no lock
