@@ -15,6 +15,7 @@ import pytest
 from safetensors import numpy as safetensors
 from support import TESTS
 from support.engines import count_compilations
+from support.models import SMALL_LLM
 from support.trained_tokenizers import train_metaspace
 
 import dflash
@@ -29,19 +30,27 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 @pytest.fixture(scope="module")
+def small():
+    """A small random target, with all of its programs for short prompts."""
+    made = dflash.LLM(*SMALL_LLM, "prompts.chat=true")
+    made.generate(QUESTION)
+    return made
+
+
+@pytest.fixture(scope="module")
 def tiny():
-    """The embedded tiny family, with all of its programs for short prompts."""
+    """The embedded tiny family."""
     made = dflash.LLM(CONFIG, "decode.batch_size=2", "decode.max_new_tokens=24")
     made.generate(QUESTION)
     return made
 
 
 @pytest.mark.parametrize("last", [None, "stop"])
-def test_an_output_keeps_the_space_of_its_first_token(tiny, tmp_path, last):
+def test_an_output_keeps_the_space_of_its_first_token(small, tmp_path, last):
     """With a tokenizer whose decoder drops the first space of a text; a stop token has no text."""
     train_metaspace(tmp_path)
-    spaced = copy.copy(tiny)
-    spaced._job = dataclasses.replace(tiny._job, tokenizer=load_tokenizer(tmp_path))
+    spaced = copy.copy(small)
+    spaced._job = dataclasses.replace(small._job, tokenizer=load_tokenizer(tmp_path))
     tokenizer = spaced.tokenizer
     prompt, word = tokenizer.encode("Hello"), tokenizer.encode("a b")[-2:]
     assert tokenizer.decode([*prompt, *word]) == "Hello b"
@@ -64,8 +73,8 @@ def in_tmp(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def plain(tiny):
-    return tiny.with_drafter("none")
+def plain(small):
+    return small.with_drafter("none")
 
 
 def test_importing_dflash_imports_no_array_library():
@@ -114,44 +123,44 @@ def test_the_notebook_prints_what_it_shows(tiny, capsys):
     assert scope["llm"].config.decode.batch_size == tiny.config.decode.batch_size
 
 
-def test_completions_come_in_order_and_tell_how_they_came_about(tiny, plain):
-    ids = tiny.tokenizer.encode(QUESTION)
+def test_completions_come_in_order_and_tell_how_they_came_about(small, plain):
+    ids = small.tokenizer.encode(QUESTION)
     prompts = [QUESTION, np.array(ids), MESSAGES, QUESTION]
-    done = tiny.generate(prompts, dflash.Sampling(max_tokens=16))
+    done = small.generate(prompts, dflash.Sampling(max_tokens=24))
     assert [one.prompt is prompt for one, prompt in zip(done, prompts, strict=True)] == [True] * 4
     assert done[1].prompt_token_ids == tuple(ids)
     assert done[0].token_ids == done[2].token_ids == done[3].token_ids, "greedy, and chat is on"
     for one, other in zip(
-        done, plain.generate(prompts, dflash.Sampling(max_tokens=16)), strict=True
+        done, plain.generate(prompts, dflash.Sampling(max_tokens=24)), strict=True
     ):
-        assert one.text == other.text == tiny.tokenizer.decode(one.token_ids)
-        assert (one.finish_reason, len(one.token_ids)) == ("length", 16)
-        assert sum(one.acceptance_lengths) == 15
-        assert one.tau == 15 / len(one.acceptance_lengths)
+        assert one.text == other.text == small.tokenizer.decode(one.token_ids)
+        assert (one.finish_reason, len(one.token_ids)) == ("length", 24)
+        assert sum(one.acceptance_lengths) == 23
+        assert one.tau == 23 / len(one.acceptance_lengths)
         assert set(other.acceptance_lengths) == {1}
     assert max(map(max, (one.acceptance_lengths for one in done))) > 1
-    assert tiny.generate([]) == []
-    assert math.isnan(tiny.generate(QUESTION, dflash.Sampling(max_tokens=1))[0].tau)
+    assert small.generate([]) == []
+    assert math.isnan(small.generate(QUESTION, dflash.Sampling(max_tokens=1))[0].tau)
 
 
-def test_sampling_decides_how_an_output_is_drawn_and_ends(tiny, plain):
+def test_sampling_decides_how_an_output_is_drawn_and_ends(small, plain):
     # At this temperature even a sure model varies.
     how = dflash.Sampling(temperature=5.0, top_k=50, top_p=0.9, seed=3, max_tokens=8)
-    drawn = tiny.generate([QUESTION] * 2, how)
+    drawn = small.generate([QUESTION] * 2, how)
     assert drawn[0].token_ids != drawn[1].token_ids, "each has noise of its own"
     again = [one.token_ids for one in plain.generate([QUESTION] * 2, how)]
     assert [one.token_ids for one in drawn] == again
-    (greedy,) = tiny.generate(QUESTION)
+    (greedy,) = small.generate(QUESTION)
     assert len(greedy.token_ids) == 24, "what is left out is the config's"
     stop = dflash.Sampling(stop_token_ids=[greedy.token_ids[9]])
-    (stopped,) = tiny.generate(QUESTION, stop)
+    (stopped,) = small.generate(QUESTION, stop)
     end = greedy.token_ids.index(greedy.token_ids[9]) + 1
     assert (stopped.finish_reason, stopped.token_ids) == ("stop", greedy.token_ids[:end])
 
 
-def test_pieces_of_a_stream_are_its_completion(tiny):
-    (whole,) = tiny.generate(QUESTION)
-    stream = tiny.stream(QUESTION)
+def test_pieces_of_a_stream_are_its_completion(small):
+    (whole,) = small.generate(QUESTION)
+    stream = small.stream(QUESTION)
     assert stream.completion is None
     pieces = list(stream)
     assert "".join(piece.text for piece in pieces) == whole.text == stream.completion.text
@@ -164,39 +173,36 @@ def test_pieces_of_a_stream_are_its_completion(tiny):
     assert next(stream, None) is None
 
 
-def test_a_stream_may_be_left(tiny):
-    stream = tiny.stream(MESSAGES)
+def test_a_stream_may_be_left(small):
+    stream = small.stream(MESSAGES)
     first = next(stream)
     del stream
-    assert tiny.chat(MESSAGES).token_ids[:1] == first.token_ids
+    assert small.chat(MESSAGES).token_ids[:1] == first.token_ids
 
 
-def test_a_second_call_of_like_lengths_compiles_nothing(tiny):
+def test_a_second_call_of_like_lengths_compiles_nothing(small):
     with count_compilations() as compilations:
-        tiny.generate(
+        small.generate(
             ["Ann has 5 pens.", QUESTION], dflash.Sampling(temperature=1.0, max_tokens=40)
         )
-        list(tiny.stream("def g(x):", dflash.Sampling(max_tokens=9, stop_token_ids=(3, 4))))
+        list(small.stream("def g(x):", dflash.Sampling(max_tokens=9, stop_token_ids=(3, 4))))
     assert compilations == []
 
 
-def test_drafters_share_the_target(tiny, plain):
-    assert plain._job.target is tiny._job.target
+def test_drafters_share_the_target(small, plain):
+    assert plain._job.target is small._job.target
     assert plain.config.drafter == schema.DrafterConfig()
-    assert plain.config.decode == tiny.config.decode
-    assert tiny.config.drafter.checkpoint == "assets/tiny_dflash", "it has not changed"
+    assert plain.config.decode == small.config.decode
+    assert small.config.drafter.name == "ngram", "it has not changed"
 
 
-def test_drafters_of_one_build_share_their_programs(tiny, tmp_path):
-    checkpoint = pathlib.Path(dflash.__file__).parent / "assets" / "tiny_dflash"
-    (tmp_path / "other").symlink_to(checkpoint)
-    other = tiny.with_drafter(tmp_path / "other")
-    assert other.config.drafter.checkpoint == str(tmp_path / "other")
+def test_drafters_of_one_build_share_their_programs(small):
+    other = small.with_drafter("ngram")
     with count_compilations() as compilations:
         (mine,) = other.generate(QUESTION)
     assert compilations == []
-    assert mine.acceptance_lengths == tiny.generate(QUESTION)[0].acceptance_lengths
-    assert tiny.with_drafter("dflash", "drafter.block_size=4")._engine is None
+    assert mine.acceptance_lengths == small.generate(QUESTION)[0].acceptance_lengths
+    assert small.with_drafter("ngram", "drafter.block_size=4")._engine is None
 
 
 @pytest.mark.parametrize(
@@ -204,12 +210,6 @@ def test_drafters_of_one_build_share_their_programs(tiny, tmp_path):
     [
         ((), {}, errors.ConfigError, "expected a config file, or target="),
         (("nowhere.yml",), {}, errors.ConfigError, "nowhere.yml: no such file"),
-        (
-            (CONFIG, "decode.max_new_tokens=0"),
-            {},
-            errors.ConfigError,
-            "command line: decode.max_new_tokens: expected an integer in [1, 16777216], got 0",
-        ),
         ((), {"target": "no/where"}, errors.CheckpointError, "no/where: no such directory"),
         ((CONFIG,), {"drafter": "ngarm"}, errors.CheckpointError, "did you mean 'ngram'?"),
         (
@@ -234,12 +234,11 @@ def test_unusable_models_are_the_commands_errors(arguments, given, kind, message
         ([[1, "x"]], {}, 'prompts[0]: prompt_ids[1]: expected an integer, not "x"'),
         ([[99999]], {}, "prompts[0]: token id 99999 (position 0) is out of the vocabulary"),
         ([[{"role": "user"}]], {}, "prompts[0]: messages[0]: no content"),
-        (["a"], {"max_tokens": 5000}, "prompts[0]: 4 prompt tokens + decode.max_new_tokens = 5004"),
+        (["a"], {"max_tokens": 5000}, "prompts[0]: 2 prompt tokens + decode.max_new_tokens = 5002"),
         (["a"], {"max_tokens": 0}, "prompt 0: max_new_tokens: 0, expected 1 or more"),
         (["a"], {"max_tokens": "8"}, "Sampling: max_tokens: expected an integer, got '8'"),
         (["a"], {"temperature": -1}, "prompt 0: temperature: -1, expected a number of 0 or more"),
         (["a"], {"top_p": "x"}, "Sampling: top_p: expected a number, got 'x'"),
-        (["a"], {"seed": 1.5}, "Sampling: seed: expected an integer, got 1.5"),
         (["a"], {"stop_token_ids": [-4]}, "prompt 0: stop id -4 is outside the vocabulary"),
         (["a"], {"min_p": 1.5}, "prompt 0: min_p: 1.5, expected a number from 0 to 1"),
         (["a"], {"logit_bias": {"5": 1.0}}, "Sampling: logit_bias: expected token ids that are"),
@@ -247,8 +246,6 @@ def test_unusable_models_are_the_commands_errors(arguments, given, kind, message
         (["a"], {"logit_bias": {70000: 1.0}}, "prompt 0: logit_bias: token 70000 is outside"),
         (["a"], {"logit_bias": [5]}, "Sampling: logit_bias: expected biases by token id, got [5]"),
         (["a"], {"stop_token_ids": 3}, "Sampling: stop_token_ids: expected token ids, got 3"),
-        (["a"], {"stop_token_ids": "1"}, "Sampling: stop_token_ids: expected token ids, got '1'"),
-        (["a"], {"first_sequence": None}, "Sampling: first_sequence: expected an integer, got"),
         (["a"], {"temperature": True}, "Sampling: temperature: expected a number, got True"),
         (["a"], {"ignore_eos": 1e39}, "Sampling: ignore_eos: expected True or False, got 1e+39"),
         (["a"], {"regex": 3}, "Sampling: regex: expected a string, got 3"),
@@ -262,15 +259,15 @@ def test_unusable_models_are_the_commands_errors(arguments, given, kind, message
         (["a"], {"regex": "a", "ignore_eos": True}, "prompt 0: an output that matches a grammar"),
     ],
 )
-def test_unusable_prompts_are_the_commands_errors(tiny, prompts, sampling, message):
+def test_unusable_prompts_are_the_commands_errors(small, prompts, sampling, message):
     with pytest.raises(errors.InputError) as caught:
-        tiny.generate(prompts, dflash.Sampling(**sampling))
+        small.generate(prompts, dflash.Sampling(**sampling))
     assert message in str(caught.value)
 
 
-def test_the_target_stays_when_the_drafter_changes(tiny):
+def test_the_target_stays_when_the_drafter_changes(small):
     with pytest.raises(errors.ConfigError, match="with_drafter shares the target"):
-        tiny.with_drafter("ngram", "dtype=bfloat16")
+        small.with_drafter("ngram", "dtype=bfloat16")
 
 
 def test_a_model_without_a_config_file():

@@ -5,23 +5,15 @@ import signal
 
 import pytest
 import rich.console
+from support.models import SMALL_LLM
 
 import dflash
 from dflash import chat
 
-SMALL = (
-    *("target.architecture.num_hidden_layers=1", "target.architecture.hidden_size=32"),
-    *("target.architecture.intermediate_size=32", "target.architecture.vocab_size=256"),
-    *("target.architecture.num_attention_heads=2", "target.architecture.num_key_value_heads=1"),
-    *("target.architecture.head_dim=16", "target.architecture.max_position_embeddings=128"),
-    *("drafter.name=ngram", "decode.max_new_tokens=24", "decode.sync_every=2"),
-    *("decode.prefill_chunk=32", "decode.partial_dispatches=false"),
-)
-
 
 @pytest.fixture(scope="module")
 def llm():
-    return dflash.LLM("configs/random_tiny_dflash.yml", *SMALL)
+    return dflash.LLM(*SMALL_LLM)
 
 
 def talk(llm, *said, terminal=False, out=None, **options):
@@ -80,7 +72,7 @@ def test_clear_begins_anew(llm):
 def test_a_message_that_is_too_long_leaves_no_trace(llm):
     talking, _, err = talk(llm, "Hello", "x" * 500, "Hi")
     assert [one["content"] for one in talking.messages[::2]] == ["Hello", "Hi"]
-    assert "but the target was made for 128 positions" in err
+    assert "but the target was made for 256 positions" in err
     assert err.count("error: ") == 1
     assert "/clear begins anew" in err
 
