@@ -53,6 +53,7 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
     """
     decoding = _decode_job(config.answer_run(PromptsConfig()), dry)
     training = training_jobs.prepare(config.train_run(answers), dry=True)
+    described = list(questions.describe(config, decoding))  # Raises before steps are traced.
     machine = _machine(config, None if dry else decoding)
     stages = [
         _answers(config, decoding, machine),
@@ -62,7 +63,7 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
     ]
     return [
         "questions",
-        *questions.describe(config, decoding),
+        *described,
         "",
         "answers: decoding with the target",
         *decoding.plan().lines(),
