@@ -9,6 +9,7 @@ hands out on demand, it imports for type checkers alone.
 """
 
 import ast
+import functools
 import importlib
 import itertools
 import json
@@ -52,7 +53,7 @@ NAMESAKES = {("dflash.checkpoints.hf_config", "llama3")}  # a rope type of Huggi
 # Dataclasses of one strategy, one target family or one file format. They are read with a config, so
 # they stand beside the code that they configure, but on the level of `config`.
 # Modules that derive from the classes of an optional package, and so import it.
-ADAPTERS = {"dflash.rl.rollout"}
+ADAPTERS = {"dflash.rl.rollout", "dflash.serving.tracing"}
 CONFIG_MODULE = re.compile(r"dflash\.(drafters|models|checkpoints)\.(\w+\.)?(\w+_)?config")
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = {
@@ -74,13 +75,20 @@ def _is_for_type_checkers(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
 
 
+@functools.lru_cache(maxsize=1)
+def nodes_of(source: str, *, is_root: bool = False) -> tuple[ast.AST, ...]:
+    """Returns all nodes of a module; of the package itself, without those for type checkers."""
+    tree = ast.parse(source)
+    if is_root:
+        tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
+    return tuple(ast.walk(tree))
+
+
+@functools.cache
 def imported_modules(module: str, source: str, *, is_package: bool = False) -> set[str]:
     """Returns the dotted names under dflash that `source` imports anywhere, functions included."""
     found = set()
-    tree = ast.parse(source)
-    if module == ROOT:
-        tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
-    for node in ast.walk(tree):
+    for node in nodes_of(source, is_root=module == ROOT):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -102,14 +110,14 @@ def imported_modules(module: str, source: str, *, is_package: bool = False) -> s
     return {name for name in found if name == "dflash" or name.startswith("dflash.")}
 
 
+@functools.cache
 def modules_loaded_by_name(source: str) -> set[str]:
     """Returns the modules that `source` imports through the strings of the registry.
 
     A module that uses the `implementation` or the schema of a registry mapping may load those of
     all its entries; `load` of a plain mapping may load all of its references.
     """
-    nodes = list(ast.walk(ast.parse(source)))
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used = {node.attr for node in nodes_of(source) if isinstance(node, ast.Attribute)}
     used |= {"schema"} & {use.removeprefix("load_") for use in used}
     references: set[str] = set()
     for name in ("TARGETS", "DRAFTERS", "RUNS"):
@@ -164,7 +172,7 @@ def strategy_forks(source: str, *, module: str = "") -> list[str]:
     names = {*registry.DRAFTERS, *registry.TARGETS}
     names -= {word for where, word in NAMESAKES if where == module}
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source) if any(name in source for name in names) else ():
         constants = []
         if isinstance(node, ast.Compare):
             for operand in (node.left, *node.comparators):
@@ -342,7 +350,7 @@ def test_imports_have_no_side_effects():
         before = state()
         for name in {[name for name in MODULES if name not in ADAPTERS]}:
             importlib.import_module(name)
-        optional = ("torch", "transformers", "huggingface_hub", "tensorflow")
+        optional = ("torch", "transformers", "huggingface_hub", "tensorflow", "opentelemetry")
         print(json.dumps({{
             "flags": [m for m in flags.FLAGS.flags_by_module_dict() if m.startswith("dflash")],
             "changed": [pair for pair in zip(before, state()) if pair[0] != pair[1]],
