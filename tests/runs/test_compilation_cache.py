@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import types
 import zlib
 
 import pytest
@@ -63,31 +64,52 @@ def test_the_second_process_takes_the_programs_of_the_first(tmp_path):
     assert run(code, tmp_path) == (directory, 0)
 
 
-def test_it_can_be_moved_and_refused(tmp_path):
-    assert run("directory = cache.enable('off')", tmp_path) == ("None", 0)
+class Config:
+    """The settings of jax in a new process."""
+
+    jax_enable_compilation_cache, jax_compilation_cache_dir = True, None
+
+    def update(self, key, value):
+        setattr(self, key, value)
+
+
+@pytest.fixture
+def config(monkeypatch, tmp_path):
+    found = Config()
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(config=found))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return found
+
+
+def test_it_can_be_moved_and_refused(config, tmp_path):
+    directory = tmp_path / "here" / cache.machine()
+    assert cache.enable(str(tmp_path / "here")) == directory
+    assert config.jax_compilation_cache_dir == str(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert cache.enable("off") is None
+    assert not config.jax_enable_compilation_cache
     assert not (tmp_path / "xdg").exists()
-    code = f"directory = cache.enable({str(tmp_path / 'here')!r})"
-    assert run(code, tmp_path) == (str(tmp_path / "here" / cache.machine()), 0)
 
 
-def test_what_jax_was_told_holds(tmp_path):
-    code, own = "directory = cache.enable()", str(tmp_path / "own")
-    assert run(code, tmp_path, JAX_COMPILATION_CACHE_DIR=own) == (own, 0)
-    assert len(list(pathlib.Path(own).iterdir())) == 1
-    assert run(code, tmp_path, JAX_ENABLE_COMPILATION_CACHE="false") == ("None", 0)
+def test_what_jax_was_told_holds(config, tmp_path, capfd):
+    place = tmp_path / "own"
+    place.mkdir(mode=0o700)
+    config.jax_compilation_cache_dir = str(place)
+    assert cache.enable() == place
+    place.chmod(0o777)
+    assert cache.enable() is None
+    said = f"compilation cache off: {place}: other users may write to it"
+    assert capfd.readouterr().err.startswith(said)
+    assert not config.jax_enable_compilation_cache
+    place.chmod(0o700)
+    assert cache.enable() is None
     assert not (tmp_path / "xdg").exists()
 
 
-@pytest.mark.parametrize("trouble", ["a file", "nobody may write"])
-def test_a_place_that_cannot_be_used_is_no_error(tmp_path, trouble):
-    place = tmp_path / "xdg"
-    if trouble == "a file":
-        place.write_text("taken")
-    elif os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    else:
-        place.mkdir(mode=0o500)
-    assert run("directory = cache.enable()", tmp_path) == ("None", 0)
+def test_a_place_that_cannot_be_used_is_no_error(config, tmp_path):
+    (tmp_path / "xdg").write_text("taken")
+    assert cache.enable() is None
+    assert config.jax_enable_compilation_cache
 
 
 def test_a_full_disk_is_no_error(tmp_path):
@@ -142,29 +164,21 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files
 NOBODY = 65534
 
 
-def test_programs_are_private(tmp_path, monkeypatch):
-    import jax
-
-    monkeypatch.setattr(jax.config, "update", lambda key, value: None)
-    directory = cache.enable(str(tmp_path / "root"))
-    assert directory.stat().st_mode & 0o777 == 0o700
-
-
 @pytest.mark.parametrize("place", ["machine", "root"])
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_a_place_that_others_may_write_to_is_not_used(place, mode, tmp_path, monkeypatch, capfd):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+def test_a_place_that_others_may_write_to_is_not_used(place, mode, tmp_path, config, capfd):
     directory = tmp_path / "root" / cache.machine()
     directory.mkdir(parents=True)
     changed = directory if place == "machine" else directory.parent
     changed.chmod(mode)
-    assert refused(tmp_path / "root", monkeypatch)
+    assert cache.enable(str(tmp_path / "root")) is None
+    assert not config.jax_enable_compilation_cache
     assert f"{changed}: other users may write to it" in capfd.readouterr().err
 
 
 @AS_ROOT
 @pytest.mark.parametrize("place", ["directory", "link"])
-def test_a_place_of_another_user_is_not_used(place, tmp_path, monkeypatch, capfd):
+def test_a_place_of_another_user_is_not_used(place, tmp_path, config, capfd):
     directory = tmp_path / "root" / cache.machine()
     directory.parent.mkdir()
     if place == "link":
@@ -173,16 +187,9 @@ def test_a_place_of_another_user_is_not_used(place, tmp_path, monkeypatch, capfd
     else:
         directory.mkdir(mode=0o755)
     os.chown(directory, NOBODY, NOBODY, follow_symlinks=False)
-    assert refused(tmp_path / "root", monkeypatch)
+    assert cache.enable(str(tmp_path / "root")) is None
+    assert not config.jax_enable_compilation_cache
     assert f"{directory}: belongs to another user" in capfd.readouterr().err
-
-
-def refused(root, monkeypatch) -> bool:
-    import jax
-
-    settings = {}
-    monkeypatch.setattr(jax.config, "update", lambda key, value: settings.update({key: value}))
-    return cache.enable(str(root)) is None and settings == {"jax_enable_compilation_cache": False}
 
 
 @AS_ROOT
@@ -191,14 +198,3 @@ def test_a_program_of_another_user_is_deleted(tmp_path):
     os.chown(keep(tmp_path, "foreign"), NOBODY, NOBODY)
     cache.trim(tmp_path)
     assert kept(tmp_path) == ["own"]
-
-
-def test_a_place_that_jax_was_told_is_checked(tmp_path):
-    place = tmp_path / "told"
-    place.mkdir()
-    place.chmod(0o777)
-    code = "from dflash.runs import compilation_cache as c; assert c.enable() is None"
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(place)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stderr.startswith(f"compilation cache off: {place}: other users may write to it")
