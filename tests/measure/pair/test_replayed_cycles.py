@@ -17,9 +17,10 @@ def test_the_longest_path_of_a_tree_that_the_text_takes_is_accepted():
     """Text 5 6 7 8; the tree has 5, 9 and 5 6 besides 4, and 9 6 7."""
     tokens = jnp.array([[1, 5, 6, 7, 8]])
     tree = Proposal(jnp.array([[9, 5, 6, 6, 7, 4]]), jnp.array([[0, 0, 1, 2, 3, 4]]))
-    assert replay.num_accepted(tree, tokens).tolist() == [2]
+    num_accepted = jax.jit(replay.num_accepted)
+    assert num_accepted(tree, tokens).tolist() == [2]
     chain = Proposal(jnp.array([[5, 6, 4]]))
-    assert replay.num_accepted(chain, tokens[:, :4]).tolist() == [2]
+    assert num_accepted(chain, tokens[:, :4]).tolist() == [2]
 
 
 @pytest.mark.parametrize("prompt", [40, 256, 300])
@@ -39,13 +40,18 @@ def test_a_prompt_is_observed_in_chunks_of_any_number(prompt):
         jnp.array(generator.normal(size=(1, length, width)), jnp.float32),
         (),
     )
-    found = replay.observe_prompts(drafter, job.target, texts, length + drafter.block_size)
-    empty = replay.observe_prompts(
-        drafter, job.target, dataclasses.replace(texts, prompt=jnp.array([0])), 2 * length
-    )
-    whole = drafter.observe(
-        empty, jnp.array([0]), texts.tokens, texts.prompt, texts.features, job.target
-    )
+
+    @jax.jit
+    def observe(count):
+        some = dataclasses.replace(texts, prompt=count)
+        return replay.observe_prompts(drafter, job.target, some, 2 * length)
+
+    @jax.jit
+    def observe_all(state):
+        rows = texts.tokens, texts.prompt, texts.features
+        return drafter.observe(state, jnp.array([0]), *rows, job.target)
+
+    found, whole = observe(texts.prompt), observe_all(observe(jnp.array([0])))
     rows = [state.read_rows(0, 0, prompt) for state in (found, whole)]
     for some, other in zip(*map(jax.tree.leaves, rows), strict=True):
         np.testing.assert_allclose(some, other, rtol=1e-5, atol=1e-5)
