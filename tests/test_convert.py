@@ -4,18 +4,16 @@ import json
 import re
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.golden import GOLDEN, GOLDEN_CASES
-from support.models import make_architecture, make_sharding
+from support.models import make_target
 
 from dflash import convert
 from dflash.checkpoints import checkpoint
 from dflash.models.dense import Llama3, Qwen3
-from dflash.parallel import parameters
 
 USAGE = f"usage: {convert.SUBCOMMAND.usage}; see --help"
 
@@ -132,7 +130,6 @@ def test_destination_that_cannot_be_made(tmp_path, capsys):
     ("argv", "message"),
     [
         (["a"], f"expected SOURCE and DESTINATION, not 1 argument; {USAGE}"),
-        (["a", "b"], f"--to is missing; {USAGE}"),
         (["a", "b.gguf", "--to=hf"], f"--to: b.gguf is a GGUF file; {USAGE}"),
         (["a", "b", "--to=hf", "--tokenizer=c"], f"--tokenizer is for GGUF files; {USAGE}"),
         (
@@ -163,8 +160,7 @@ def test_an_occupied_destination_is_refused_before_the_source_is_read(tmp_path, 
 @pytest.mark.parametrize("kind", [Qwen3, Llama3])
 def test_maxtext_and_back(kind, layers, tmp_path, capsys):
     """The tree itself is compared in tests/checkpoints/test_maxtext_io.py."""
-    model = kind(make_architecture(), dtype=jnp.float32, sharding=make_sharding())
-    parameters.initialize(model, jax.random.key(0))
+    model = make_target(kind)
     config = kind.config_to_hf(model.arch)
     checkpoint.save_hf(model, tmp_path / "hf", config)
     assert run(capsys, tmp_path / "hf", tmp_path / "mt", "--to=maxtext", layers)[0] == 0

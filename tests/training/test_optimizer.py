@@ -45,8 +45,8 @@ def test_the_shortest_runs_learn(total_steps):
     assert all(0 < float(schedule(step)) <= 6.1e-4 for step in range(total_steps))
 
 
-def params_of(**changes):
-    return nnx.split(make_target(**changes), nnx.Param)[1]
+def params_of():
+    return nnx.split(make_target(num_hidden_layers=1), nnx.Param)[1]
 
 
 def by_path(tree):

@@ -16,7 +16,7 @@ from support import SUPPORT, TESTS, toy
 from dflash.training import trainer as trainer_lib
 from dflash.training.trainer import StopSignal
 
-STEPS, EVERY = 24, 3
+STEPS, EVERY = 12, 3
 PAUSE_S = 0.05
 MEASURE = {"goal": "tau", "evaluation": "12 prompts"}
 
@@ -63,8 +63,8 @@ def saved_steps(directory: pathlib.Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def test_the_toy_learns(uninterrupted, tmp_path):
-    run = toy.Run(tmp_path, steps=STEPS)
+def test_the_toy_learns(tmp_path):
+    run = toy.Run(tmp_path, steps=24)
     run.go()
     losses = [line["loss"] for line in toy.metrics(tmp_path) if line["kind"] == "train"]
     assert losses[-1] < 0.2 * losses[0]
@@ -77,13 +77,6 @@ def test_a_run_in_legs_equals_one_run(uninterrupted, tmp_path, first_leg):
     outcome = second.go()
     assert second.started_at == first_leg
     toy.assert_identical(toy.arrays(outcome), uninterrupted)
-
-
-def test_a_finished_run_has_nothing_left_to_do(uninterrupted, tmp_path):
-    toy.Run(tmp_path, steps=STEPS).go()
-    again = toy.Run(tmp_path, steps=STEPS)
-    toy.assert_identical(toy.arrays(again.go()), uninterrupted)
-    assert again.started_at == STEPS
 
 
 def test_kill_9_at_random_moments_costs_nothing(uninterrupted, tmp_path):
