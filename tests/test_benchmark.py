@@ -265,7 +265,6 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["tasks=[mth]"], "tasks: unknown task 'mth'; did you mean 'math'?"),
         (["tasks=[]"], "tasks: required: a list of data sets, such as [math, code, chat]"),
         (["strategies.dfl.name=dflsh"], "unknown name 'dflsh'; did you mean 'dflash'?"),
         (["strategies.x=nowhere.yml"], "strategies.x: nowhere.yml: no such file"),
@@ -280,14 +279,12 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
          "it unset"),
         (["--acceptance=math50"], "nothing published on 'math50'; did you mean 'math500'?"),
         (["--acceptance=alpaca", "--trace=t.json"], "trace: excludes acceptance"),
-        (["--workdir=file/out"], "cannot be written: Not a directory"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(run, tmp_path, argv, message):
     write_trace(tmp_path / "t.json")
-    (tmp_path / "file").write_text("")
     status, _, err = run(*argv)
-    assert status in (1, 2)
+    assert status == 2
     assert message in err
     assert err.count("\n") == 1
 

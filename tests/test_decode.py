@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import signal
 import socket
 import subprocess
@@ -198,20 +197,6 @@ def test_dry_run_allocates_and_writes_nothing(run):
     assert not os.path.exists("w")
 
 
-def copy_checkpoint(source, name, **changes):
-    """A copy of a checkpoint with fields of its config.json changed."""
-    shutil.copytree(source, name)
-    config = json.loads(read(f"{name}/config.json"))
-    with open(f"{name}/config.json", "w") as file:
-        json.dump(config | changes, file)
-
-
-def test_target_where_a_drafter_belongs(run, models):
-    status, _, err = run(f"drafter.checkpoint={models / 'target'}")
-    assert status == 2
-    assert "is no 'dflash' drafter; use drafter.name=autoregressive" in err
-
-
 def test_the_strategy_is_that_of_the_drafters_checkpoint(capsys):
     case = GOLDEN / "qwen3_b1"
     argv = [str(case / "target"), f"drafter.checkpoint={case / 'draft'}", "--print_config"]
@@ -241,33 +226,11 @@ def test_rejection_needs_probabilities(run, monkeypatch):
     assert not os.path.exists("w")
 
 
-def test_missing_and_truncated_checkpoints(run, models):
-    status, _, err = run("target.checkpoint=nowhere")
-    assert status == 2
-    assert err == (
-        "error: target.checkpoint: nowhere: no such directory; give an existing directory\n"
-    )
-    copy_checkpoint(models / "target", "t")
-    with open("t/model.safetensors", "r+b") as file:
-        file.truncate(5000)
-    status, _, err = run("target.checkpoint=t", "--workdir=w")
-    assert status == 2
-    assert "t/model.safetensors" in err
-    assert err.splitlines()[-1].startswith("error: ")
-    assert not os.path.exists("w")  # found before the work begins
-
-
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ('{"prompt_ids": [1]}\n{"prompt_ids": [1,\n', [], "prompts.jsonl:2: "),
-        ('{"prompt_ids": []}\n', [], "prompts.jsonl:1: "),
-        ('{"prompt_ids": [1, 12]}\n', [], "12"),
         ('{"prompt_ids": [1, 2, 3]}\n', ["decode.max_length=22"], "prompts.jsonl:1: 3 prompt"),
-        ('{"prompt_ids": [1]}\n', ["decode.max_new_tokens=5000"], "made for 512 positions"),
-        ('{"prompt": "text without a tokenizer"}\n', [], "give prompts as prompt_ids"),
         ('{"prompt_ids": [1]}\n', ["decode.stop_ids=[12]"], "decode.stop_ids: 12 is outside"),
-        ("", [], "prompts.jsonl"),
     ],
 )
 def test_unusable_prompts(run, tmp_path, prompts, options, message):
@@ -278,13 +241,6 @@ def test_unusable_prompts(run, tmp_path, prompts, options, message):
     assert message in err
     assert len(err.splitlines()) == 1
     assert not os.path.exists("w")  # nothing is begun with prompts that will not do
-
-
-def test_workdir_that_cannot_be_written(run, tmp_path):
-    (tmp_path / "taken").write_text("a file")
-    status, _, err = run("--workdir=taken/w")
-    assert status == 1
-    assert err == "error: taken/w: cannot be written: Not a directory\n"
 
 
 def environment():

@@ -42,11 +42,6 @@ def containers(path: pathlib.Path) -> list[dict]:
     return [container for pod in pods for container in pod["containers"]]
 
 
-def test_there_is_something_to_check():
-    assert len(MANIFESTS) >= 3
-    assert len(SCRIPTS) >= 2
-
-
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_manifests_fit_the_schemas(path):
     for one in objects(path):

@@ -160,21 +160,14 @@ def test_scaling_added_without_a_base_is_refused():
 WRONG = {
     "num_attention_heads: expected an integer >= 1, got 0": {"num_attention_heads": 0},
     "num_hidden_layers: expected an integer in [1, 1024], got '8'": {"num_hidden_layers": "8"},
-    "hidden_size: expected an integer >= 1, got 384.0": {"hidden_size": 384.0},
     "hidden_size: expected an integer >= 1, got true": {"hidden_size": True},
-    "vocab_size: expected an integer >= 1, got a list": {"vocab_size": [[48]]},
     "rms_norm_eps: expected a number >= 0, got nan": {"rms_norm_eps": float("nan")},
-    "rope_theta: expected a number >= 1 or null, got inf": {"rope_theta": float("inf")},
     "tie_word_embeddings: expected true or false, got 'no'": {"tie_word_embeddings": "no"},
     "head_dim: expected an even number (rotary halves), got 7": {"head_dim": 7},
     "num_attention_heads: 4 does not divide into num_key_value_heads=3 groups": {
         "num_key_value_heads": 3
     },
     "rope_parameters: expected a mapping or null, got 5": {"rope_parameters": 5},
-    "rope_parameters: rope_theta: expected a number >= 1 or null, got 'big'": {
-        "rope_theta": None,
-        "rope_parameters": {"rope_theta": "big"},
-    },
     "rope_scaling: factor: expected a number >= 1, got 0": {"rope_scaling": LLAMA3 | {"factor": 0}},
     "rope_scaling.low_freq_factor: 4.0 is not below high_freq_factor=4.0": {
         "rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}
@@ -186,14 +179,8 @@ WRONG = {
     "rope type 'longrope' is not supported, only one of 'default', 'linear', 'llama3', 'yarn'": {
         "rope_scaling": {"rope_type": "longrope", "factor": 4.0}
     },
-    "rope scaling lacks original_max_position_embeddings": {
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0}
-    },
     "rope_scaling: attention_factor: expected a number >= 0 or null, got 'high'": {
         "rope_scaling": YARN | {"attention_factor": "high"}
-    },
-    "rope_scaling.beta_slow: 32.0 is not below beta_fast=32.0": {
-        "rope_scaling": YARN | {"beta_slow": 32.0}
     },
     "rope scaling lacks original_max_position_embeddings, low_freq_factor": {
         "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "high_freq_factor": 4.0}

@@ -5,7 +5,6 @@ import os
 import pytest
 from support.config_files import MINIMAL, problems
 
-from dflash.config import train_schema
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.registry import DRAFTERS
 
@@ -37,7 +36,6 @@ SEED = "decode.seed: expected an integer in [-9223372036854775808, 9223372036854
         ("decode.top_p=1.5", "decode.top_p: expected a number in [0, 1], got 1.5"),
         ("decode.temperature=.nan", "decode.temperature: expected a number >= 0, got nan"),
         ("decode.temperature=.inf", "decode.temperature: expected a number >= 0, got inf"),
-        ("decode.temperature=1e999", "decode.temperature: expected a number >= 0, got inf"),
         ("decode.temperature=1e39", "decode.temperature: expected a number in "
          "[0, 3.40282e+38], got 1e+39"),
         ("decode.temperature=hot", "decode.temperature: expected a number >= 0, got 'hot'"),
@@ -45,11 +43,8 @@ SEED = "decode.seed: expected an integer in [-9223372036854775808, 9223372036854
         ("decode.ignore_eos=1", "decode.ignore_eos: expected true or false, got 1"),
         ("decode.verify=coupld", "decode.verify: expected one of coupled, rejection, block, "
          "got 'coupld'; did you mean 'coupled'?"),
-        ("decode.kv_dtype=int9", "decode.kv_dtype: expected one of auto, int8, float8_e4m3fn, "
-         "got 'int9'; did you mean 'int8'?"),
         ("dtype=float23", "dtype: expected one of float32, bfloat16, got 'float23'; "
          "did you mean 'float32'?"),
-        ("dtype=zzz", "dtype: expected one of float32, bfloat16, got 'zzz'"),
         ("decode.stop_ids=[1, -2]", "decode.stop_ids[1]: expected an integer >= 0, got -2"),
         ("decode.stop_ids=x", "decode.stop_ids: expected an integer >= 0, got 'x'"),
         ("decode.stop_ids=[1", "decode.stop_ids: expected a list of integers >= 0, "
@@ -58,10 +53,6 @@ SEED = "decode.seed: expected an integer in [-9223372036854775808, 9223372036854
          "got 'x'"),
         ("decode.top_k=2147483648", "decode.top_k: expected an integer in [0, 2147483647], "
          "got 2147483648"),
-        ("decode.sync_every=4294967296", "decode.sync_every: expected an integer in [1, 65536], "
-         "got 4294967296"),
-        ("decode.page_size=131072", "decode.page_size: expected an integer in [8, 65536], "
-         "got 131072"),
         ("decode.batch_size=1000000000000", "decode.batch_size: expected an integer in [1, 65536], "
          "got 1000000000000"),
         ("decode.stop_ids=[2147483648]", "decode.stop_ids[0]: expected an integer in "
@@ -199,29 +190,14 @@ def test_a_cycle_of_bases_is_an_error(write):
 
 def test_files_that_are_no_config(write, tmp_path):
     write("list.yml", "[1, 2]\n")
-    (tmp_path / "latin.yml").write_bytes(b"a: \xe9\n")
     (tmp_path / "folder").mkdir()
     assert problems("list.yml") == ["list.yml: expected a mapping of keys to values, got a list"]
-    assert problems("latin.yml") == ["latin.yml: not UTF-8: byte 0xe9 at offset 3"]
     assert problems("folder") == [
         "folder: is a directory, expected a config, such as configs/tiny_dflash.yml"
-    ]
-    (tmp_path / "folder" / "config.json").touch()
-    assert problems("folder", schema=train_schema.TrainRun) == [
-        "folder: is a directory, expected a config; give a checkpoint as CONFIG "
-        "target.checkpoint=folder"
-    ]
-    write("folder/config.yml", MINIMAL)
-    assert problems("folder") == [
-        "folder: is a directory, expected a config; the config of the run in it is "
-        "folder/config.yml"
     ]
     assert problems("gone.yml", "x") == [
         "gone.yml: no such file",
         "command line: 'x': expected key=value",
-    ]
-    assert problems("configs/qwen3_4b_dflsh.yml") == [
-        "configs/qwen3_4b_dflsh.yml: no such file; did you mean 'configs/qwen3_4b_dflash.yml'?"
     ]
 
 

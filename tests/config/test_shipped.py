@@ -35,38 +35,26 @@ def test_a_runnable_config_loads_from_anywhere(path, tmp_path, monkeypatch):
     assert config.prompts.text
 
 
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
-def test_a_training_config_loads_from_anywhere(path, tmp_path, monkeypatch):
+OF_COMMANDS = {
+    "train": (TRAINING, train_schema.TrainRun),
+    "benchmark": (BENCHMARKS, benchmark_schema.BenchmarkRun),
+    "forecast": (FORECASTS, tpu_schema.CompileDecode),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, path.name) for kind, (paths, _) in OF_COMMANDS.items() for path in paths],
+)
+def test_a_config_of_another_command_loads_from_anywhere(kind, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    overrides = GENERIC if path.stem in reduced_recipes.GENERIC else ()
-    config = loader.load(f"configs/train/{path.name}", overrides, schema=train_schema.TrainRun)
+    path = f"configs/{kind}/{name}"
+    overrides = GENERIC if name.removesuffix(".yml") in reduced_recipes.GENERIC else ()
+    config = loader.load(path, overrides, schema=OF_COMMANDS[kind][1])
     assert config.target.checkpoint
-    assert config.data.shares
-    header = path.read_text(encoding="utf-8")
-    assert f"python -m dflash.train configs/train/{path.name}" in header
-    assert "Needs:" in header
-
-
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_a_benchmark_config_loads_from_anywhere(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = loader.load(f"configs/benchmark/{path.name}", schema=benchmark_schema.BenchmarkRun)
-    assert config.target.checkpoint
-    assert config.strategies
-    assert config.forced or config.tasks
-    header = path.read_text(encoding="utf-8")
-    assert f"python -m dflash.benchmark configs/benchmark/{path.name}" in header
-    assert "Needs:" in header
-
-
-@pytest.mark.parametrize("path", FORECASTS, ids=lambda path: path.stem)
-def test_a_forecast_config_loads_from_anywhere(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = loader.load(f"configs/forecast/{path.name}", schema=tpu_schema.CompileDecode)
-    assert config.strategies
-    assert config.tpu.topology
-    header = path.read_text(encoding="utf-8")
-    assert f"python -m dflash.compile configs/forecast/{path.name} --forecast" in header
+    assert config.data.shares if kind == "train" else config.strategies
+    header = (CONFIGS / kind / name).read_text(encoding="utf-8")
+    assert f"python -m dflash.{'compile' if kind == 'forecast' else kind} {path}" in header
     assert "Needs:" in header
 
 

@@ -96,28 +96,6 @@ def test_a_token_of_id_0_is_learned_like_any_other():
     assert row["loss_mask"][:3].tolist() == [0, 1, 0]
 
 
-@given(DOCUMENTS)
-@settings(max_examples=100)
-def test_rows_are_filled_well(shapes):
-    """Best fit in descending order needs at most 11/9 of the optimum, plus one row."""
-    corpus = make_corpus(shapes)
-    packed = packing.pack(corpus, LENGTH)
-    sizes = np.minimum(np.diff(corpus.offsets), LENGTH)[packed.documents]
-    least = -(-int(sizes.sum()) // LENGTH)
-    more_than_half = int((sizes > LENGTH // 2).sum())
-    assert len(packed) >= max(least, more_than_half)
-    rooms = [LENGTH - sizes[a:b].sum() for a, b in itertools.pairwise(packed.offsets)]
-    # Two rows that would fit into one are a mistake.
-    used = sorted(LENGTH - room for room in rooms)
-    assert len(used) < 2 or used[0] + used[1] > LENGTH
-
-
-def test_a_document_goes_where_it_leaves_the_least_room():
-    """The 6 goes beside the 10 instead of the 8, so that everything fits into two rows."""
-    corpus = make_corpus([(1, size - 1) for size in (10, 8, 6, 5, 3)])
-    assert len(packing.pack(corpus, LENGTH)) == 2
-
-
 def mix(corpora, shares=None, length=LENGTH, seed=3):
     rows = (packing.PackedRows(one, packing.pack(one, length, seed)) for one in corpora)
     return Mixture(tuple(rows), tuple(shares or [1.0] * len(corpora)), seed)
@@ -161,18 +139,6 @@ def test_an_epoch_has_every_supervised_token_once(processes):
     assert sorted(supervised_ids(first)) == expected
     assert sorted(supervised_ids(second)) == expected
     assert supervised_ids(first) != supervised_ids(second)
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_batches_do_not_depend_on_the_number_of_processes(processes):
-    whole = open_batches([SMALL, OTHER])
-    parts = [
-        open_batches([SMALL, OTHER], mine=share(index, processes)) for index in range(processes)
-    ]
-    for _ in range(20):
-        batch, pieces = next(whole), [next(part) for part in parts]
-        for name, array in batch.items():
-            assert np.array_equal(array, np.concatenate([piece[name] for piece in pieces]))
 
 
 @given(st.integers(0, 60), st.integers(0, 3), st.sampled_from([1, 2]), st.sampled_from([1, 2]))

@@ -1,13 +1,12 @@
 """The figures of a cell follow from its samples as docs/measuring.md says."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 from support.made_samples import completion, task_round
 
-from dflash.measure import cells, plots, results, samples, table
+from dflash.measure import cells, plots, samples, table
 from dflash.measure.engine import Parts
 from dflash.measure.samples import MIN_GROUPS, Sample, TaskRound, bootstrap, prompt_times
 
@@ -223,16 +222,10 @@ def test_few_groups_have_no_interval(groups, has_interval):
     average = cells.averages(found, [few, *enough], baseline="none")[1]
     assert average.speedup == pytest.approx(1.5)
     assert (average.speedup_interval is not None) == has_interval
-    # Terminal and page say why, the table has empty fields, the plot no bar.
+    # The table has an empty field, the plot no bar.
     shown = table.lines([cell], [], wide=True)[1].split()
     assert (shown[6:8] == ["1.50?", "–"]) != has_interval
-    assert bool(table.warning_lines([cell])) == bool(cell.warnings) != has_interval
-    assert bool(table.limits([cell])) == has_interval
-    facts = {"acceptance": {"source": ""}}
-    values = results.as_values([cell], [], facts, complete=True)
-    (row,) = results.rows(json.loads(json.dumps(values)))
-    assert ((row["speedup_low"], row["speedup_high"]) == (None, None)) != has_interval
-    assert (row["doubts"] is None) == has_interval
+    assert bool(cell.warnings) != has_interval
     assert plots.speedups([cell], "none").startswith(b"\x89PNG")
 
 

@@ -20,7 +20,6 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from dflash.inference.request import RequestOutput
 from dflash.offline.decoding import decode
 from dflash.rl import DFlashRollout
-from dflash.rl.rollout import RolloutStats
 from dflash.sampling import Sampling
 
 ARCHITECTURE = {
@@ -180,22 +179,6 @@ def test_lora_is_merged():
     engine.update_params(state, (nnx.LoRAParam,))
     output = engine.generate(PROMPTS, sampled(temperature=1.0))
     check_logps(output.logprobs, tunix_logps(lora, output), output)
-
-
-def test_auto_decodes_plainly_when_drafting_does_not_pay():
-    """The rows of a draft cost nothing, or much more than plain tokens."""
-    engine, config = rollout(**{"drafter.block_size": "auto"}), sampled(temperature=0.0)
-    texts, taus = [engine.generate(PROMPTS, config).text], []
-    run = engine.llm._engine
-    for cost in (0.0, 100.0):
-        seconds = [1.0 + cost * (size > 1) for size in run.block_sizes]
-        others = len(run.rules.choices) - len(seconds)
-        run.cycle_seconds, run._learnt = (*seconds, *[float("inf")] * others), None
-        engine.stats = RolloutStats()
-        texts.append(engine.generate(PROMPTS, config).text)
-        taus.append(engine.stats.tau)
-    assert taus[0] > 1.0 == taus[1]
-    assert texts[0] == texts[1] == texts[2]
 
 
 def test_statistics_belong_to_the_weights():

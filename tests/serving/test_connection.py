@@ -126,14 +126,6 @@ def test_a_head_without_end_is_rejected(begin):
         assert answered(open_one())
 
 
-def test_many_headers_are_rejected():
-    with serving(App(), ServeConfig()) as (open_one, _):
-        client = open_one()
-        with contextlib.suppress(ConnectionError):
-            client.sendall(GET[:-2] + b"".join(b"X-%d: v\r\n" % i for i in range(20_000)))
-        assert received(client)[:12] in (b"HTTP/1.1 400", b"")
-
-
 def test_silent_connections_make_room_for_others():
     limits = ServeConfig(connections=8)
     with serving(App(), limits) as (open_one, server):

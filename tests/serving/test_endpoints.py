@@ -277,10 +277,6 @@ def test_the_page_allows_only_its_own_script(server):
     assert b"https://" not in content
 
 
-def test_profiles_need_profile_dir(server):
-    assert server.post("/start_profile", {})[0] == 404
-
-
 def test_metrics(server):
     server.post(TEXT, {"prompt": PROMPT, "max_tokens": 24})
     lines = server.get("/metrics")[1].decode().splitlines()

@@ -12,7 +12,6 @@ from support.trained_tokenizers import (
     MESSAGES,
     failure,
     train_byte_level,
-    train_sentencepiece,
     write_json,
 )
 
@@ -80,60 +79,6 @@ def test_templates_in_files_replace_those_of_the_config(tmp_path, default, tool_
 def test_what_templates_may_use(tmp_path, template, expected):
     (tmp_path / "chat_template.jinja").write_text(template)
     assert chat_template.ChatTemplate(tmp_path, {}, DATE).render(MESSAGES) == expected
-
-
-# In the style of gpt-oss: channels, reasoning efforts and a date.
-HARMONY = """\
-{%- macro begin(role, channel=none) -%}
-<|start|>{{ role }}{% if channel %}<|channel|>{{ channel }}{% endif %}<|message|>
-{%- endmacro -%}
-{{- begin("system") -}}
-You are a model.\\nCurrent date: {{ strftime_now("%Y-%m-%d") }}
-
-Reasoning: {{ reasoning_effort if reasoning_effort is defined else "medium" }}
-
-# Valid channels: analysis, commentary, final.<|end|>
-{%- for message in messages -%}
-    {%- if message.role == "system" -%}
-        {{- begin("developer") -}}# Instructions
-
-{{ message.content }}<|end|>
-    {%- elif message.role == "assistant" -%}
-        {%- if message.thinking is defined and loop.last -%}
-            {{- begin("assistant", "analysis") + message.thinking + "<|end|>" -}}
-        {%- endif -%}
-        {{- begin("assistant", "final") + message.content }}<|{{ "return" if loop.last else "end" }}|>
-    {%- else -%}
-        {{- begin(message.role) + message.content + "<|end|>" -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
-"""  # noqa: E501
-
-
-def test_a_template_with_channels(tmp_path):
-    """A conversation goes on without the reasoning of earlier answers, as harmony requires."""
-    (tmp_path / "chat_template.jinja").write_text(HARMONY.replace("\\n", "\n"))
-    template = chat_template.ChatTemplate(tmp_path, {}, DATE)
-    head = "<|start|>system<|message|>You are a model.\nCurrent date: 2024-02-29\n\nReasoning: {}"
-    head += "\n\n# Valid channels: analysis, commentary, final.<|end|>"
-    turns = [
-        *MESSAGES,
-        {"role": "assistant", "content": "4", "thinking": "2 + 2"},
-        {"role": "user", "content": "Sure?"},
-    ]
-    system, user = (message["content"] for message in MESSAGES)
-    asked = f"<|start|>developer<|message|># Instructions\n\n{system}<|end|>"
-    asked += f"<|start|>user<|message|>{user}<|end|>"
-    answer = "<|start|>assistant<|channel|>{}<|message|>{}<|{}|>"
-    assert template.render(turns, reasoning_effort="high") == (
-        head.format("high") + asked + answer.format("final", "4", "end")
-        + "<|start|>user<|message|>Sure?<|end|><|start|>assistant"
-    )  # fmt: skip
-    assert template.render(turns[:-1], add_generation_prompt=False) == (
-        head.format("medium") + asked + answer.format("analysis", "2 + 2", "end")
-        + answer.format("final", "4", "return")
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -213,16 +158,6 @@ def test_lists_of_special_tokens_are_joined(tmp_path):
     write_json(tmp_path / "special_tokens_map.json", {"extra_special_tokens": ["<b>"]})
     write_json(tmp_path / "tokenizer_config.json", {"extra_special_tokens": ["<a>"]})
     assert chat_template.named_tokens(tmp_path) == {"extra_special_tokens": ["<a>", "<b>"]}
-
-
-@pytest.mark.parametrize("train", [train_byte_level, train_sentencepiece])
-def test_no_template(tmp_path, train):
-    train(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    assert failure(tokenizer.encode_chat, MESSAGES) == (
-        f"{tmp_path}: no chat template (chat_template.jinja, or chat_template in "
-        "tokenizer_config.json); give plain text prompts or prompt_ids"
-    )
 
 
 def test_template_variables_reach_the_template(tmp_path):

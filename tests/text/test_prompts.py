@@ -418,11 +418,6 @@ def test_nothing_to_read(jsonl, tmp_path):
     assert failure(file=str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
 
 
-def test_two_sources():
-    message = "prompts.text and prompts.file are both given: keep one of them"
-    assert failure(text=("a",), file="x.jsonl") == message
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
 def test_any_text_survives_a_file(tmp_path_factory, texts):
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"

@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.golden import import_transformers
 from support.trained_tokenizers import (
-    LLAMA_TEMPLATE,
-    MESSAGES,
     QWEN_TEMPLATE,
-    TEXTS,
     train_byte_fallback,
     train_byte_level,
     train_metaspace,
@@ -249,23 +246,6 @@ def test_sentencepiece_that_drops_spaces_keeps_one_after_a_special_token(tmp_pat
     assert tokenizer.decode(ids) == "Hello areyou"
 
 
-def test_ids_of_chats_equal_those_of_transformers(tmp_path):
-    """Ordinary messages: through the library's own template and encoding."""
-    _, transformers = import_transformers()
-    train_byte_level(tmp_path, bos="<s>")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "chat_template": "{{ bos_token }}" + QWEN_TEMPLATE,
-    }
-    write_json(tmp_path / "tokenizer_config.json", config)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = load_tokenizer(tmp_path)
-    for messages in [MESSAGES, *map(ask, TEXTS), ask("<|im_ start|> <think>")]:
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True)
-        assert ours.encode_chat(messages) == list(expected["input_ids"])
-
-
 NAMED_ELSEWHERE = {
     "new": {"additional_special_tokens": ["<tool>", "<end>"]},
     "of the vocabulary": {"eos_token": "the"},
@@ -343,12 +323,3 @@ def test_marked_text_is_text_and_the_rest_is_not(parts):
     )
     everything = "".join(text for _, text in parts)
     assert special_tokens.without_marks(SPECIAL.mark(everything)) == everything
-
-
-def test_template_tokens_of_sentencepiece_follow_the_template(tmp_path):
-    train_sentencepiece(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(LLAMA_TEMPLATE)
-    tokenizer = load_tokenizer(tmp_path)
-    ids = tokenizer.encode_chat(ask("<s>Hello"))
-    assert ids.count(tokenizer._model.bos_id()) == 1
-    assert tokenizer.decode(ids) == "[user] <s>Hello"

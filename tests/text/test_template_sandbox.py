@@ -4,7 +4,6 @@ import copy
 import datetime
 import functools
 import pathlib
-import threading
 
 import pytest
 from support.trained_tokenizers import failure
@@ -18,23 +17,6 @@ TEXT = "renders more than 20,000,000 characters"
 
 def render(source, **variables):
     return template_sandbox.render(source, DATE, variables)
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("{{ 'a' ~ 1 ~ none ~ absent ~ 'b' }}", "a1Noneb"),
-        ("{% macro f() %}({{ caller(1) }}){% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}",
-         "(1)"),
-        ("{{ 'a\nb'|indent(2) }}", "a\n  b"),
-        ("{{ [1, 2]|tojson(indent=2) }}", "[\n  1,\n  2\n]"),
-        ("{{ '<é>'|tojson }}", '"<é>"'),
-        ("{{ '%03d'|format(7) }}{{ '{}-{a}'.format(1, a=2) }}", "0071-2"),
-        ("{{ '\ud800' }}\n{{ '\u2028' }}", "\ud800\n\u2028"),
-    ],
-)  # fmt: skip
-def test_operations_give_what_jinja_gives(source, text):
-    assert render(source) == text
 
 
 @pytest.mark.parametrize(
@@ -59,20 +41,6 @@ def test_long_conversations_are_within_the_limits():
     turns = [{"role": "user", "content": "word " * 4000}] * 200
     source = "{% for m in messages %}{{ '[' + m.role + ']' + m.content | trim ~ '\n' }}{% endfor %}"
     assert len(render(source, messages=turns)) == 200 * (len("[user]") + 5 * 4000)
-
-
-def test_threads_get_their_own_texts():
-    texts: dict[int, str] = {}
-
-    def work(number: int) -> None:
-        texts[number] = render("{{ x }}" * 50, x=number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {number: str(number) * 50 for number in range(16)}
 
 
 def test_templates_can_be_copied(tmp_path):

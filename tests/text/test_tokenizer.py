@@ -1,6 +1,5 @@
 """Tests of tokenizers and streaming, with freshly trained tokenizers."""
 
-import builtins
 import json
 
 import pytest
@@ -176,16 +175,6 @@ def test_byte_tokenizer():
     assert tokenizer.decode(chat) == "Be brief.\nWhat is 2 < 3 & 你好?\n"
 
 
-def test_special_tokens_in_a_text_are_read_as_such_where_asked_for(tmp_path):
-    trained = train_byte_level(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    start, end = trained.token_to_id("<|im_start|>"), trained.token_to_id("<|im_end|>")
-    ids = tokenizer.encode("<|im_start|>a<|im_end|>", special_tokens=True)
-    assert (ids[0], ids[-1]) == (start, end)
-    assert tokenizer.decode(ids) == "a"
-    assert tokenizer.vocab_size == trained.get_vocab_size()
-
-
 @pytest.mark.parametrize("kind", ["unigram", "ignore_merges", "metaspace", "bytes"])
 def test_users_cannot_spell_special_tokens(tmp_path, kind):
     """Not alone, not as a part of a word, and not by characters that normalization changes."""
@@ -248,17 +237,6 @@ def test_beginning_token_comes_once(tmp_path, spelled):
         assert ids.count(bos) == 1
 
 
-def test_sentencepiece_chat_reads_control_pieces(tmp_path):
-    train_sentencepiece(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(QWEN_TEMPLATE)
-    tokenizer = load_tokenizer(tmp_path)
-    ids = tokenizer.encode_chat(MESSAGES)
-    start = tokenizer._model.piece_to_id("<|im_start|>")
-    assert ids[0] == start
-    assert ids.count(start) == 3
-    assert tokenizer.decode(ids) == ("system\nBe brief.\nuser\nWhat is 2 < 3 & 你好?\nassistant\n")
-
-
 def test_sentencepiece_beginning_token(tmp_path):
     train_sentencepiece(tmp_path)
     without = load_tokenizer(tmp_path).encode("Hello")
@@ -285,12 +263,6 @@ def test_no_tokenizer(tmp_path):
             f"{tmp_path}: no tokenizer (tokenizer.json, tokenizer.model or tiktoken.model); "
             "give prompts as prompt_ids"
         )
-
-
-def test_damaged_tokenizer_json(tmp_path):
-    (tmp_path / "tokenizer.json").write_text('{"version"')
-    message = failure(load_tokenizer, tmp_path)
-    assert message.startswith(f"{tmp_path}/tokenizer.json: damaged (")
 
 
 @pytest.mark.parametrize(
@@ -342,14 +314,6 @@ def test_damaged_sentencepiece_model(tmp_path):
     )
 
 
-def test_damaged_tokenizer_config(tmp_path):
-    train_byte_level(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    assert failure(load_tokenizer, tmp_path) == (
-        f"{tmp_path}/tokenizer_config.json: not valid JSON"
-    )
-
-
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"{}"])
 def test_tokenizer_files_that_no_parser_takes(tmp_path, content):
     train_byte_level(tmp_path)
@@ -360,22 +324,6 @@ def test_tokenizer_files_that_no_parser_takes(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     message = failure(load_tokenizer, tmp_path)
     assert message.startswith(f"{tmp_path}/tokenizer.json: damaged (")
-
-
-def test_absent_library(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    original = builtins.__import__
-
-    def absent(name, *args, **kwargs):
-        if name == "tokenizers":
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    assert failure(load_tokenizer, tmp_path) == (
-        f"{tmp_path / 'tokenizer.json'}: needs tokenizers; pip install 'dflash-jax[hf]', "
-        "or give prompts as prompt_ids"
-    )
 
 
 def test_ids_equal_those_of_transformers(tmp_path):
@@ -393,4 +341,7 @@ def test_ids_equal_those_of_transformers(tmp_path):
         assert ours.encode(text, special_tokens=True) == theirs(text)["input_ids"]
     chat = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert ours._template.render(MESSAGES) == chat
-    assert ours.encode_chat(MESSAGES) == theirs(chat, add_special_tokens=False)["input_ids"]
+    for text in [*TEXTS, "<|im_ start|> <think>"]:
+        messages = [*MESSAGES, {"role": "user", "content": text}]
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True)
+        assert ours.encode_chat(messages) == list(expected["input_ids"])
