@@ -236,7 +236,7 @@ def _counted(flat: Flat) -> list[Flat]:
     is_limited = flat.get("maxProperties", math.inf) < (len(properties) if is_closed else math.inf)
     # Grammars would count a property twice whose name is written twice.
     if missing > 1 or (missing == 1 and optional and not is_closed):
-        raise errors.InputError("minProperties: not supported beside so many optional properties")
+        raise errors.InputError("minProperties: cannot be counted here; name them in required")
     if is_limited and optional:
         raise errors.InputError(f"maxProperties: not supported while {optional[0]!r} is optional")
     flat = flat if missing == 1 and not optional else _without(flat, ("minProperties",))
