@@ -87,7 +87,7 @@ def treatments() -> dict[str, tuple[str, list[str]]]:
 TREATMENTS = treatments()
 
 
-def tested_form(command: str, *, slow: bool) -> tuple[str, list[str]] | None:
+def form_of(command: str, *, slow: bool) -> tuple[str, list[str]] | None:
     """Returns the module and the arguments that test a command; None if nothing can."""
     name, *arguments = shlex.split(command)[1:]
     way, added = TREATMENTS.get(command, ("not:", []))
@@ -111,7 +111,7 @@ def pages_by_extras(*, slow: bool) -> dict[str, dict[str, list]]:
     for page, extras, command in commands_shown():
         if page.endswith("--help") and TREATMENTS.get(command, ("",))[0] != "run" and not slow:
             continue  # tests/cli/test_commands.py loads the configs of these examples.
-        form = tested_form(command, slow=slow)
+        form = form_of(command, slow=slow)
         if form and not any(form == other and fewer <= extras for other, fewer in tested):
             tested.append((form, extras))
             name = ",".join(sorted(extras)) or "none"
