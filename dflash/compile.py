@@ -19,12 +19,6 @@ _OVER_BUDGET = 3
 
 def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool(
-        "kernels",
-        False,
-        "Also report the static schedules of the Pallas kernels; takes some disk and time.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
         "forecast",
         False,
         "Report instead the cost of a cycle of each of the config's strategies, by batch and "
@@ -52,14 +46,9 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def run(
-    config: str | os.PathLike,
-    *overrides: str,
-    workdir: str | os.PathLike | None = None,
-    kernels: bool = False,
+    config: str | os.PathLike, *overrides: str, workdir: str | os.PathLike | None = None
 ) -> "CompileReport":
     """Compiles for a TPU, as `dflash compile` does, and prints the report.
-
-    The keyword arguments are the flags of these names.
 
     Args:
       config: Path of a YAML file, looked up as on the command line.
@@ -67,8 +56,7 @@ def run(
     Raises:
       UserError: The command would exit with an error.
     """
-    flag_values = {"workdir": workdir, "kernels": kernels}
-    return _report(cli.parse(SUBCOMMAND, config, *overrides, **flag_values))
+    return _report(cli.parse(SUBCOMMAND, config, *overrides, workdir=workdir))
 
 
 def forecast(
@@ -100,15 +88,12 @@ def _report(command: cli.Command) -> "CompileReport":
     # jax is imported here, after the config has been validated.
     from dflash.compiler import compile_run
 
-    kernels = command.flags["kernels"]
-    return compile_run.run(command.config, workdir=command.workdir, kernels=kernels)
+    return compile_run.run(command.config, workdir=command.workdir)
 
 
 def _forecast(command: cli.Command) -> "Forecast":
     if not isinstance(command.config, tpu_schema.CompileDecode):
         raise errors.ConfigError("--forecast: expected a decoding config, got a training config")
-    if command.flags["kernels"]:
-        raise errors.ConfigError("--forecast: excludes --kernels")
     # jax is imported here, after the config has been validated.
     from dflash.compiler import forecast_run
 

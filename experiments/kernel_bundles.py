@@ -1,8 +1,9 @@
 """Static schedules of paged attention, of this package and of jax, by the TPU compiler.
 
-    python experiments/kernel_bundles.py [TOPOLOGY]
-    python experiments/kernel_bundles.py TOPOLOGY latent   # latent attention, at Kimi K2's shapes
-    python experiments/kernel_bundles.py TOPOLOGY delta    # gated DeltaNet, at Qwen3.5's shapes
+    python -m experiments.kernel_bundles [TOPOLOGY]
+    python -m experiments.kernel_bundles TOPOLOGY latent   # latent attention, at Kimi K2's shapes
+    python -m experiments.kernel_bundles TOPOLOGY delta    # gated DeltaNet, at Qwen3.5's shapes
+    python -m experiments.kernel_bundles compile CONFIG [key=value …]   # kernels of dflash compile
 
 Run it from the repository root, with the package and jax[tpu] installed; no TPU is needed.
 
@@ -22,7 +23,8 @@ import tempfile
 import jax
 import jax.numpy as jnp
 
-from dflash.compiler import bundles, topology
+from dflash import compile as compile_command
+from dflash.compiler import topology
 from dflash.kernels import (
     delta_block,
     delta_block_tpu,
@@ -32,6 +34,7 @@ from dflash.kernels import (
     tuning,
 )
 from dflash.kernels.quantized import Quantized
+from experiments import bundles
 
 QUERIES, KV_HEADS, GROUP, WIDTH, PAGE = 16, 8, 4, 128, 128
 CASES = [(batch, context) for context in (2048, 32768) for batch in (1, 32)]
@@ -48,7 +51,14 @@ def main(argv: list[str]) -> None:
     """Prints the table."""
     name = argv[0] if argv else "v5p:1x1x1"
     with tempfile.TemporaryDirectory() as directory:
-        topology.prepare_environment(directory)
+        bundles.dump_to(directory)
+        topology.prepare_environment()
+        if name == "compile":
+            programs = compile_command.run(*argv[1:]).programs.values()
+            kernels = sorted({kernel for program in programs for kernel in program.kernels})
+            schedules = bundles.read_schedules(pathlib.Path(directory), kernels)
+            print("\n".join(bundles.lines(schedules)))
+            return
         if argv[1:] == ["latent"]:
             of_latent_attention(name, pathlib.Path(directory))
             return

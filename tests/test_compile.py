@@ -105,7 +105,6 @@ def test_a_forecast_of_a_tiny_model_resumes(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kernels"], "--forecast: excludes --kernels"),
         (["forecast.batches=[]"], "forecast.batches: expected at least one number"),
         (["forecast.batches=[0]"], "forecast.batches"),
     ],

@@ -19,7 +19,7 @@ from absl import flags
 from dflash import errors
 from dflash.cli.declaration import JOIN_FLAGS, Subcommand, help_text
 from dflash.cli.declaration import RUN_FLAGS as RUN_FLAGS
-from dflash.config import build, loader, merging, registry, schema
+from dflash.config import loader, merging, registry, schema
 from dflash.parallel import host
 from dflash.runs import shards
 from dflash.runs.shards import Shard
@@ -298,5 +298,5 @@ def _unknown_flag(
 def _key(subcommand: Subcommand, name: str) -> str | None:
     """Returns the shortest dotted key of the subcommand's configs that ends with a name."""
     kinds = subcommand.schema if isinstance(subcommand.schema, tuple) else (subcommand.schema,)
-    paths = (path for kind in filter(None, kinds) for path in build.known_keys(kind, None))
+    paths = (path for kind in filter(None, kinds) for path in loader.known_keys(kind, None))
     return min((".".join(path) for path in paths if path[-1] == name), key=len, default=None)

@@ -172,7 +172,7 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
         operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
         return forecast.cost_of(operations, rates, chip, fill=fill, repeats=repeats), operations
 
-    (empty, operations), (full, at_full) = cost(0.0), cost(1.0)
+    (empty, _), (full, at_full) = cost(0.0), cost(1.0)
     per_token = _NOTHING.plus(full.plus(empty, -1), 1 / _CAPACITY)
     in_windows = {}
     for window, kernels in forecast.by_window(at_full).items():
@@ -188,7 +188,6 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
         fixed=empty,
         per_token=per_token,
         memory=DeviceMemory(memory.fixed + extra, memory.per_token),
-        collectives=forecast.collectives(operations, repeats),
         in_windows=in_windows,
     )
 

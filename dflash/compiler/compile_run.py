@@ -1,22 +1,17 @@
 """The compile command: compiles the programs of a run for a topology, and reports on them."""
 
 import dataclasses
-import json
-import pathlib
-import tempfile
 from collections.abc import Callable, Mapping
 
 import jax
 
-from dflash.compiler import bundles, programs, report, topology
-from dflash.compiler.bundles import Section
+from dflash.compiler import programs, report, topology
 from dflash.compiler.programs import CompiledProgram
 from dflash.compiler.report import CompileReport, ProgramReport, RunAssumptions
 from dflash.compiler.topology import TpuMachine
-from dflash.config import loader
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
-from dflash.runs.display import Display
-from dflash.storage import files, paths
+from dflash.runs import frame
+from dflash.runs.directory import RunDirectory
 
 # Called before each step with a description of it and the fraction of the work that is done.
 Progress = Callable[[str, float], None]
@@ -25,53 +20,33 @@ Progress = Callable[[str, float], None]
 _OUT_OF_MEMORY = "Ran out of memory"
 
 
-def run(
-    config: CompileDecode | CompileTrain,
-    *,
-    workdir: str | None = None,
-    kernels: bool = False,
-) -> CompileReport:
+def run(config: CompileDecode | CompileTrain, *, workdir: str | None = None) -> CompileReport:
     """Compiles the programs of a run, prints the report and writes it.
 
     Args:
       config: Config of the run, with the topology in its `tpu` group.
       workdir: Directory for `compile.json` and `config.yml`; None writes nothing.
-      kernels: Report the static schedules of the Pallas kernels too.
     Raises:
       UserError: The config, its models or the TPU compiler is unusable.
     """
-    with tempfile.TemporaryDirectory() as schedules:
-        topology.prepare_environment(schedules if kernels else None)
-        return _run(config, workdir, pathlib.Path(schedules) if kernels else None)
-
-
-def _run(
-    config: CompileDecode | CompileTrain, workdir: str | None, schedules: pathlib.Path | None
-) -> CompileReport:
-    kernels: dict[str, list[Section]] = {}
+    topology.prepare_environment()
+    directory = open_directory(workdir, config)
 
     def keep(run_report: CompileReport, *, complete: bool = False) -> None:
-        if workdir:
-            content = {
-                "complete": complete,
-                **report.to_json(run_report),
-                "kernels": {
-                    name: [dataclasses.asdict(section) for section in sections]
-                    for name, sections in kernels.items()
-                },
-            }
-            write(config, paths.to_path(workdir), {"compile.json": json.dumps(content, indent=2)})
+        directory.write_json("compile.json", {"complete": complete, **report.to_json(run_report)})
 
-    with Display().progress("compiling", every_s=0) as progress:
-        machine = topology.find_machine(config)
-        run_report = compile_programs(config, machine, progress, keep)
+    with frame.open_run(directory) as display:
+        with display.progress("compiling", every_s=0) as progress:
+            machine = topology.find_machine(config)
+            run_report = compile_programs(config, machine, progress, keep)
+        keep(run_report, complete=True)
     print("\n".join(report.lines(run_report)), flush=True)
-    if schedules:
-        names = {name for program in run_report.programs.values() for name in program.kernels}
-        kernels |= bundles.read_schedules(schedules, sorted(names))
-        print("\n".join(bundles.lines(kernels)))
-    keep(run_report, complete=True)
     return run_report
+
+
+def open_directory(workdir: str | None, config: CompileDecode | CompileTrain) -> RunDirectory:
+    """Opens a directory whose reports a later run may replace, whatever its config."""
+    return RunDirectory(workdir, config, is_used=lambda path: False, may_change=lambda key: True)
 
 
 def compile_programs(
@@ -136,15 +111,3 @@ def larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     The programs of a run share their arrays and execute one after another.
     """
     return {kind: max(a.get(kind, 0), b.get(kind, 0)) for kind in {**a, **b}}
-
-
-def write(
-    config: CompileDecode | CompileTrain,
-    directory: pathlib.Path,
-    results: Mapping[str, str | bytes],
-) -> None:
-    """Writes result files, by name, and `config.yml` to the work directory."""
-    with files.explained(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, content in {**results, "config.yml": loader.to_yaml(config)}.items():
-            files.write_whole(directory / name, content)

@@ -93,7 +93,6 @@ class StrategyPoint:
       fixed: Cost of a cycle with an empty context.
       per_token: Cost that each token of context adds.
       memory: Memory use of each device.
-      collectives: Number of collectives per cycle and total bytes of their results, by kind.
       in_windows: Cost that each token of context adds to draft layers with a window, up to the
         window, by window.
     """
@@ -104,7 +103,6 @@ class StrategyPoint:
     fixed: CompiledCost
     per_token: CompiledCost
     memory: DeviceMemory
-    collectives: Mapping[str, tuple[float, float]]
     in_windows: Mapping[int, CompiledCost] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -114,7 +112,6 @@ class StrategyPoint:
             "fixed": CompiledCost(**value["fixed"]),
             "per_token": CompiledCost(**value["per_token"]),
             "memory": DeviceMemory(**value["memory"]),
-            "collectives": {kind: tuple(sums) for kind, sums in value["collectives"].items()},
             "in_windows": {
                 int(window): CompiledCost(**cost) for window, cost in value["in_windows"].items()
             },
@@ -123,10 +120,10 @@ class StrategyPoint:
 
     def cost(self, context: int) -> CompiledCost:
         """Returns the cost of a cycle with `context` tokens in each sequence."""
-        whole = self.fixed.plus(self.per_token, context)
+        total = self.fixed.plus(self.per_token, context)
         for window, per_token in self.in_windows.items():
-            whole = whole.plus(per_token, min(context, window))
-        return whole
+            total = total.plus(per_token, min(context, window))
+        return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,25 +201,12 @@ def cost_of(
 
 def by_window(operations: Iterable[ScheduledOperation]) -> dict[int, list[ScheduledOperation]]:
     """Returns the kernels that read the context through a window, by window."""
-    found: dict[int, list[ScheduledOperation]] = {}
+    kernels: dict[int, list[ScheduledOperation]] = {}
     for operation in filter(_reads_context, operations):
         window = _WINDOW.search(operation.instruction.name)
         if window:
-            found.setdefault(int(window[1]), []).append(operation)
-    return found
-
-
-def collectives(
-    operations: Iterable[ScheduledOperation], repeats: LayerRepeats
-) -> dict[str, tuple[float, float]]:
-    """Returns the number of collectives in a whole cycle and their bytes, by kind."""
-    sums: dict[str, tuple[float, float]] = {}
-    for operation in operations:
-        times = repeats.of(operation.scope)
-        for kind, (count, size) in components.collectives([operation]).items():
-            total_count, total_size = sums.get(kind, (0, 0))
-            sums[kind] = total_count + times * count, total_size + times * size
-    return sums
+            kernels.setdefault(int(window[1]), []).append(operation)
+    return kernels
 
 
 def _limit(operation: ScheduledOperation, rates: RooflineRates) -> str:

@@ -1,7 +1,6 @@
 """The forecast command: compiles every strategy at every batch size, and reports their costs."""
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,8 +9,7 @@ from dflash.compiler.forecast import CompiledCost, Forecast
 from dflash.compiler.topology import TpuMachine
 from dflash.config.tpu_schema import CompileDecode
 from dflash.measure import table
-from dflash.runs.display import Display
-from dflash.storage import files, paths
+from dflash.runs import frame
 
 LABEL = "the compiler's costs, not measured; drafting pays where τ exceeds “× plain”"
 _SHORT = {"output head": "head"}
@@ -29,18 +27,17 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     """
     specs = compile_points.point_specs(config)
     topology.prepare_environment()
-    directory = paths.to_path(workdir) if workdir else None
-    with Display().progress("compiling", every_s=0) as progress, files.explained(directory):
-        machine = topology.find_machine(config)
-        points = compile_points.compile_points(specs, machine, directory, progress)
-    chip = machine.topology.chip
-    forecast = Forecast(points, chip.hbm_gb * 1e9 / chip.devices)
+    directory = compile_run.open_directory(workdir, config)
     contexts = sorted(set(config.forecast.contexts))
+    with frame.open_run(directory) as display:
+        with display.progress("compiling", every_s=0) as progress:
+            machine = topology.find_machine(config)
+            points = compile_points.compile_points(specs, machine, directory.path, progress)
+        chip = machine.topology.chip
+        forecast = Forecast(points, chip.hbm_gb * 1e9 / chip.devices)
+        directory.write_json("forecast.json", to_json(forecast, contexts))
     text = [*table.wrapped([_machine_line(machine, config)]), *lines(forecast, contexts)]
     print("\n".join(text), flush=True)
-    if directory:
-        content = json.dumps(to_json(forecast, contexts), indent=1)
-        compile_run.write(config, directory, {"forecast.json": content})
     return forecast
 
 

@@ -288,9 +288,9 @@ def _step(body: Computation, index: int) -> int | None:
     while current is not None and current.opcode == "add":
         operands = [by_name[name] for name in current.operands if name in by_name]
         constants = [operand.literal for operand in operands if operand.literal is not None]
-        others = [operand for operand in operands if operand.literal is None]
-        if len(constants) != 1 or len(others) != 1:
+        variables = [operand for operand in operands if operand.literal is None]
+        if len(constants) != 1 or len(variables) != 1:
             return None
         total += constants[0]
-        current = _skip_copies(others[0], by_name)
+        current = _skip_copies(variables[0], by_name)
     return total if current is not None and _tuple_index(current) == index else None

@@ -17,8 +17,6 @@ from dflash.parallel import chips, host, sharding
 from dflash.parallel.sharding import Sharding
 from dflash.version import install_command
 
-# The compiler has about a hundred passes per operation; dump the output of the last one only.
-_DUMP = ("--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=.*final_.*bundle.*")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     # No chip is acquired, so several compilers may run at the same time.
@@ -50,13 +48,11 @@ class Topology:
         return len(self.devices) // self.chip.devices
 
 
-def prepare_environment(schedules: str | None = None) -> None:
+def prepare_environment() -> None:
     """Sets the environment variables that the TPU compiler needs on a host without TPUs.
 
     Call it before jax loads the compiler.
 
-    Args:
-      schedules: Directory to which the compiler dumps the final schedules, or None.
     Raises:
       UserError: The compiler is not installed.
     """
@@ -67,9 +63,6 @@ def prepare_environment(schedules: str | None = None) -> None:
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if schedules is not None:
-        options = (os.environ.get("LIBTPU_INIT_ARGS", ""), f"--xla_jf_dump_to={schedules}", *_DUMP)
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join(options).strip()
 
 
 def shape_of_type(name: str) -> str:
@@ -80,10 +73,10 @@ def shape_of_type(name: str) -> str:
 
     Source: the tables of configurations in Cloud TPU's documentation.
     """
-    found = re.fullmatch(r"(v4|v5p|v5e|v5litepod|v6e)-(\d+)", name)
-    if not found:
+    match = re.fullmatch(r"(v4|v5p|v5e|v5litepod|v6e)-(\d+)", name)
+    if not match:
         return name
-    generation, count = found[1].replace("v5litepod", "v5e"), int(found[2])
+    generation, count = match[1].replace("v5litepod", "v5e"), int(match[2])
     cores, dimensions = (2, 3) if generation in ("v4", "v5p") else (1, 2)
     doublings = (count // cores).bit_length() - 1
     if count != cores << max(doublings, 0):

@@ -125,15 +125,15 @@ def _fusion_bytes(module: HloModule, instruction: Instruction, operands) -> tupl
     return read, _written_bytes(module, body, instruction)
 
 
-def _parameter_bytes(module: HloModule, body: Computation, index: int, whole: int) -> int:
-    """Returns the bytes that a fusion reads of parameter `index`, which has `whole` bytes."""
+def _parameter_bytes(module: HloModule, body: Computation, index: int, full_size: int) -> int:
+    """Returns the bytes that a fusion reads of parameter `index`, which has `full_size` bytes."""
     users = body.users()
     todo = [inner for inner in body.instructions if inner.parameter == index]
     sizes = []
     while todo:
         now = todo.pop()
         if now.is_root:
-            return whole
+            return full_size
         for user in users.get(now.name, ()):
             if user.opcode in _VIEWS:
                 todo.append(user)
@@ -146,10 +146,12 @@ def _parameter_bytes(module: HloModule, body: Computation, index: int, whole: in
                 sizes.append(0)
             elif user.opcode == "fusion":
                 inner = module.computations[user.called["calls"][0]]
-                sizes.append(_parameter_bytes(module, inner, user.operands.index(now.name), whole))
+                sizes.append(
+                    _parameter_bytes(module, inner, user.operands.index(now.name), full_size)
+                )
             else:
-                return whole
-    return min(sum(sizes), whole)
+                return full_size
+    return min(sum(sizes), full_size)
 
 
 def _written_bytes(module: HloModule, body: Computation, instruction: Instruction) -> int:

@@ -2,15 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from dflash.config import schema
 from dflash.config.schema import location, option
-
-
-def overrides_of(group: str) -> Any:
-    """Returns a field that maps names to overrides of another group; see `merging.inherit`."""
-    return dataclasses.field(default_factory=dict, metadata={"overrides_of": group})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +30,7 @@ class BenchmarkRun:
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
     # Keys shared by all strategies with the same drafter; not a strategy itself.
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
-    strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
+    strategies: Mapping[str, schema.DrafterConfig] = option({})
     tasks: tuple[str, ...] = ()  # Data sets; ignored if acceptance lengths are replayed.
     raw_dir: str | None = location("disk")  # Same as prompts.raw_dir.
     prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)

@@ -14,15 +14,35 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dflash import errors
-from dflash.config import build, checks, merging, registry, strict_yaml
+from dflash.config import checks, merging, registry, strict_yaml, typed
+from dflash.config.merging import Path, text_of
 from dflash.config.merging import find_config as find_config
-from dflash.config.schema import PLACE, DecodeRun, Place
+from dflash.config.schema import (
+    PLACE,
+    SHARDING_RULES,
+    DecodeRun,
+    DrafterConfig,
+    Place,
+    TargetConfig,
+)
 from dflash.config.strict_yaml import Node
+from dflash.config.typed import INVALID, Builder
 from dflash.storage import hub
 
 SWEEP = "sweep"  # Key of a sweep's block.
 _PINNED = ("checkpoint", "adapter")  # Kinds of path that a commit of the hub pins.
+_STRATEGIES = "strategies"  # Key of entries that override the group `drafter`.
 _CHOICE = "name"  # Key that chooses a group's schema.
+# Groups whose `name` chooses their schema, by the class that a run declares for them.
+_CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
+    TargetConfig: registry.TARGETS,
+    DrafterConfig: registry.DRAFTERS,
+}
+# Registries whose names are the usual keys of a mapping.
+_ENTRIES: Mapping[Path, Mapping[str, Any]] = {
+    ("data", "mixture"): registry.DATASETS,
+    ("sharding_rules",): SHARDING_RULES,
+}
 Run = TypeVar("Run")
 
 
@@ -91,18 +111,26 @@ def resolve(
     readable = [file for file in files if file is not None]
     complete = len(readable) == len(files)
     layered = [*([file] for file in readable), *over]
-    tree = merging.merge(layered, build.named_groups(schema), origin, build.alternatives(schema))
-    inherited: list[str] = []
-    for mapping, group in build.overriding_groups(schema):
-        names = build.CHOICES[typing.get_type_hints(schema)[group]]
-        tree, more = merging.inherit(tree, mapping, group, names)
-        inherited += more
-    config, unusable, problems = build.build(
-        tree, schema, complete=complete, earlier_run=earlier_run
+    kinds = typing.get_type_hints(schema)
+    named = [key for key, kind in kinds.items() if kind in _CHOICES]
+    tree = merging.merge(layered, named, origin, _alternatives(schema))
+    problems: list[str] = []
+    if _STRATEGIES in kinds:
+        tree, problems = merging.inherit(tree, _STRATEGIES, "drafter", registry.DRAFTERS)
+    builder = Builder(
+        tree,
+        complete=complete,
+        known=known_keys(schema, tree.root),
+        earlier_run=earlier_run,
+        choices=_CHOICES,
+        choose=_chosen_schema,
     )
-    problems = inherited + problems
-    if config is not None and complete:
-        problems += _crossed(config, tree, unusable)
+    config = builder.group(schema, tree.root, ())
+    problems += builder.problems
+    if config is INVALID:
+        return None, problems
+    if complete:
+        problems += _crossed(config, tree, builder.unusable)
     return config, problems
 
 
@@ -265,3 +293,53 @@ def _default(field: dataclasses.Field) -> Any:
     """Returns the default of a field; MISSING, which equals no value, for a required field."""
     has_factory = field.default_factory is not dataclasses.MISSING
     return field.default_factory() if has_factory else field.default
+
+
+def _alternatives(run: type) -> list[list[Path]]:
+    """Returns the sets of mutually exclusive keys of `run` and its groups."""
+    groups = {(): run} | {(name,): kind for name, kind in typing.get_type_hints(run).items()}
+    named = {path: getattr(kind, "ALTERNATIVES", ()) for path, kind in groups.items()}
+    return [[(*path, name) for name in names] for path, names in named.items() if names]
+
+
+def known_keys(declared: type, node: Node | None, path: Path = ()) -> Iterator[Path]:
+    """Yields the path of every key that a config may hold, groups included.
+
+    Args:
+      declared: Schema of the config or group.
+      node: Content of the config or group so far. Names in it choose schemas.
+      path: Path of the group.
+    """
+    content = node.value if node is not None and isinstance(node.value, dict) else {}
+    cls = _chosen_schema(declared, content) or declared
+    kinds = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        here, kind, inner = (*path, field.name), kinds[field.name], content.get(field.name)
+        yield here
+        for group in filter(dataclasses.is_dataclass, typed.members(kind)):
+            yield from known_keys(group, inner, here)
+        if typing.get_origin(kind) is Mapping:
+            item = typing.get_args(kind)[1]
+            entries = inner.value if inner is not None and isinstance(inner.value, dict) else {}
+            for name in dict.fromkeys([*entries, *_ENTRIES.get(here, ())]):
+                yield (*here, name)
+                if dataclasses.is_dataclass(item):
+                    yield from known_keys(item, entries.get(name), (*here, name))
+
+
+def _chosen_schema(declared: type, content: Mapping[str, Node]) -> type | None:
+    """Returns the schema of a group, by its `name` if it has one; None for an unknown name."""
+    entries = _CHOICES.get(declared)
+    if entries is None:
+        return declared
+    name = next(field.default for field in dataclasses.fields(declared) if field.name == "name")
+    if "name" in content:
+        node = content["name"]
+        if isinstance(node.value, dict):
+            return None
+        nullable = typed.without_null(typing.get_type_hints(declared)["name"])[1]
+        name = None if nullable and node.value is None else text_of(node)
+    if name is None:
+        return declared
+    known = isinstance(name, str) and name in entries
+    return registry.load_schema(entries[name]) if known else None

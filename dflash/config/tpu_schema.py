@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 from dflash.config import schema, train_schema
-from dflash.config.benchmark_schema import overrides_of
 from dflash.config.schema import option
 
 
@@ -36,7 +35,7 @@ class CompileDecode(schema.DecodeRun):
     """Decoding config with the TPU to compile it for."""
 
     # Strategies that `--forecast` compares with plain decoding; if empty, the drafter alone.
-    strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
+    strategies: Mapping[str, schema.DrafterConfig] = option({})
     tpu: TpuConfig = dataclasses.field(default_factory=TpuConfig)
     forecast: ForecastConfig = dataclasses.field(default_factory=ForecastConfig)
 

@@ -1,20 +1,125 @@
 """Conversion of nodes to typed values and frozen dataclasses, with all problems collected."""
 
 import dataclasses
+import functools
 import itertools
+import operator
+import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from dflash.config import registry, removed_keys, schema, value_types
-from dflash.config.merging import ConfigTree, Path, merge, text_of
-from dflash.config.strict_yaml import Node
-from dflash.config.value_types import INVALID
+from dflash.config import registry, removed_keys, schema
+from dflash.config.merging import ConfigTree, Path, text_of
+from dflash.config.strict_yaml import Malformed, Node
 
 LONGEST_QUOTED = 100  # Characters of a JSON string in a message; no valid string is longer.
 # Larger integers count as strings, as in YAML configs.
 _LARGEST_JSON_INTEGER = 2**63 - 1
 _SCALARS = (bool, int, float, str)
+
+
+_UNIONS = (types.UnionType, typing.Union)  # `X | Y` and Union[X, Y]
+INVALID = object()  # Stands for a value whose problem has been reported.
+_NOUNS = {
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+    bool: ("true or false", "booleans"),
+}
+
+
+def members(kind: Any) -> tuple[Any, ...]:
+    """Returns the members of a union, None's type included, or the type itself."""
+    return typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
+
+
+def without_null(kind: Any) -> tuple[Any, bool]:
+    """Returns (X, True) for `X | None`, where X may be a union, and (kind, False) otherwise."""
+    inner = [option for option in members(kind) if option is not type(None)]
+    if len(inner) == len(members(kind)):
+        return kind, False
+    return functools.reduce(operator.or_, inner), True
+
+
+def scalar(kind: Any, node: Node) -> Any:
+    """Converts a node to a scalar type; integers count as numbers, booleans do not."""
+    value, text = node.value, text_of(node)
+    if len(members(kind)) > 1:
+        values = (scalar(option, node) for option in members(kind))
+        return next((value for value in values if value is not INVALID), INVALID)
+    if typing.get_origin(kind) is Literal:
+        return text if isinstance(text, str) and text in typing.get_args(kind) else INVALID
+    if kind is str:
+        return text if isinstance(text, str) else INVALID
+    if kind is float and type(value) in (int, float):
+        fits = abs(value) <= schema.FLOAT32_MAX  # False for NaN.
+        return float(value) + 0.0 if fits else INVALID  # Adding 0.0 turns -0.0 into 0.0.
+    return value if type(value) is kind else INVALID
+
+
+def within(value: Any, bounds: Mapping[str, Any]) -> bool:
+    low, high = bounds.get("minimum"), bounds.get("maximum")
+    if isinstance(value, str):
+        return True
+    if high is None and type(value) is int:
+        high = schema.INT32_MAX
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def describe(declared: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
+    """Describes the values that a key accepts, in the plural if `number` is 1."""
+    kind, nullable = without_null(declared)
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _NOUNS:
+        words = _NOUNS[kind][number] + _range(bounds)
+    elif len(members(kind)) > 1:
+        words = " or ".join(describe(option, bounds, number) for option in options)
+    elif origin is Literal and len(options) == 1:
+        words = options[0]
+    elif origin is Literal:
+        words = f"one of {', '.join(options)}"
+    elif origin is tuple:
+        words = f"{('a list', 'lists')[number]} of {describe(options[0], bounds, 1)}"
+    elif origin is Mapping:
+        words = f"a mapping to {describe(options[1], bounds, 1)}"
+    else:
+        words = "a mapping"
+    return f"{words} or null" if nullable else words
+
+
+def _range(bounds: Mapping[str, Any]) -> str:
+    low, high = (
+        f"{bound:g}" if isinstance(bound, float) else bound
+        for bound in (bounds.get("minimum"), bounds.get("maximum"))
+    )
+    if low is not None and high is not None:
+        return f" in [{low}, {high}]"
+    if low is not None:
+        return f" >= {low}"
+    return "" if high is None else f" <= {high}"
+
+
+def show(node: Node) -> str:
+    """Returns a value in the form in which messages quote it."""
+    value = node.value
+    if isinstance(value, Malformed):
+        return f"{node.raw!r} (not valid YAML)"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, tuple):
+        return "a list"
+    if value is None:
+        return "null" if node.raw != "" else "nothing"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def near(declared: Any, node: Node) -> str:
+    """Returns "; did you mean 'x'?" if the value is similar to one of the key's choices."""
+    kind = without_null(declared)[0]
+    choices = [choice for member in members(kind) for choice in typing.get_args(member)]
+    fixed = [choice for choice in choices if isinstance(choice, str)]
+    return registry.suggest(str(text_of(node)), fixed, exhaustive=False)
 
 
 def build_from_json(
@@ -38,9 +143,8 @@ def build_from_json(
     ]
     if missing:
         return None, missing, []
-    tree = merge([[node]], (), source)
-    builder = Builder(tree, complete=True)
-    built = builder.group(schema_class, tree.root, ())
+    builder = Builder(ConfigTree(node, source), complete=True)
+    built = builder.group(schema_class, node, ())
     return (None if built is INVALID else built), [], builder.problems
 
 
@@ -143,7 +247,7 @@ class Builder:
             elif required:
                 usable = False
                 if self.complete:
-                    expected = value_types.describe(kinds[field.name], field.metadata)
+                    expected = describe(kinds[field.name], field.metadata)
                     self._report(here, f"required: {expected}")
         if not usable:
             return INVALID
@@ -168,7 +272,7 @@ class Builder:
         # A string on the command line, such as "Question: why?", may parse as a mapping. Its node
         # keeps the text as typed.
         mapping = isinstance(node.value, dict)
-        kind, nullable = value_types.without_null(declared)
+        kind, nullable = without_null(declared)
         origin = typing.get_origin(kind)
         if nullable and node.value is None:
             return None
@@ -178,14 +282,14 @@ class Builder:
             return self._mapping(kind, node.value, path, bounds)
         if origin is tuple:
             return self._items(declared, node, path, bounds)
-        value = value_types.scalar(kind, node)
-        if value is INVALID or not value_types.within(value, bounds):
+        value = scalar(kind, node)
+        if value is INVALID or not within(value, bounds):
             return self._mismatch(path, declared, node, bounds)
         return value
 
     def _items(self, declared: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
         """Converts a list; on the command line a single value stands for a list of one."""
-        item = typing.get_args(value_types.without_null(declared)[0])[0]
+        item = typing.get_args(without_null(declared)[0])[0]
         items, names = node.value, None
         if isinstance(items, tuple):
             names = [f"{path[-1]}[{index}]" for index in range(len(items))]
@@ -217,8 +321,8 @@ class Builder:
             bounds = {**bounds, "maximum": bounds.get("maximum") or schema.INT32_MAX}
         if type(node.value) is float and schema.FLOAT32_MAX < node.value < float("inf"):
             bounds = {**bounds, "maximum": bounds.get("maximum") or schema.FLOAT32_MAX}
-        expected = value_types.describe(declared, bounds)
-        got = f"{value_types.show(node)}{value_types.near(declared, node)}"
+        expected = describe(declared, bounds)
+        got = f"{show(node)}{near(declared, node)}"
         self._report(path, f"expected {expected}, got {got}", node.source)
         return INVALID
 

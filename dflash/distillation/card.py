@@ -148,10 +148,10 @@ def _data(config: DistillRun, lengths: Sequence[int]) -> Iterator[str]:
         yield ""
         for file in config.answers.files:
             yield f"- {pathlib.Path(file).name}"
-    others = {name: share for name, share in config.data.shares.items() if name != "jsonl"}
-    if others:
+    other_shares = {name: share for name, share in config.data.shares.items() if name != "jsonl"}
+    if other_shares:
         total = sum(config.data.shares.values())
-        shares = ", ".join(f"{name} {share / total:.0%}" for name, share in others.items())
+        shares = ", ".join(f"{name} {share / total:.0%}" for name, share in other_shares.items())
         yield ""
         yield f"The rest of the rows are from these data sets: {shares}."
 

@@ -8,17 +8,19 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from dflash import errors
 from dflash.config.distill_schema import DistillRun
 from dflash.config.schema import DecodeRun, PromptsConfig
 from dflash.config.train_schema import TrainRun
-from dflash.distillation import questions
 from dflash.loading import job as decode_jobs
+from dflash.loading import models
+from dflash.loading.job import Job
 from dflash.loading.job import Job as DecodeJob
 from dflash.measure import roofline
 from dflash.measure.roofline import ForwardWork, Machine
 from dflash.parallel import chips, parameters
 from dflash.storage import paths
-from dflash.text import jsonl
+from dflash.text import jsonl, prompts
 from dflash.training import train_job as training_jobs
 from dflash.training.train_job import TrainJob
 from dflash.training.train_plan import step_flops
@@ -53,7 +55,7 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
     """
     decoding = _decode_job(config.answer_run(PromptsConfig()), dry)
     training = training_jobs.prepare(config.train_run(answers), dry=True)
-    described = list(questions.describe(config, decoding))  # Raises before steps are traced.
+    described = list(_questions(config, decoding))  # Raises before steps are traced.
     machine = _machine(config, None if dry else decoding)
     stages = [
         _answers(config, decoding, machine),
@@ -73,6 +75,71 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
         "",
         *_table(stages, machine),
     ]
+
+
+_SHOWN_CHARACTERS = 1000
+
+
+def _questions(config: DistillRun, job: Job) -> Iterator[str]:
+    """Yields the sources of the questions, how texts are formatted, and one rendered prompt.
+
+    Args:
+      job: Decode job of the answers, without prompts.
+    Raises:
+      ConfigError: Texts are to go through a chat template that the checkpoint lacks.
+      InputError: A file cannot be read.
+    """
+    answers = config.answers
+    if answers.made is not None:
+        yield f"  answered already, in {answers.made}"
+        return
+    for file in answers.files:
+        yield from _question_file(file)
+    downloaded = job.target_source.directory or config.target.checkpoint == models.RANDOM
+    yield f"  {_format(config, job) if downloaded else 'format unknown without the checkpoint'}"
+    if downloaded:
+        yield from _example(config, job)
+
+
+def _question_file(file: str) -> Iterator[str]:
+    """Yields the number of lines of a file, and of the reference answers that are dropped."""
+    lines = answered = 0
+    for _, read in jsonl.entries(file):
+        lines += 1
+        try:
+            answered += prompts.ends_with_answer(read())
+        except errors.InputError:
+            continue  # The stage that needs the line reports it.
+    yield f"  {file}: {lines:,} line{'' if lines == 1 else 's'}"
+    if answered:
+        yield f"    {answered:,} end with a reference answer, which is dropped"
+
+
+def _format(config: DistillRun, job: Job) -> str:
+    if prompts.in_chat(config.answers.chat, job.tokenizer):
+        if not job.tokenizer.has_chat_template:
+            raise errors.ConfigError(
+                f"answers.chat: true, but {config.target.checkpoint} has no chat template; "
+                "answers.chat=false decodes texts as they are"
+            )
+        return "texts go through the chat template (answers.chat=false turns it off)"
+    if config.answers.chat is None:
+        return "texts are decoded as they are, since the checkpoint has no chat template"
+    return "texts are decoded as they are, without the chat template (answers.chat=false)"
+
+
+def _example(config: DistillRun, job: Job) -> Iterator[str]:
+    """Yields the first question as the target reads it, special tokens included."""
+    vocab_size = job.target.arch.vocab_size
+    source = PromptsConfig(file=config.answers.files[0], chat=config.answers.chat)
+    first = prompts.read_first(source, job.tokenizer, vocab_size=vocab_size)
+    if first is None:
+        return
+    text = job.tokenizer.decode(first.ids, special_tokens=True)
+    shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+    yield "  the first one, as the target reads it:"
+    for line in shown.splitlines():
+        yield f"    | {line}"
 
 
 def _decode_job(run: DecodeRun, dry: bool) -> DecodeJob:
@@ -127,8 +194,8 @@ def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> Sta
     amount = f"{bound}{steps:,} steps of {row:,} tokens"
     work = ForwardWork(step_flops(job.task), 0.0)
     learning = parameters.count(job.task.learner)
-    kept = run.train.keep_last + 2  # The best one, and one that is being written.
-    disk = kept * _OPTIMIZER_COPIES * 4 * learning
+    num_checkpoints = run.train.keep_last + 2  # The best one, and one that is being written.
+    disk = num_checkpoints * _OPTIMIZER_COPIES * 4 * learning
     if run.train.features == "cached":
         disk += int(per_epoch / share) * _feature_bytes(job)
     return StageEstimate("training", amount, _seconds(work, steps, machine), disk)

@@ -1,11 +1,12 @@
 """The batch of an engine: its device state, and the requests that hold its slots and pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from dflash.inference import constrained
+from dflash.inference import first_token
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.backlog import spare_rows
 from dflash.inference.cycle.state import DecodeState, Report
@@ -117,7 +118,7 @@ class Batch:
             slot: request for slot, request in running if request.matcher and request.output_ids
         }
         if ready:
-            self.state, report = constrained.masked_cycle(self._engine, self.state, ready)
+            self.state, report = _masked_cycle(self._engine, self.state, ready)
             reports.append(report)
         if any(request.matcher is None for _, request in running):
             self.state, report = self._engine.generate(
@@ -255,3 +256,30 @@ class Batch:
             "pages_cached": sum(map(self.pool.num_idle, replicas)),
             "pages_total": total,
         }
+
+
+def _masked_cycle(
+    engine: Engine, state: DecodeState, ready: Mapping[int, ActiveRequest]
+) -> tuple[DecodeState, Report]:
+    """Runs one cycle of the constrained sequences; consumes `state`.
+
+    Args:
+      ready: Constrained sequences by slot, with matchers that have consumed all of their output.
+        Other sequences wait, and so does one whose matcher raises an exception, which becomes the
+        sequence's error.
+    """
+    state, proposal = engine.draft(state)
+    tokens, parents = jax.device_get((proposal.tokens, proposal.parents))
+    slots, rows = len(tokens), tokens.shape[1] + 1
+    allowed = np.tile(first_token.allow_all(engine.vocab_size), (slots, rows, 1))
+    for slot, active in ready.items():
+        with active.failing():
+            active.matcher.fill(
+                allowed[slot],
+                tokens[slot].tolist(),
+                None if parents is None else parents[slot].tolist(),
+                ends=active.request.stop_ids,
+                first_end=active.request.min_new_tokens,
+            )
+    masked = [slot for slot, active in ready.items() if active.error is None]
+    return engine.conclude(state, proposal, allowed, np.isin(np.arange(slots), masked))

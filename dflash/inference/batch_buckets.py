@@ -39,26 +39,26 @@ def over_first_slots(function: Callable, shapes: Any, num_replicas: int) -> Call
       Function (target, drafter, state, …) -> (state, report); the report's other slots are zero.
     """
 
-    def run(target, drafter, state, *others):
+    def run(target, drafter, state, *arguments):
         first = take(state, shapes, num_replicas)
-        after, report = function(target, drafter, first, *others)
-        _, whole = jax.eval_shape(function, target, drafter, state, *others)
-        return put((state, zeros(whole)), (after, report), num_replicas)
+        after, report = function(target, drafter, first, *arguments)
+        _, full_report = jax.eval_shape(function, target, drafter, state, *arguments)
+        return put((state, zeros(full_report)), (after, report), num_replicas)
 
     return run
 
 
-def take(whole: Any, shapes: Any, num_replicas: int, index: Any = 0) -> Any:
+def take(batch: Any, shapes: Any, num_replicas: int, index: Any = 0) -> Any:
     """Returns the part of a pytree that belongs to some slots of each replica.
 
     Args:
-      whole: Arrays of all slots.
+      batch: Arrays of all slots.
       shapes: Abstract arrays of the part.
       num_replicas: Number of equal, consecutive parts that the slot axis is divided into.
       index: Number of the part among parts of its size, 0 for the first slots.
     """
 
-    def one(x, like):
+    def leaf(x, like):
         axis = _axis(x.shape, like.shape)
         if axis is None:
             return x
@@ -67,13 +67,13 @@ def take(whole: Any, shapes: Any, num_replicas: int, index: Any = 0) -> Any:
         part = lax.dynamic_slice_in_dim(pieces, index * size, size, axis=axis + 1)
         return part.reshape(like.shape)
 
-    return jax.tree.map(one, whole, shapes)
+    return jax.tree.map(leaf, batch, shapes)
 
 
-def put(whole: Any, part: Any, num_replicas: int, index: Any = 0) -> Any:
+def put(batch: Any, part: Any, num_replicas: int, index: Any = 0) -> Any:
     """Writes a part back where `take` took it from; data of no slot is that of the part."""
 
-    def one(x, new):
+    def leaf(x, new):
         axis = _axis(x.shape, new.shape)
         if axis is None:
             return new
@@ -81,14 +81,14 @@ def put(whole: Any, part: Any, num_replicas: int, index: Any = 0) -> Any:
         start = index * parts.shape[axis + 1]
         return lax.dynamic_update_slice_in_dim(pieces, parts, start, axis=axis + 1).reshape(x.shape)
 
-    return jax.tree.map(one, whole, part)
+    return jax.tree.map(leaf, batch, part)
 
 
-def _axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
+def _axis(batch: tuple[int, ...], part: tuple[int, ...]) -> int | None:
     """Returns the axis whose size depends on the number of slots; None if there is none."""
-    axes = [i for i, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
+    axes = [i for i, (size, other) in enumerate(zip(batch, part, strict=True)) if size != other]
     if len(axes) > 1:
-        raise ValueError(f"shapes {whole} and {part} differ in more than the number of slots")
+        raise ValueError(f"shapes {batch} and {part} differ in more than the number of slots")
     return axes[0] if axes else None
 
 

@@ -23,7 +23,8 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.drafters.wrappers.wrapping import wrapped
+from dflash.drafters.wrappers.chosen_window import ChosenWindow
+from dflash.drafters.wrappers.copies import WithCopies
 from dflash.inference import first_token, program_table, timing, weight_update
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.choices import Choices
@@ -211,14 +212,14 @@ class Engine:
         stop_ids = np.full(self.num_stop_ids, NO_STOP, np.int32)
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         where = (np.int32(prefill_slot), np.int32(slot.index))
-        stated = self._unconstrained(1).controls
+        request_controls = self._unconstrained(1).controls
         if not controls.is_default(request):
-            stated = controls.of_request(request, output_ids, self.layout.max_length)
-            stated = jax.tree.map(lambda x: x[None], stated)
+            request_controls = controls.of_request(request, output_ids, self.layout.max_length)
+            request_controls = jax.tree.map(lambda x: x[None], request_controls)
         length = len(request.prompt) + max(1, len(output_ids))
         of_request = (
             anchors, *where, self.page_row(slot), np.int32(length), np.int32(request.limit),
-            stop_ids, stated, SamplingParams.of(request.sampling),
+            stop_ids, request_controls, SamplingParams.of(request.sampling),
             np.int32(request.adapter) if self.target.adapters else None,
         )  # fmt: skip
         return self.program("insert")(state, prefill_state, *of_request)
@@ -432,7 +433,11 @@ class Engine:
         return 0, {}
 
     def _wrapped(self, drafter: Drafter) -> Drafter:
-        return wrapped(drafter, copies=self.config.lookup, sharding=self.target.sharding)
+        if drafter.windows:
+            drafter = ChosenWindow(drafter, self.target.sharding)
+        if self.config.lookup and drafter.num_draft_tokens:
+            drafter = WithCopies(drafter, self.target.sharding)
+        return drafter
 
     def _measured(self) -> np.ndarray:
         """Returns times of cycles, float32 [W, 2, S], see `ChosenRows`; 1 if the size is fixed."""

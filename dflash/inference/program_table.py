@@ -132,8 +132,8 @@ class Programs:
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             started = [pool.submit(self.get, *name) for name in names]
             try:
-                for ready, one in enumerate(concurrent.futures.as_completed(started), start=1):
-                    one.result()
+                for ready, future in enumerate(concurrent.futures.as_completed(started), start=1):
+                    future.result()
                     progress(ready, len(names))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -221,8 +221,8 @@ def _new_state(shapes: Shapes) -> Program:
 
 
 def _insert(shapes: Shapes) -> Program:
-    number, anchors = shapes.scalar(), shapes.whole((shapes.num_prefill_slots,))
-    stop_ids = shapes.whole((shapes.num_stop_ids,))
+    number, anchors = shapes.scalar(), shapes.array((shapes.num_prefill_slots,))
+    stop_ids = shapes.array((shapes.num_stop_ids,))
     where = number, number, shapes.table_row(), number, number, stop_ids
     default = shapes.constraints(1).controls
     of_request = default, shapes.one_sampling(), number if shapes.target.adapters else None
@@ -242,7 +242,7 @@ def _release(shapes: Shapes) -> Program:
 
 
 def _set_pages(shapes: Shapes) -> Program:
-    table = shapes.whole((shapes.layout.batch_size, shapes.layout.pages_per_sequence))
+    table = shapes.array((shapes.layout.batch_size, shapes.layout.pages_per_sequence))
     return Program(programs.set_pages, (shapes.state(), table), donated=(0,))
 
 
@@ -261,8 +261,8 @@ def _conclude(shapes: Shapes) -> Program:
     """Returns the second half of a cycle with grammars: the host has answered with masks."""
     function = shapes.over_models(functools.partial(dispatch.conclude, rules=shapes.rules))
     layout, words = shapes.layout, first_token.num_words(shapes.vocab_size)
-    allowed = shapes.whole((layout.batch_size, layout.block_size, words))
-    ready = shapes.whole((layout.batch_size,), jnp.bool_)
+    allowed = shapes.array((layout.batch_size, layout.block_size, words))
+    ready = shapes.array((layout.batch_size,), jnp.bool_)
     proposal = shapes.proposal(shapes.propose())
     arguments = *shapes.weights, shapes.state(), proposal, allowed, ready
     return Program(function, arguments, donated=(2,), extra=1, loops=True)
@@ -317,7 +317,7 @@ def _new_examined(shapes: Shapes) -> Program:
 
 def _examine(shapes: Shapes, rows: int) -> Program:
     """Returns the program that runs one sequence again, alone, to find non-finite logits."""
-    number, tokens = shapes.scalar(), shapes.whole((1, rows))
+    number, tokens = shapes.scalar(), shapes.array((1, rows))
     arguments = shapes.weights[0], shapes.examined(), tokens, number, number, number
     function = shapes.over_target(nonfinite.examine_chunk)
     return Program(function, arguments, donated=(1,), extra=1)

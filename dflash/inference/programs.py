@@ -53,7 +53,7 @@ def insert(
     length: jax.Array,
     limit: jax.Array,
     stop_ids: jax.Array,
-    stated: Controls,
+    request_controls: Controls,
     sampling: SamplingParams,
     adapter: jax.Array | None,
 ) -> DecodeState:
@@ -70,21 +70,21 @@ def insert(
       length: Committed tokens, the anchor included.
       limit: Length at which the sequence ends.
       stop_ids: Tokens that end it, int32 [E].
-      stated: Its logit controls, with a batch axis of size 1.
+      request_controls: Its logit controls, with a batch axis of size 1.
       sampling: Its sampling parameters, without a batch axis.
       adapter: Number of its adapter; None if the target has none.
     """
     anchor = anchors[prefill_slot]
     # The host does not know the anchor of a new sequence yet.
-    stated = stated.with_tokens(
+    request_controls = request_controls.with_tokens(
         jnp.reshape(length - 1, 1), anchor[None, None], jnp.ones(1, jnp.int32)
     )
     ended = (length >= limit) | jnp.any(anchor == stop_ids) | (anchor == nonfinite.NO_TOKEN)
     params = jax.tree.map(lambda x: x[None], sampling).with_keys()
     state = set_pages(state, state.cache.page_table.at[slot].set(table))
 
-    def put(batch, one):
-        return batch.at[slot].set(one[0])
+    def put(batch, row):
+        return batch.at[slot].set(row[0])
 
     return dataclasses.replace(
         state,
@@ -94,7 +94,7 @@ def insert(
         active=state.active.at[slot].set(~ended),
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
         sampling=jax.tree.map(put, state.sampling, params),
-        controls=jax.tree.map(put, state.controls, stated),
+        controls=jax.tree.map(put, state.controls, request_controls),
         drafter=drafter.insert(state.drafter, prefill_state, prefill_slot, slot),
         choice=state.choice.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),

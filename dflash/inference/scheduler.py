@@ -93,8 +93,8 @@ class Scheduler:
                 allowed = first_token.allowed_first(request, matcher, self._engine.vocab_size)
             except Exception as error:
                 raise grammar_error(request, error) from error
-            stated = controls.of_request(request, (), self._layout.max_length)
-            constraints = FirstTokenConstraints(stated, allowed)
+            request_controls = controls.of_request(request, (), self._layout.max_length)
+            constraints = FirstTokenConstraints(request_controls, allowed)
         self._ids.add(request.id)
         self._queue.append(ActiveRequest(request, time.perf_counter(), matcher, constraints))
 
@@ -177,12 +177,12 @@ class Scheduler:
         batch = self._batch
         for request in batch.grow():
             self._requeue([request])
-        left = self._layout.prefill_chunk
+        budget = self._layout.prefill_chunk
         while self._admit():
             rows, decoding = batch.next_rows(), bool(batch.running)
-            if decoding and rows > left and not self._fill_at_once:
+            if decoding and rows > budget and not self._fill_at_once:
                 break
-            left -= rows if decoding else 0
+            budget -= rows if decoding else 0
             self._prefill()
             if not (batch.running or self._fill_at_once):
                 break
@@ -217,8 +217,8 @@ class Scheduler:
         if not (self._fill_at_once and self._engine.rules.revise):
             return False
         prefilling = self._batch.prefilling.values()
-        left = max((held.context - held.prefilled for held in prefilling), default=0)
-        return self._num_chunks(request.context) < self._num_chunks(left)
+        longest = max((active.context - active.prefilled for active in prefilling), default=0)
+        return self._num_chunks(request.context) < self._num_chunks(longest)
 
     def _num_chunks(self, tokens: int) -> int:
         return -(-tokens // self._layout.longest_chunk)
@@ -321,10 +321,10 @@ class Scheduler:
         """Returns a request's events of a dispatch that ran from `begin` to `end`."""
         cycles = int(report.cycles)
         counts = report.num_committed[:cycles, slot]
-        ran = np.flatnonzero(counts)
-        tokens = committed(report, slot, ran)
-        lengths = [int(counts[i]) for i in ran]
-        sizes = [int(report.block_sizes[i, slot]) for i in ran]
+        steps = np.flatnonzero(counts)
+        tokens = committed(report, slot, steps)
+        lengths = [int(counts[i]) for i in steps]
+        sizes = [int(report.block_sizes[i, slot]) for i in steps]
         active.extend(tokens)
         active.acceptance_lengths += lengths
         active.block_sizes += sizes
@@ -335,16 +335,16 @@ class Scheduler:
                     request.id,
                     tuple(tokens),
                     tuple(lengths),
-                    tuple(int(report.num_accepted[i, slot]) for i in ran),
-                    committed_logprobs(report, slot, ran, request.logprobs),
+                    tuple(int(report.num_accepted[i, slot]) for i in steps),
+                    committed_logprobs(report, slot, steps, request.logprobs),
                     tuple(sizes),
-                    rejected(report, slot, ran) if request.rejected else (),
+                    rejected(report, slot, steps) if request.rejected else (),
                 )
             )
         if report.nonfinite_at[slot]:
             self._examine(active)
         elif active.error or not report.active[slot]:
-            events.append(self._finish(active, begin + len(ran) / max(cycles, 1) * (end - begin)))
+            events.append(self._finish(active, begin + len(steps) / max(cycles, 1) * (end - begin)))
         return events
 
     def _finish(self, active: ActiveRequest, now: float) -> RequestOutput:

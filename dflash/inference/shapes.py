@@ -85,22 +85,22 @@ class Shapes:
         """Sharding of an array that every device holds whole."""
         return self.scalar().sharding
 
-    def whole(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def array(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         """Returns an array that every device holds whole."""
         return self.sharding.abstract(shape, (None,) * len(shape), dtype)
 
     def scalar(self) -> jax.ShapeDtypeStruct:
         """Returns an int32 number."""
-        return self.whole(())
+        return self.array(())
 
     def table_row(self) -> jax.ShapeDtypeStruct:
         """Returns the page table's row of one sequence, int32 [M]."""
-        return self.whole((self.layout.pages_per_sequence,))
+        return self.array((self.layout.pages_per_sequence,))
 
     def seconds(self) -> jax.ShapeDtypeStruct:
         """Returns times of cycles, float32 [W, 2, S]; see `ChosenRows`."""
         shape = len(self.layout.bucket_sizes), 2, len(self.rules.choices)
-        return self.whole(shape, jnp.float32)
+        return self.array(shape, jnp.float32)
 
     # --- the batch ------------------------------------------------------------------------------
 
@@ -157,8 +157,8 @@ class Shapes:
 
     def one_sampling(self) -> SamplingParams:
         """Returns the sampling parameters of one sequence, without a batch dimension."""
-        one = SamplingParams.of(RequestSampling())
-        return jax.tree.map(lambda x: self.whole(x.shape, x.dtype), one)
+        params = SamplingParams.of(RequestSampling())
+        return jax.tree.map(lambda x: self.array(x.shape, x.dtype), params)
 
     def proposal(self, run: Any) -> Proposal:
         """Returns a proposal for the batch, for the host to read.
@@ -173,7 +173,7 @@ class Shapes:
         if probs is not None:
             probs = self.sharding.abstract(probs.shape, ("batch", None, "vocab"), probs.dtype)
         tokens = dataclasses.replace(proposal, probs=None)
-        tokens = jax.tree.map(lambda x: self.whole(x.shape, x.dtype), tokens)
+        tokens = jax.tree.map(lambda x: self.array(x.shape, x.dtype), tokens)
         return dataclasses.replace(tokens, probs=probs)
 
     # --- prompts --------------------------------------------------------------------------------
@@ -185,15 +185,15 @@ class Shapes:
     def chunk(self, rows: int) -> ChunkInputs:
         """Returns a prefill chunk of `rows` tokens of every prompt."""
         count = self.num_prefill_slots
-        per_prompt = self.whole((count,))
+        per_prompt = self.array((count,))
         return ChunkInputs(
-            tokens=self.whole((count, rows)),
+            tokens=self.array((count, rows)),
             start=per_prompt,
             count=per_prompt,
             following=per_prompt,
-            fresh=self.whole((count,), jnp.bool_),
+            fresh=self.array((count,), jnp.bool_),
             slot=per_prompt,
-            table=self.whole((count, self.layout.prefill_pages)),
+            table=self.array((count, self.layout.prefill_pages)),
             adapter=per_prompt,
         )
 

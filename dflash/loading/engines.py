@@ -1,7 +1,7 @@
 """Engines over the models of a run, by the way that drafting overlaps verification."""
 
 from dflash import errors
-from dflash.config.schema import DecodeRun
+from dflash.config.schema import DecodeConfig, DrafterConfig
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
 from dflash.inference.overlap.engine import OverlappedEngine
@@ -10,19 +10,20 @@ from dflash.parallel import sharding
 from dflash.parallel.sharding import Sharding
 
 
-def drafter_sharding(config: DecodeRun, target: Decoder) -> Sharding:
+def drafter_sharding(config: DrafterConfig, target: Decoder) -> Sharding:
     """Returns the placement of the drafter: on the target's devices, or on devices of its own.
 
     Raises:
       ConfigError: Too few devices are left, or the run has several processes.
     """
-    if not config.drafter.overlaps:
+    if not config.overlaps:
         return target.sharding
-    return sharding.beside(target.sharding, config.drafter.devices)
+    return sharding.beside(target.sharding, config.devices)
 
 
 def make_engine(
-    config: DecodeRun,
+    decode: DecodeConfig,
+    drafting: DrafterConfig,
     target: Decoder,
     drafter: Drafter,
     *,
@@ -32,58 +33,49 @@ def make_engine(
     """Returns an engine over two models, which may be abstract.
 
     Args:
-      config: Config of the run.
+      decode: Shape of the loop and verification.
+      drafting: Strategy.
       target: Target model.
       drafter: Drafter.
       max_length: Length of the longest sequence in tokens, prompt and output together.
       num_stop_ids: Number of stop ids that a request may have.
     """
     sizes = {"max_length": max_length, "num_stop_ids": num_stop_ids}
-    if config.drafter.overlaps:
+    if drafting.overlaps:
         return OverlappedEngine(
             target,
             drafter,
-            config.decode,
-            fan_out=config.drafter.fan_out,
-            drafter_sharding=drafter_sharding(config, target),
+            decode,
+            fan_out=drafting.fan_out,
+            drafter_sharding=drafter_sharding(drafting, target),
             **sizes,
         )
     return Engine(
         target,
         drafter,
-        config.decode,
-        adaptive_blocks=config.drafter.adaptive,
-        divide_rows=config.drafter.divides_rows,
+        decode,
+        adaptive_blocks=drafting.adaptive,
+        divide_rows=drafting.divides_rows,
         **sizes,
     )
 
 
-def longest_path(config: DecodeRun, drafter: Drafter) -> int:
-    """Returns the most tokens that a cycle can commit."""
-    return drafter.longest_path - config.drafter.overlaps
-
-
-def check_drafter(config: DecodeRun, target: Decoder, drafter: Drafter) -> None:
+def check_drafter(
+    decode: DecodeConfig, drafting: DrafterConfig, target: Decoder, drafter: Drafter
+) -> None:
     """Raises ConfigError if a drafter does not draft what the run's way of decoding needs."""
-    _check_rule(config, drafter)
-    if config.decode.lookup and drafter.drafts_trees:
+    if decode.verify != "coupled" and drafter.num_draft_tokens and not drafter.has_probs:
         raise errors.ConfigError(
-            f"decode.lookup: copies replace chains, and drafter.name={config.drafter.name} drafts "
+            f"decode.verify: {decode.verify} weighs drafts by their probabilities, and "
+            f"drafter.name={drafting.name} has none; use decode.verify=coupled"
+        )
+    if decode.lookup and drafter.drafts_trees:
+        raise errors.ConfigError(
+            f"decode.lookup: copies replace chains, and drafter.name={drafting.name} drafts "
             "trees; leave decode.lookup out"
         )
-    if config.drafter.overlaps:
-        _check_speculation(config.drafter.fan_out, target, drafter)
-
-
-def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
-    """Raises ConfigError if verification needs probabilities that the drafter does not provide."""
-    drafts = drafter.num_draft_tokens > 0
-    rule = config.decode.verify
-    if rule != "coupled" and drafts and not drafter.has_probs:
-        raise errors.ConfigError(
-            f"decode.verify: {rule} weighs drafts by their probabilities, and drafter.name="
-            f"{config.drafter.name} has none; use decode.verify=coupled"
-        )
+    if drafting.overlaps:
+        _check_speculation(drafting.fan_out, target, drafter)
 
 
 def _check_speculation(fan_out: int, target: Decoder, drafter: Drafter) -> None:
@@ -100,16 +92,12 @@ def _check_speculation(fan_out: int, target: Decoder, drafter: Drafter) -> None:
         )
 
 
-def notes(config: DecodeRun) -> list[str]:
+def notes(decode: DecodeConfig) -> list[str]:
     """Returns lines on settings that have no effect on overlapped decoding."""
-    if not config.drafter.overlaps:
-        return []
     keys = {
         "prefix_cache": "drafter.overlap=ssd does not support it",
         "partial_dispatches": "drafter.overlap=ssd computes all slots",
     }
     return [
-        f"decode.{key}: off, because {why}"
-        for key, why in keys.items()
-        if getattr(config.decode, key)
+        f"decode.{key}: off, because {why}" for key, why in keys.items() if getattr(decode, key)
     ]

@@ -15,7 +15,7 @@ from dflash import errors
 from dflash.checkpoints import vocabulary
 from dflash.checkpoints.lora import Adapter
 from dflash.config import loader
-from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
+from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig, TargetConfig
 from dflash.config.train_schema import DataConfig
 from dflash.data import datasets
 from dflash.data.example import Example
@@ -72,7 +72,7 @@ class Job:
     @property
     def drafter_sharding(self) -> Sharding:
         """Returns the placement of the drafter."""
-        return engines.drafter_sharding(self.config, self.target)
+        return engines.drafter_sharding(self.config.drafter, self.target)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -82,7 +82,7 @@ class Job:
     @property
     def longest_path(self) -> int:
         """Returns the most tokens that a cycle can commit."""
-        return engines.longest_path(self.config, self.drafter)
+        return self.drafter.longest_path - self.config.drafter.overlaps
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -187,7 +187,8 @@ class Job:
         Raises:
           UserError: The drafter cannot be found or built, or does not fit the target.
         """
-        source, drafter = _find_drafter(config, self.target, self.target_source)
+        source, drafter = _find_drafter(config.drafter, self.target, self.target_source)
+        engines.check_drafter(config.decode, config.drafter, self.target, drafter)
         return dataclasses.replace(self, config=config, drafter=drafter, drafter_source=source)
 
     def without_drafting(self) -> "Job":
@@ -217,7 +218,8 @@ class Job:
         """
         longest = [max_length(self.requests(prompts))] if prompts else []
         return engines.make_engine(
-            self.config,
+            self.config.decode,
+            self.config.drafter,
             self.target,
             self.drafter,
             max_length=max([self.max_length, *longest]),
@@ -226,7 +228,8 @@ class Job:
 
     def notes(self) -> list[str]:
         """Returns lines on settings that apply to a part of the run, or not at all."""
-        lines, longest = engines.notes(self.config), self.drafter.longest_context
+        lines = engines.notes(self.config.decode) if self.config.drafter.overlaps else []
+        longest = self.drafter.longest_context
         if self.config.decode.prefix_cache and self.target.has_recurrent_state:
             lines.append(
                 "decode.prefix_cache: off, because the target keeps recurrent state, which exists "
@@ -266,7 +269,7 @@ def prepare(
       UserError: The config, a checkpoint or a prompt is unusable.
     """
     job = prepare_models(config, dry=dry, date=date)
-    if dry and not _prompts_are_known(config, job.target_source):
+    if dry and not _prompts_are_known(config.prompts, config.target, job.target_source):
         longest = config.decode.prefill_chunk + config.decode.max_new_tokens
         return dataclasses.replace(job, max_length=config.decode.max_length or longest)
 
@@ -285,7 +288,8 @@ def prepare_models(
     placed = sharding.make_sharding(mesh, config.sharding_rules, abstract=dry)
     target_source = models.find_target(config.target, download=not dry)
     target = models.build_target(config.target, target_source, dtype=config.dtype, sharding=placed)
-    drafter_source, drafter = _find_drafter(config, target, target_source, download=not dry)
+    drafter_source, drafter = _find_drafter(config.drafter, target, target_source, download=not dry)
+    engines.check_drafter(config.decode, config.drafter, target, drafter)
     words = tokenizer_loading.for_target(
         target_source.directory, thinking=config.prompts.thinking, date=date
     )
@@ -346,10 +350,9 @@ def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
     return job
 
 
-def _prompts_are_known(config: DecodeRun, source: Source) -> bool:
-    named = config.prompts
-    from_stdin = not named.text and named.file is None and named.dataset is None
-    without_tokenizer = source.directory is None and config.target.checkpoint != models.RANDOM
+def _prompts_are_known(prompts: PromptsConfig, target: TargetConfig, source: Source) -> bool:
+    from_stdin = not prompts.text and prompts.file is None and prompts.dataset is None
+    without_tokenizer = source.directory is None and target.checkpoint != models.RANDOM
     return not from_stdin and not without_tokenizer
 
 
@@ -365,18 +368,12 @@ def find_examples(config: PromptsConfig) -> list[Example]:
 
 
 def _find_drafter(
-    config: DecodeRun, target: Decoder, target_source: Source, *, download: bool = True
+    config: DrafterConfig, target: Decoder, target_source: Source, *, download: bool = True
 ) -> tuple[Source, Drafter]:
-    """Finds and builds the drafter of a config, abstract, and checks that it fits the target."""
-    source = models.find_drafter(config.drafter, download=download)
-    drafter = models.build_drafter(
-        config.drafter,
-        source,
-        target.arch,
-        dtype=config.dtype,
-        sharding=engines.drafter_sharding(config, target),
-    )
+    """Finds and builds the drafter of a config, abstract; its tokens are those of the target."""
+    source = models.find_drafter(config, download=download)
+    placed, dtype = engines.drafter_sharding(config, target), target.dtype.name
+    drafter = models.build_drafter(config, source, target.arch, dtype=dtype, sharding=placed)
     if target_source.directory and source.directory:
         vocabulary.check_same(target_source.directory, source.directory)
-    engines.check_drafter(config, target, drafter)
     return source, drafter

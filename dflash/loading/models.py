@@ -102,7 +102,7 @@ def build_target(
         kind = _family(config, source)
         arch = kind.architecture_from_hf(source.hf)
         arch = dataclasses.replace(arch, eos_token_id=checkpoint.eos_token_ids(source.directory))
-        _check_stated(config.architecture, arch, source.directory)
+        _check_shape(config.architecture, arch, source.directory)
     if config.rope_scaling is not None:
         arch = hf_config.with_rope_scaling(arch, config.rope_scaling)
     model = kind(arch, dtype=jnp.dtype(dtype), sharding=sharding)
@@ -133,11 +133,11 @@ def build_drafter(
     if kind.drafts_with_model:
         options["family"] = _draft_model_family(config, source)
     elif source.hf is not None:
-        stated = hf_config.read_classes(source.hf, file=str(source.directory / files.CONFIG))
-        if not set(stated) & set(kind.hf_architectures):
+        classes = hf_config.read_classes(source.hf, file=str(source.directory / files.CONFIG))
+        if not set(classes) & set(kind.hf_architectures):
             strategy = find_strategy(os.fspath(source.directory))
             raise errors.CheckpointError(
-                f"{source.directory}: config.json: architectures {list(stated)} is no "
+                f"{source.directory}: config.json: architectures {list(classes)} is no "
                 f"{config.name!r} drafter; use drafter.name={strategy}"
             )
     model = kind.create(
@@ -256,14 +256,14 @@ def find_class(
     Raises:
       CheckpointError: No entry has this architecture.
     """
-    stated = hf_config.read_classes(hf, file=str(directory / files.CONFIG))
+    classes = hf_config.read_classes(hf, file=str(directory / files.CONFIG))
     known = []
     for name, entry in entries.items():
         kind = registry.load(entry.implementation)
-        if set(stated) & set(kind.hf_architectures):
+        if set(classes) & set(kind.hf_architectures):
             return name, kind
         known += [f"{architecture} ({name})" for architecture in kind.hf_architectures[:1]]
-    what = ", ".join(stated) or f"none (model_type {hf.get('model_type')!r})"
+    what = ", ".join(classes) or f"none (model_type {hf.get('model_type')!r})"
     raise errors.CheckpointError(
         f"{directory / files.CONFIG}: architectures: {what[:_MAX_QUOTED]} is not supported, only "
         f"{', '.join(known)}"
@@ -345,8 +345,8 @@ def _draft_model_family(config: AutoregressiveConfig, source: Source) -> type:
 
 def _is_dense(entry: registry.Entry) -> bool:
     """Returns whether `TargetArchitecture` alone describes the targets of a family."""
-    stated = typing.get_type_hints(registry.load_schema(entry))["architecture"]
-    return TargetArchitecture in typing.get_args(stated)
+    kind = typing.get_type_hints(registry.load_schema(entry))["architecture"]
+    return TargetArchitecture in typing.get_args(kind)
 
 
 def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
@@ -377,16 +377,16 @@ def _family(config: TargetConfig, source: Source) -> type:
     return kind
 
 
-def _check_stated(
-    stated: TargetArchitecture | None, found: TargetArchitecture, directory: pathlib.Path
+def _check_shape(
+    config: TargetArchitecture | None, shape: TargetArchitecture, directory: pathlib.Path
 ) -> None:
     """Raises if the config states another shape than the checkpoint's, stop ids aside."""
-    if stated is None:
+    if config is None:
         return
     problems = [
-        f"target.architecture.{name}: {value}, but {directory} has {getattr(found, name)}"
-        for name, value in vars(stated).items()
-        if name != "eos_token_id" and value != getattr(found, name)
+        f"target.architecture.{name}: {value}, but {directory} has {getattr(shape, name)}"
+        for name, value in vars(config).items()
+        if name != "eos_token_id" and value != getattr(shape, name)
     ]
     if problems:
         raise errors.ConfigError(*problems)

@@ -163,9 +163,9 @@ def cycle_ms(samples: Sequence[Sample]) -> float | None:
     return ratio(sum(s.elapsed_ms for s in samples), sum(s.cycles for s in samples))
 
 
-def ratio(part: float | None, whole: float | None) -> float | None:
+def ratio(part: float | None, total: float | None) -> float | None:
     """Returns part / whole; None if either is zero or unknown."""
-    return part / whole if part and whole else None
+    return part / total if part and total else None
 
 
 def bootstrap(

@@ -51,7 +51,7 @@ class Bin(NamedTuple):
 def drafts_of(cycles: Cycles, num_drafts: int) -> Drafts:
     """Returns the drafts of all cycles, text by text; cycles after a text's end count nothing."""
     position = np.arange(num_drafts)
-    left, committed = cycles.left.reshape(-1, 1), cycles.committed.reshape(-1, 1)
+    left, committed = cycles.remaining.reshape(-1, 1), cycles.committed.reshape(-1, 1)
     counted = (position + 1 < left) & (committed > 0)
     return Drafts(counted, counted & (position + 1 < committed))
 
@@ -66,7 +66,7 @@ def online_rates(cycles: Cycles, num_drafts: int) -> np.ndarray:
 
     All texts are decoded at once, each in a slot of its own; see `choice.rates`.
     """
-    return np.asarray(_online_rates(cycles.committed, cycles.left, num_drafts)).swapaxes(0, 1)
+    return np.asarray(_online_rates(cycles.committed, cycles.remaining, num_drafts)).swapaxes(0, 1)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -155,7 +155,7 @@ def divided_tokens(rates: np.ndarray, cycles: Cycles, mean_rows: int) -> float:
       cycles: Cycles that verified every draft.
       mean_rows: Mean number of rows per sequence.
     """
-    arrays = rates.astype(np.float32), cycles.committed, cycles.left
+    arrays = rates.astype(np.float32), cycles.committed, cycles.remaining
     slots = min(SLOTS, len(rates))
     streams = [
         [

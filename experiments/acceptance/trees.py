@@ -93,7 +93,7 @@ def rejections(own: Cycles, best: Cycles, longest: int, which: Sequence[int]) ->
       "missing", where the next token was no candidate, and "undrafted", where it was one.
     """
     used = own.committed[which] > 0
-    committed, left = own.committed[which][used], own.left[which][used]
+    committed, left = own.committed[which][used], own.remaining[which][used]
     rows = np.broadcast_to(np.array(which)[:, None], used.shape)[used]
     reachable = best.committed[rows, own.anchors[which][used]]
     undrafted = committed < reachable

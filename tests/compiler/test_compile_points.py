@@ -28,9 +28,7 @@ class Compiler:
         self.calls.append((spec.strategy, spec.batch))
         cost = CompiledCost(dict.fromkeys(LIMITS, 0.1 * spec.batch), 1 / 3)
         memory = DeviceMemory(1.0, 2.0)
-        return StrategyPoint(
-            spec.strategy, spec.batch, 4, cost, cost, memory, {"all-reduce": (2, 4.0)}
-        )
+        return StrategyPoint(spec.strategy, spec.batch, 4, cost, cost, memory)
 
 
 @pytest.fixture
@@ -61,7 +59,6 @@ def test_a_stopped_forecast_resumes(specs, tmp_path):
     assert compile_points.compile_points(specs, None, tmp_path, compile_one=again) == found
     assert not again.calls
     assert found["a", 4].cost(10).cycles_ms == pytest.approx(11 / 3)
-    assert found["a", 4].collectives == {"all-reduce": (2, 4.0)}
 
 
 def test_a_damaged_point_is_compiled_again(specs, tmp_path):

@@ -23,7 +23,7 @@ def cost(weights=0.0, context=0.0, cycles=0.0, arithmetic=0.0):
 def point(name, batch, rows, fixed, per_token=0.0, gigabytes=10.0):
     memory = DeviceMemory(gigabytes * GB, 0.001 * GB * batch)
     return StrategyPoint(
-        name, batch, rows, fixed, cost(context=per_token, cycles=per_token), memory, {}
+        name, batch, rows, fixed, cost(context=per_token, cycles=per_token), memory
     )
 
 

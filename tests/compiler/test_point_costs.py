@@ -63,20 +63,9 @@ def test_draft_layers_with_a_window_read_no_more_than_the_window():
         *("a", 1, 4),
         *(CompiledCost({"context": ms}, ms) for ms in (1.0, 0.5)),
         DeviceMemory(1.0, 2.0),
-        {},
         {64: CompiledCost({"context": 0.25}, 0.25)},
     )
     again = StrategyPoint.from_json(json.loads(json.dumps(dataclasses.asdict(point))))
     assert again == point
     ms = [again.cost(context).roofline_ms for context in (0, 32, 64, 128)]
     assert ms == [1, 1 + 16 + 8, 1 + 32 + 16, 1 + 64 + 16]
-
-
-def test_collectives_are_multiplied_by_the_layers():
-    def reduce(scope, times):
-        return operation(scope, opcode="all-reduce", times=times)
-
-    found = forecast.collectives(
-        [reduce("target/mlp", 2), reduce("drafter/fc", 1)], LayerRepeats(18.0)
-    )
-    assert found == {"all-reduce": (37, 0)}

@@ -62,36 +62,36 @@ class ChosenWindow(Wrapper):
         of_each = self.per_sequence(batch, choices, dtype=jnp.float32)
         pool = self.sharding.abstract((choices, choices), (None, None), jnp.float32)
         ints = self.per_sequence(batch, dtype=jnp.int32)
-        own = WindowState(Counts(of_each, of_each), ints, ints)
-        return WrapperState(self.inner.init_state(batch, max_length), own, Counts(pool, pool))
+        outer = WindowState(Counts(of_each, of_each), ints, ints)
+        return WrapperState(self.inner.init_state(batch, max_length), outer, Counts(pool, pool))
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
         """Chooses each sequence's window, and drafts; see `Drafter.draft_fewer`."""
         narrower = self._count_narrower(position)
         choices = np.arange(len(self.inner.windows) + 1)
         allowed = (choices < narrower[:, None]) | (choices == choices[-1])
-        estimates = rates(state.own.counts, state.shared, narrower)
+        estimates = rates(state.outer.counts, state.shared, narrower)
         index = jnp.argmax(jnp.where(allowed, estimates, -jnp.inf), axis=1).astype(jnp.int32)
         drafter = self.inner.within(jnp.array((*self.inner.windows, _WHOLE), jnp.int32)[index])
         where = state.inner, anchor, position, sampler, heads
         proposal, inner = self.draft_inner(drafter, count, *where)
         verified = jnp.full_like(index, min(count, self.longest_path - 1))
-        own = dataclasses.replace(state.own, index=index, verified=verified)
-        return proposal, state._replace(inner=inner, own=own)
+        outer = dataclasses.replace(state.outer, index=index, verified=verified)
+        return proposal, state._replace(inner=inner, outer=outer)
 
     def review(self, state, proposal, sampled):
         """Notes how many drafts had a row, since others were not rejected."""
         inner = self.inner.review(state.inner, proposal, sampled)
         rows = (proposal.tokens >= 0).sum(axis=1, dtype=jnp.int32)
-        own = dataclasses.replace(state.own, verified=jnp.minimum(state.own.verified, rows))
-        return state._replace(inner=inner, own=own)
+        outer = dataclasses.replace(state.outer, verified=jnp.minimum(state.outer.verified, rows))
+        return state._replace(inner=inner, outer=outer)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Learns from what was accepted, if it was drafted; see `Drafter.observe`."""
         inner = self.inner.observe(state.inner, position, tokens, num_committed, features, heads)
-        own, pool = state.own, state.shared
-        verified = jnp.where(num_committed > 0, own.verified, 0)
-        used = jax.nn.one_hot(own.index, pool.tried.shape[0])
+        outer, pool = state.outer, state.shared
+        verified = jnp.where(num_committed > 0, outer.verified, 0)
+        used = jax.nn.one_hot(outer.index, pool.tried.shape[0])
         tried, accepted = (
             jnp.clip(count, 0, verified).astype(jnp.float32)[:, None] * used
             for count in (num_committed, num_committed - 1)
@@ -100,9 +100,9 @@ class ChosenWindow(Wrapper):
         news = Counts(of_pool @ tried, of_pool @ accepted)
         pool_fade = (1 - 1 / POOL_MEMORY) ** news.tried.sum(axis=1, keepdims=True)
         fade = (1 - 1 / MEMORY) ** tried.sum(axis=1, keepdims=True)
-        counts = own.counts.after(Counts(tried, accepted), fade)
-        own = WindowState(counts, own.index, jnp.zeros_like(own.verified))
-        return WrapperState(inner, own, pool.after(news, pool_fade))
+        counts = outer.counts.after(Counts(tried, accepted), fade)
+        outer = WindowState(counts, outer.index, jnp.zeros_like(outer.verified))
+        return WrapperState(inner, outer, pool.after(news, pool_fade))
 
     def _count_narrower(self, position: jax.Array) -> jax.Array:
         """Returns the number of windows that are narrower than each sequence, int32 [B]."""
@@ -110,16 +110,16 @@ class ChosenWindow(Wrapper):
         return (windows <= position[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
-def rates(own: Counts, pool: Counts, narrower: jax.Array) -> jax.Array:
+def rates(by_sequence: Counts, pool: Counts, narrower: jax.Array) -> jax.Array:
     """Returns estimated acceptance rates, float32 [B, W], those that are uncertain raised.
 
     Args:
-      own: Counts of each sequence, [B, W].
+      by_sequence: Counts of each sequence, [B, W].
       pool: Counts of all sequences, [W, W].
       narrower: int32 [B]; number of windows that are narrower than each sequence.
     """
     pooled = pool.rates(PRIOR, PRIOR_WEIGHT)
-    expected = (own.tried * pooled[narrower]).sum(axis=1) + EASE_WEIGHT
-    ease = (own.accepted.sum(axis=1) + EASE_WEIGHT) / expected
+    expected = (by_sequence.tried * pooled[narrower]).sum(axis=1) + EASE_WEIGHT
+    ease = (by_sequence.accepted.sum(axis=1) + EASE_WEIGHT) / expected
     prior = ease[:, None] * pool.hopeful_rates(PRIOR, PRIOR_WEIGHT)[narrower]
-    return own.rates(prior, POOL_WEIGHT)
+    return by_sequence.rates(prior, POOL_WEIGHT)

@@ -12,12 +12,12 @@ class WrapperState(NamedTuple):
 
     Attributes:
       inner: State of the inner drafter.
-      own: State of each sequence; all leaves are [B, …], and zeros for a new sequence.
+      outer: State of each sequence; all leaves are [B, …], and zeros for a new sequence.
       shared: State of all sequences together, past ones included.
     """
 
     inner: Any
-    own: Any
+    outer: Any
     shared: Any = ()
 
 
@@ -58,11 +58,13 @@ class Wrapper(Drafter):
 
     def clear(self, state, fresh):
         inner = self.inner.clear(state.inner, fresh)
-        return state._replace(inner=inner, own=super().clear(state.own, fresh))
+        return state._replace(inner=inner, outer=super().clear(state.outer, fresh))
 
     def insert(self, state, other, row, slot):
         inner = self.inner.insert(state.inner, other.inner, row, slot)
-        return state._replace(inner=inner, own=super().insert(state.own, other.own, row, slot))
+        return state._replace(
+            inner=inner, outer=super().insert(state.outer, other.outer, row, slot)
+        )
 
     def context_pages(self, num_pages, page_size):
         return self.inner.context_pages(num_pages, page_size)

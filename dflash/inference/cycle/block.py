@@ -60,18 +60,18 @@ class Block:
         return cls(proposal, tokens, positions, tree, jnp.full_like(anchor, tokens.shape[1]))
 
     def divided(
-        self, active: jax.Array, left: jax.Array, mean_rows: int, choices: Choices
+        self, active: jax.Array, room: jax.Array, mean_rows: int, choices: Choices
     ) -> "Block":
         """Returns the block with fewer rows, divided by the drafter's confidence.
 
         Args:
           active: bool [B]; the other sequences verify nothing.
-          left: int32 [B]; tokens that each sequence may commit.
+          room: int32 [B]; tokens that each sequence may commit.
           mean_rows: Mean number of rows per slot.
           choices: Choices of rows.
         """
         replicas, (batch, rows) = choices.num_replicas, self.tokens.shape
-        chances = division.survival(self.proposal.confidence, active, left, trees=choices.trees)
+        chances = division.survival(self.proposal.confidence, active, room, trees=choices.trees)
         counts = division.divide(chances, active, mean_rows, replicas)
         packing = Packing.of(counts, rows, batch // replicas * mean_rows, replicas)
         return dataclasses.replace(self, counts=counts, packing=packing)

@@ -81,12 +81,12 @@ class FixedRows:
         """
         return self
 
-    def choose(self, active: jax.Array, left: jax.Array) -> "FixedRows":
+    def choose(self, active: jax.Array, room: jax.Array) -> "FixedRows":
         """Chooses the rows of the next cycle, one choice for the whole batch.
 
         Args:
           active: bool [B]; sequences to take into account.
-          left: int32 [B]; tokens until each one's limit, 1 for one that decodes plainly.
+          room: int32 [B]; tokens until each one's limit, 1 for one that decodes plainly.
         """
         return self
 
@@ -95,7 +95,7 @@ class FixedRows:
         return self
 
     def learn(
-        self, block: Block, result: VerifyResult, num_committed: jax.Array, left: jax.Array
+        self, block: Block, result: VerifyResult, num_committed: jax.Array, room: jax.Array
     ) -> "FixedRows":
         """Learns from the outcome of the cycle that was chosen.
 
@@ -103,7 +103,7 @@ class FixedRows:
           block: Block of the cycle.
           result: What was accepted of it.
           num_committed: int32 [B]; tokens committed by the cycle, 0 for an empty slot.
-          left: int32 [B]; tokens until each one's limit, before the cycle.
+          room: int32 [B]; tokens until each one's limit, before the cycle.
         """
         return self
 
@@ -127,8 +127,8 @@ class ChosenRows(FixedRows):
     """Acceptance statistics, and the choice for the next cycle; S choices, G drafts at most.
 
     Attributes:
-      own: Counts of each sequence's drafts, [B, G]; in a chain, draft g counts as tried after all
-        before it were accepted.
+      by_sequence: Counts of each sequence's drafts, [B, G]; in a chain, draft g counts as tried
+        after all before it were accepted.
       pool: Counts of all sequences, past ones included, [G].
       gains: Counts of the cycles of each division, and the sum of their gains, [P].
       table: float32 [W, 2, S]; seconds of a cycle for each batch bucket, each of two lengths of
@@ -140,7 +140,7 @@ class ChosenRows(FixedRows):
       choices: What is chosen from.
     """
 
-    own: Counts
+    by_sequence: Counts
     pool: Counts
     gains: Counts
     table: jax.Array
@@ -168,15 +168,17 @@ class ChosenRows(FixedRows):
 
     def insert(self, slot):
         count = self.backlog.count.at[slot].set(0)
-        kept = dataclasses.replace(self.backlog, count=count)
-        return dataclasses.replace(self, own=self.own.forget(slot), backlog=kept)
+        rows_aside = dataclasses.replace(self.backlog, count=count)
+        return dataclasses.replace(
+            self, by_sequence=self.by_sequence.forget(slot), backlog=rows_aside
+        )
 
     def timed(self, bucket, length, lengths):
         seconds = seconds_at(self.table[bucket], length, lengths)
         return dataclasses.replace(self, seconds=seconds)
 
-    def choose(self, active, left):
-        tokens = self._expected_tokens(active, left)
+    def choose(self, active, room):
+        tokens = self._expected_tokens(active, room)
         speeds = tokens / self.seconds
         best, larger = jnp.argmax(speeds), jnp.array(self.choices.larger())
         larger = larger[best]
@@ -186,10 +188,12 @@ class ChosenRows(FixedRows):
         trial = self.trial.between(best, other, loss)
         return dataclasses.replace(self, trial=trial, promise=speeds[best])
 
-    def _expected_tokens(self, active, left) -> jax.Array:
+    def _expected_tokens(self, active, room) -> jax.Array:
         """Returns the tokens that a cycle of each choice is expected to commit, float32 [S]."""
         choices = self.choices
-        chances = division.survival(rates(self.own, self.pool), active, left, trees=choices.trees)
+        chances = division.survival(
+            rates(self.by_sequence, self.pool), active, room, trees=choices.trees
+        )
         drafts = jnp.cumsum(jnp.pad(chances.sum(axis=0), (1, 0)))
         tokens = active.sum() + drafts[np.array(choices.block_sizes) - 1]
         if not choices.mean_rows:
@@ -203,7 +207,7 @@ class ChosenRows(FixedRows):
         trial = dataclasses.replace(self.trial, best=last, other=last)
         return dataclasses.replace(self, trial=trial)
 
-    def learn(self, block, result, num_committed, left):
+    def learn(self, block, result, num_committed, room):
         best, num_active = self.trial.best, (num_committed > 0).sum()
         # A trial tells as much about the pooled rates as there are sequences in the batch.
         fraction = TRIALS / jnp.sqrt(jnp.maximum(num_active, 1).astype(jnp.float32))
@@ -213,27 +217,27 @@ class ChosenRows(FixedRows):
             # may have ended. That is much less work, and plain cycles are the shortest.
             gains = jax.tree.map(lambda x: x * (1 - 1 / IDLE_MEMORY), self.gains)
             return dataclasses.replace(self, gains=gains, trial=self.trial.earning(earned))
-        news = self._outcomes(block, result, num_committed, left)
-        own, pool = remember(self.own, self.pool, news)
+        news = self._outcomes(block, result, num_committed, room)
+        by_sequence, pool = remember(self.by_sequence, self.pool, news)
         more = jnp.maximum(num_committed - jnp.array(self.choices.rows)[best], 0).sum()
         gained = jnp.where(self.index == best, 0, more / self.promise)
         spent = self.seconds[self.index] - self.seconds[best]
         return dataclasses.replace(
             self,
-            own=own,
+            by_sequence=by_sequence,
             pool=pool,
             gains=self._learn_gain(num_committed),
             trial=self.trial.earning(earned - spent + gained),
         )
 
-    def _outcomes(self, block, result, num_committed, left) -> Counts:
+    def _outcomes(self, block, result, num_committed, room) -> Counts:
         """Returns how often each draft was tried and accepted in a cycle, [B, G]."""
-        draft, trees = jnp.arange(self.own.tried.shape[1]), self.choices.trees
+        draft, trees = jnp.arange(self.by_sequence.tried.shape[1]), self.choices.trees
         # The first draft that was not committed is the last informative one: it was rejected, or
         # the sequence ended before it. A stop token counts as a rejection, since blocks reach past
         # it; the length limit does not, since it is known in advance.
         drafts, num_useful = block.counts[:, None] - 1, num_committed[:, None] - 1
-        goes_on = (num_committed < left)[:, None] & (num_useful >= 0)
+        goes_on = (num_committed < room)[:, None] & (num_useful >= 0)
         on_path = result.on_path(jnp.maximum(num_committed - 1, 0), block.num_drafts)
         on_path = jnp.pad(on_path, ((0, 0), (0, draft.size - block.num_drafts)))
         # Rejected drafts of a tree may be as deep as the limit, so a limit tells nothing at all.
@@ -265,8 +269,8 @@ class ChosenRows(FixedRows):
         tokens, num_committed, features, _ = rows
         if features.shape[1] > 1:  # Only the rows of plain cycles are put aside.
             return super().observe(drafter, state, position, *rows)
-        kept = self.backlog.append(tokens, num_committed, features)
-        return state, dataclasses.replace(self, backlog=kept)
+        rows_aside = self.backlog.append(tokens, num_committed, features)
+        return state, dataclasses.replace(self, backlog=rows_aside)
 
     def catch_up(self, drafter, state, *sequences, heads):
         with jax.named_scope("drafter"):
@@ -303,7 +307,7 @@ def abstract(
 
     drafts, index = choices.block_sizes[-1] - 1, numbers(dtype=jnp.int32)
     return ChosenRows(
-        own=counts(batch, drafts, names=("batch", None)),
+        by_sequence=counts(batch, drafts, names=("batch", None)),
         pool=counts(drafts),
         gains=counts(len(choices.mean_rows)),
         table=numbers(num_buckets, 2, len(choices)),
@@ -315,18 +319,18 @@ def abstract(
     )
 
 
-def rates(own: Counts, pool: Counts) -> jax.Array:
+def rates(by_sequence: Counts, pool: Counts) -> jax.Array:
     """Returns each draft's acceptance rate, [B, G]; in a chain once all before it are accepted."""
     tried, accepted = pool.tried, pool.accepted
     before = Counts(jnp.cumsum(tried) - tried, jnp.cumsum(accepted) - accepted)
     pooled = pool.rates(before.rates(PRIOR, PRIOR_WEIGHT), PRIOR_WEIGHT)
-    return own.rates(pooled, POOL_WEIGHT)
+    return by_sequence.rates(pooled, POOL_WEIGHT)
 
 
-def remember(own: Counts, pool: Counts, news: Counts) -> tuple[Counts, Counts]:
+def remember(by_sequence: Counts, pool: Counts, news: Counts) -> tuple[Counts, Counts]:
     """Returns the counts of each sequence and of all after a cycle with these outcomes, [B, G]."""
     pool_fade = (1 - 1 / POOL_MEMORY) ** news.tried[:, :1].sum()
-    return own.after(news, 1 - news.tried / MEMORY), pool.after(news.sum(), pool_fade)
+    return by_sequence.after(news, 1 - news.tried / MEMORY), pool.after(news.sum(), pool_fade)
 
 
 def _without_row(confidence: jax.Array, missed: jax.Array, *, trees: bool) -> Counts:

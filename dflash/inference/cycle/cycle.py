@@ -60,7 +60,7 @@ def cycle(
     state, proposal = propose(target, drafter, state, rules=rules, block_size=block_size)
     block = block_of(drafter, state, proposal)
     if mean_rows is not None:
-        block = block.divided(state.active, rules.left(state), mean_rows, rules.choices)
+        block = block.divided(state.active, rules.room(state), mean_rows, rules.choices)
     return conclude(target, drafter, state, block, rules=rules)
 
 

@@ -41,9 +41,9 @@ def run_cycles(
 
     def go_on(carry):
         _, report = carry
-        left, now_active = most - report.cycles, report.active.sum()
-        idle = (num_active - now_active) * left
-        return (left > 0) & (now_active > 0) & (idle <= max_idle)
+        cycles_left, now_active = most - report.cycles, report.active.sum()
+        idle = (num_active - now_active) * cycles_left
+        return (cycles_left > 0) & (now_active > 0) & (idle <= max_idle)
 
     def step(size, mean_rows, carry):
         state, report = carry
@@ -138,7 +138,7 @@ def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
         block_sizes=report.block_sizes.at[i].set(outcome.rows),
         nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
-            lambda all, one: all.at[i, :, :length].set(one), report.logprobs, outcome.logprobs
+            lambda all, row: all.at[i, :, :length].set(row), report.logprobs, outcome.logprobs
         ),
         rejected=report.rejected.at[i, :, : outcome.rejected.shape[1]].set(outcome.rejected),
     )
@@ -146,7 +146,7 @@ def _record(report: Report, state: DecodeState, outcome: Outcome) -> Report:
 
 def _choose(state: DecodeState, rules: Rules) -> DecodeState:
     """Chooses the rows of the next cycle."""
-    choice = state.choice.choose(state.active, rules.left(state))
+    choice = state.choice.choose(state.active, rules.room(state))
     return dataclasses.replace(state, choice=choice)
 
 

@@ -6,17 +6,17 @@ import jax.numpy as jnp
 from dflash.inference.cycle.choices import Choices
 
 
-def survival(rates: jax.Array, active: jax.Array, left: jax.Array, *, trees: bool) -> jax.Array:
+def survival(rates: jax.Array, active: jax.Array, room: jax.Array, *, trees: bool) -> jax.Array:
     """Returns the chance that each draft is committed, [B, G], descending in each sequence.
 
     Args:
       rates: float32 [B, G]; rates of acceptance, in a chain once all drafts before are accepted.
       active: bool [B]; the drafts of other sequences have chance 0.
-      left: int32 [B]; tokens until the sequence's limit. One draft fewer counts, of a tree too.
+      room: int32 [B]; tokens until the sequence's limit. One draft fewer counts, of a tree too.
       trees: Whether drafts form trees, the first of which are the likeliest.
     """
     chances = jax.lax.cummin(rates, axis=1) if trees else jnp.cumprod(rates, axis=1)
-    within = jnp.arange(1, rates.shape[1] + 1) < left[:, None]
+    within = jnp.arange(1, rates.shape[1] + 1) < room[:, None]
     return jnp.where(active[:, None] & within, chances, 0)
 
 

@@ -48,16 +48,16 @@ class Rules:
         """Numbers of rows that a cycle may draft per sequence, ascending."""
         return self.choices.block_sizes
 
-    def left(self, state: DecodeState) -> jax.Array:
+    def room(self, state: DecodeState) -> jax.Array:
         """Returns the tokens that each sequence may commit in a cycle that drafts, int32 [B].
 
         That is the number of tokens until its limit, or until its drafter's longest context, from
         which on it decodes plainly.
         """
-        left = state.limit - state.length
+        room = state.limit - state.length
         if self.longest_context is None:
-            return left
-        return jnp.minimum(left, jnp.maximum(self.longest_context - state.length, 1))
+            return room
+        return jnp.minimum(room, jnp.maximum(self.longest_context - state.length, 1))
 
     def sampler(self, state: DecodeState) -> SequenceSampler:
         """Returns the sampler that drafts and verifies the next block of every sequence."""

@@ -125,14 +125,16 @@ class Report:
         *_, last = reports
         if len(reports) == 1:
             return last
-        ran = [jax.tree.map(lambda x, n=int(one.cycles): x[:n], one.by_cycle()) for one in reports]
-        whole = jax.tree.map(lambda *parts: np.concatenate(parts), *ran)
-        return dataclasses.replace(last, cycles=sum(int(one.cycles) for one in reports), **whole)
+        counts = [int(report.cycles) for report in reports]
+        pairs = zip(counts, reports, strict=True)
+        cycles = [jax.tree.map(lambda x, n=n: x[:n], report.by_cycle()) for n, report in pairs]
+        joined = jax.tree.map(lambda *parts: np.concatenate(parts), *cycles)
+        return dataclasses.replace(last, cycles=sum(counts), **joined)
 
     def by_cycle(self) -> dict[str, Any]:
         """Returns the fields with one entry per cycle."""
-        whole = "cycles", "active", "nonfinite_at"
-        names = (field.name for field in dataclasses.fields(self) if field.name not in whole)
+        at_the_end = "cycles", "active", "nonfinite_at"
+        names = (field.name for field in dataclasses.fields(self) if field.name not in at_the_end)
         return {name: getattr(self, name) for name in names}
 
     def with_only(self, *, logprobs: bool, rejected: bool) -> "Report":

@@ -278,18 +278,18 @@ def rejection_tree(
 
     def try_next_child(walk):
         row, tried, p, _ = walk
-        found, child, earlier = _next_child(tree, draft >= 0, row, tried)
+        has_child, child, earlier = _next_child(tree, draft >= 0, row, tried)
         token, origin = _pick(draft, child), _pick(drawn_from, child)
-        whole = jnp.take_along_axis(draft_probs, origin[:, None, None], axis=1)[:, 0]
-        q = _left_over(whole, draft, earlier, token)
+        all_probs = jnp.take_along_axis(draft_probs, origin[:, None, None], axis=1)[:, 0]
+        q = _left_over(all_probs, draft, earlier, token)
         position = _pick(positions, row)[:, None]
         threshold = sampling.uniform(position, params, sampling.ACCEPT, child[:, None])[:, 0]
-        accepted = found & (threshold * _pick(q, token) < _pick(p, token))
-        rejected = found & ~accepted
+        accepted = has_child & (threshold * _pick(q, token) < _pick(p, token))
+        rejected = has_child & ~accepted
         p = jnp.where(rejected[:, None], _residual(p, q), p)
         p = jnp.where(accepted[:, None], target_probs(child + 1), p)
         row = jnp.where(accepted, child + 1, row)
-        return row, jnp.where(found, child, tried), p, found
+        return row, jnp.where(has_child, child, tried), p, has_child
 
     anchor = jnp.zeros((batch,), jnp.int32)
     begin = anchor, anchor - 1, target_probs(anchor), jnp.ones((batch,), bool)
@@ -302,7 +302,7 @@ def _next_child(tree: Tree, verified: jax.Array, row: jax.Array, tried: jax.Arra
     """Returns the first verified child, by the mask [B, G], of row[b] past draft tried[b].
 
     Returns:
-      found bool [B]; child int32 [B]; mask of the child's earlier siblings, bool [B, G].
+      Whether there is one, bool [B]; child int32 [B]; mask of its earlier siblings, bool [B, G].
     """
     index = jnp.arange(tree.parents.shape[1])
     siblings = (tree.parents == row[:, None]) & verified

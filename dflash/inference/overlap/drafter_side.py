@@ -99,9 +99,9 @@ class DrafterSide:
     def program(self, function: Callable, *arguments: Any, extra: int = 0, **static) -> Program:
         """Returns the program of a function (heads, drafter, …) that changes its third argument."""
 
-        def run(heads, drafter, *others):
+        def run(heads, drafter, *arguments):
             models = map(nnx.merge, self._graphs, (heads, drafter))
-            return function(*models, *others, **static)
+            return function(*models, *arguments, **static)
 
         arguments = *self._abstract_weights, *arguments
         return Program(run, arguments, donated=(2,), extra=extra, loops=True)

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Heads
-from dflash.inference.logits.sampling import SamplingParams
-from dflash.inference.overlap import speculation
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.overlap.forks import Copies
 from dflash.inference.overlap.relay import Rows
 
@@ -17,7 +16,7 @@ from dflash.inference.overlap.relay import Rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftingState:
-    """State of the drafter's devices for a batch of B slots; see `speculation`.
+    """State of the drafter's devices for a batch of B slots. See `guess`.
 
     Attributes:
       drafter: State of the drafter, which covers the positions before the anchors.
@@ -36,6 +35,58 @@ class Anchors(NamedTuple):
     tokens: jax.Array
     length: jax.Array
     sampling: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class RankingSampler(SequenceSampler):
+    """Sampler that returns the `count` best tokens of each position in place of probabilities."""
+
+    count: int = 1
+
+    def propose(self, logits: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns drawn tokens, int32 [B, T], and the best ones, int32 [B, T, count]."""
+        ranked = self.candidates(logits, positions, self.count).tokens
+        return ranked[..., 0], ranked
+
+
+def guess(ranked: jax.Array) -> jax.Array:
+    """Returns the best F bonus tokens after 0 … K accepted drafts, int32 [B, K + 1, F].
+
+    The bonus token after a rejected draft differs from the draft.
+    """
+    return jnp.concatenate([ranked[:, :-1, 1:], ranked[:, -1:, :-1]], axis=1)
+
+
+def look_up(
+    bonus: jax.Array, ahead: jax.Array, num_accepted: jax.Array, token: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Looks up the outcome of each sequence: `num_accepted` drafts and the bonus token, int32 [B].
+
+    Args:
+      bonus: Foreseen bonus tokens, [B, K + 1, F]; see `guess`.
+      ahead: Drafts after each outcome, int32 [B, K + 1, F, …].
+    Returns:
+      Whether the outcome was foreseen, bool [B], and its drafts, which are arbitrary otherwise.
+    """
+    each = jnp.arange(token.shape[0])
+    matches = bonus[each, num_accepted] == token[:, None]
+    return matches.any(axis=1), ahead[each, num_accepted, jnp.argmax(matches, axis=1)]
+
+
+def continuations(
+    anchor: jax.Array, drafts: jax.Array, bonus: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the tokens of every outcome; `anchor` is int32 [B].
+
+    Returns:
+      The anchor, accepted drafts and bonus token of each outcome, padded, int32
+      [B·(K + 1)·F, K + 2], and the number of tokens after the anchor, int32 [B·(K + 1)·F].
+    """
+    size = bonus.shape[1] + 1
+    block = jnp.pad(jnp.concatenate([anchor[:, None], drafts], axis=1), ((0, 0), (0, 1)))
+    ends = jnp.arange(1, size)[:, None, None]
+    tokens = jnp.where(jnp.arange(size) == ends, bonus[..., None], block[:, None, None])
+    return tokens.reshape(-1, size), jnp.broadcast_to(ends[..., 0], bonus.shape).reshape(-1)
 
 
 def observe_prompts(heads: Heads, drafter: Drafter, state: Any, rows: Rows, *, count: int) -> Any:
@@ -83,15 +134,15 @@ def advance(
     Returns:
       The state with the next drafts, and the counts of the cycle; see `Report.events`.
     """
-    ran, bonus = rows.num_committed > 0, speculation.guess(drafting.ranked)
+    has_run, bonus = rows.num_committed > 0, guess(drafting.ranked)
     accepted = jnp.maximum(rows.num_committed - 1, 0)
-    foreseen, ranked = speculation.look_up(bonus, drafting.ahead, accepted, anchors.tokens)
+    foreseen, ranked = look_up(bonus, drafting.ahead, accepted, anchors.tokens)
     drafting = dataclasses.replace(
         drafting,
         drafter=drafter.observe(drafting.drafter, *rows.first(count), heads),
-        ranked=jnp.where(ran[:, None, None], ranked, drafting.ranked),
+        ranked=jnp.where(has_run[:, None, None], ranked, drafting.ranked),
     )
-    looked_up = ran & active
+    looked_up = has_run & active
     missed = jnp.any(~foreseen & looked_up)
     # XLA may copy the caches at a branch; a loop of at most one turn updates them in place.
     _, drafting = jax.lax.while_loop(
@@ -114,8 +165,8 @@ def speculate(
     forks: Copies,
 ) -> DraftingState:
     """Drafts for the likely outcomes of the verification of the present drafts."""
-    drafts, bonus = drafting.ranked[:, :-1, 0], speculation.guess(drafting.ranked)
-    tokens, num_committed = speculation.continuations(anchors.tokens, drafts, bonus)
+    drafts, bonus = drafting.ranked[:, :-1, 0], guess(drafting.ranked)
+    tokens, num_committed = continuations(anchors.tokens, drafts, bonus)
     # The target has not computed the features of these tokens; those of the last row stand in.
     last = jnp.maximum(rows.num_committed - 1, 0)[:, None, None]
     features = jnp.take_along_axis(rows.features, last, axis=1)
@@ -136,6 +187,6 @@ def _draft(
     heads: Heads, drafter: Drafter, state: Any, anchors: Anchors, best: int
 ) -> tuple[jax.Array, Any]:
     """Drafts one token more than are verified; returns the ranked tokens and the state."""
-    sampler = speculation.RankingSampler(anchors.sampling, count=best)
+    sampler = RankingSampler(anchors.sampling, count=best)
     proposal, state = drafter.draft(state, anchors.tokens, anchors.length - 1, sampler, heads)
     return proposal.probs, state

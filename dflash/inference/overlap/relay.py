@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RelayState:
-    """Drafts to propose, see `speculation`, and the rows of the last cycle or prefill chunk."""
+    """Drafts to propose, see `drafting`, and the rows of the last cycle or prefill chunk."""
 
     ranked: jax.Array
     rows: Rows
@@ -57,14 +57,14 @@ class Relay(Drafter):
         As many sequences as there are replicas may be prompts, which need room for a chunk.
         """
 
-        def whole(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return sharding.abstract(shape, (None,) * len(shape), dtype)
 
         prompts, count = batch == self.sharding.size("pages"), self.block_size
         size = max(self.longest_chunk, count) if prompts else count
-        features = whole(batch, size, self.width, dtype=self.dtype)
-        rows = Rows(whole(batch), whole(batch, size + 1), whole(batch), features)
-        return RelayState(whole(batch, count, self.fan_out + 1), rows)
+        features = array(batch, size, self.width, dtype=self.dtype)
+        rows = Rows(array(batch), array(batch, size + 1), array(batch), features)
+        return RelayState(array(batch, count, self.fan_out + 1), rows)
 
     def draft(self, state, anchor, position, sampler, heads):
         """Returns the drafts of the other devices."""

@@ -59,12 +59,12 @@ class Cycles:
 
     Attributes:
       committed: Tokens committed, the bonus token included, int32 [B, C]; 0 once the text is over.
-      left: Tokens of the text after the anchor, int32 [B, C].
+      remaining: Tokens of the text after the anchor, int32 [B, C].
       confidence: Confidence in the drafts, float32 [B, C, G]; None if the drafter states none.
     """
 
     committed: Any
-    left: Any
+    remaining: Any
     confidence: Any
 
     @property
@@ -161,14 +161,14 @@ def _run(
     sampler = make_sampler(texts.tokens)
 
     def cycle(state: Any, anchor: jax.Array) -> tuple[Any, jax.Array, Cycles]:
-        left = jnp.maximum(texts.total - 1 - anchor, 0)
+        remaining = jnp.maximum(texts.total - 1 - anchor, 0)
         tokens = _slice(texts.tokens, anchor, rows + 1)
         proposal, state = drafter.draft(state, tokens[:, 0], anchor, sampler, heads)
-        committed = jnp.minimum(num_accepted(proposal, tokens) + 1, left)
+        committed = jnp.minimum(num_accepted(proposal, tokens) + 1, remaining)
         features = _slice(texts.features, anchor, rows)
         steps = jnp.minimum(committed, 1) if everywhere else committed
         state = drafter.observe(state, anchor, tokens, steps, features, heads)
-        return state, steps, Cycles(committed, left, proposal.confidence)
+        return state, steps, Cycles(committed, remaining, proposal.confidence)
 
     def advance(step: _Step) -> _Step:
         state, steps, result = cycle(step.state, step.anchor)

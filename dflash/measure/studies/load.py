@@ -104,13 +104,13 @@ def _result(chosen: Collection[str], machine: Machine, rows: Sequence[dict]) -> 
     task = MIX if any(row["task"] == MIX for row in rows) else rows[0]["task"]
     lines = []
     for name in dict.fromkeys(row["drafter"] for row in rows):
-        own = [row for row in rows if row["drafter"] == name and row["task"] == task]
+        strategy_rows = [row for row in rows if row["drafter"] == name and row["task"] == task]
         lines.append(
             Line(
                 name,
-                [row["batch"] for row in own],
-                [row["tokens_per_second"] for row in own],
-                flagged=[bool(row[warnings.KEY]) for row in own],
+                [row["batch"] for row in strategy_rows],
+                [row["tokens_per_second"] for row in strategy_rows],
+                flagged=[bool(row[warnings.KEY]) for row in strategy_rows],
             )
         )
     order = sorted(rows, key=lambda row: (row["batch"], row["task"]))

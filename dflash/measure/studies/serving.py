@@ -181,9 +181,9 @@ def _result(rows: Sequence[dict]) -> StudyResult:
     """Returns the rows so far, with a line of throughput for each drafter."""
     lines = []
     for name in dict.fromkeys(row["drafter"] for row in rows):
-        own = [row for row in rows if row["drafter"] == name and row["at_a_time"]]
-        places = [row["at_a_time"] for row in own]
-        lines.append(Line(name, places, [row["tokens_per_second"] for row in own]))
+        strategy_rows = [row for row in rows if row["drafter"] == name and row["at_a_time"]]
+        places = [row["at_a_time"] for row in strategy_rows]
+        lines.append(Line(name, places, [row["tokens_per_second"] for row in strategy_rows]))
     return StudyResult(
         "A server under load",
         list(rows),

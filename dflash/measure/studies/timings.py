@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import jax.numpy as jnp
 
 from dflash import errors
-from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.config.benchmark_schema import BenchmarkRun, StudyConfig
+from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Proposal
 from dflash.loading import models
 from dflash.loading.job import Job
@@ -38,32 +39,32 @@ CYCLE_CONTEXTS = (128,)
 def cycle(config: BenchmarkRun) -> Iterator[Step]:
     """Compares the cost of a cycle in the decode loop with the sum of its two forwards."""
     jobs = _loaded(benches.prepare_models(config))
-    context = _contexts(config, jobs, CYCLE_CONTEXTS)[0]
+    context = _contexts(config.study, jobs, CYCLE_CONTEXTS)[0]
     target = next(iter(jobs.values())).target
     yield Step("measuring the machine", 0)
     machine = roofline.machine_of(target.sharding)
     probes = {}
     for name, job in jobs.items():
         yield Step(f"compiling {name}", 0)
-        engine = _engine(config, target, job.drafter, context)
+        engine = _engine(config.decode, target, job.drafter, context)
         probes[name] = Probe(engine, engine.standing(context))
     calls = {
         name: lambda probe=probe: (probe.cycle_ms(), probe.draft_ms(), probe.verify_ms())
         for name, probe in probes.items()
     }
-    result = functools.partial(_cycle_result, config, jobs, machine, context)
+    result = functools.partial(_cycle_result, config.decode, jobs, machine, context)
     yield from in_turns(calls, config.study.repeats, str, result)
 
 
 def _cycle_result(
-    config: BenchmarkRun,
+    decode: DecodeConfig,
     jobs: Mapping[str, Job],
     machine: Machine,
     context: int,
     times: Mapping[str, list[tuple[float, float, float]]],
 ) -> StudyResult:
     rows = [
-        _cycle_row(config, name, jobs[name], machine, context, taken)
+        _cycle_row(decode, name, jobs[name], machine, context, taken)
         for name, taken in times.items()
     ]
     lines = [
@@ -76,25 +77,24 @@ def _cycle_result(
         )
         for key in ("cycle", "draft", "verify", "roofline")
     ]
-    batch = config.decode.batch_size
-    notes = [f"context {context} tokens, batch {batch}", machine_note(machine)]
+    notes = [f"context {context} tokens, batch {decode.batch_size}", machine_note(machine)]
     title = "Cost of a cycle and of its parts"
     return StudyResult(title, rows, lines, "rows", "milliseconds", notes=notes)
 
 
 def _cycle_row(
-    config: BenchmarkRun,
+    decode: DecodeConfig,
     name: str,
     job: Job,
     machine: Machine,
     context: int,
     times: list[tuple[float, float, float]],
 ) -> dict:
-    rows, batch = job.drafter.block_size, config.decode.batch_size
-    least = _verify_roofline_ms(config, job.target, machine, rows, context)
+    rows, batch = job.drafter.block_size, decode.batch_size
+    least = _verify_roofline_ms(decode, job.target, machine, rows, context)
     least_draft = roofline.draft_work(job.target, job.drafter, batch=batch).ideal_ms(machine)
     cycle_ms, draft_ms, verify_ms = map(statistics.median, zip(*times, strict=True))
-    ratios = [whole / (draft + verify) for whole, draft, verify in times]
+    ratios = [cycle / (draft + verify) for cycle, draft, verify in times]
     return with_warnings(
         {
             "strategy": name,
@@ -117,10 +117,11 @@ def verify(config: BenchmarkRun) -> Iterator[Step]:
     """Measures how the cost of verification depends on the number of rows."""
     only_target = dataclasses.replace(config, strategies={})
     job = next(iter(_loaded(benches.prepare_models(only_target)).values()))
-    contexts, counts = _contexts(config, {"": job}, CONTEXTS), config.study.values or ROWS
+    contexts, counts = _contexts(config.study, {"": job}, CONTEXTS), config.study.values or ROWS
     yield Step("measuring the machine", 0)
     machine = roofline.machine_of(job.target.sharding)
-    engines = {count: _rows_engine(config, job, count, max(counts), contexts) for count in counts}
+    engine_of = functools.partial(_rows_engine, config.decode, job, contexts, max(counts))
+    engines = {count: engine_of(count) for count in counts}
     state = engines[counts[0]].standing(contexts[0])
 
     def verify_ms(context: int, count: int) -> float:
@@ -134,14 +135,14 @@ def verify(config: BenchmarkRun) -> Iterator[Step]:
         for context in contexts
         for count in counts
     }
-    result = functools.partial(_verify_result, config, job.target, machine)
+    result = functools.partial(_verify_result, config.decode, job.target, machine)
     yield from in_turns(
         calls, config.study.repeats, lambda key: f"{key[1]} rows, context {key[0]}", result
     )
 
 
 def _verify_result(
-    config: BenchmarkRun,
+    decode: DecodeConfig,
     target: Decoder,
     machine: Machine,
     times: Mapping[tuple[int, int], list[float]],
@@ -151,7 +152,7 @@ def _verify_result(
     contexts, counts = (tuple(dict.fromkeys(column)) for column in zip(*times, strict=True))
     rows = []
     for (context, count), verify_ms in medians.items():
-        least = _verify_roofline_ms(config, target, machine, count, context)
+        least = _verify_roofline_ms(decode, target, machine, count, context)
         row = {
             "context": context,
             "rows": count,
@@ -166,7 +167,7 @@ def _verify_result(
         context_rows = [row for row in rows if row["context"] == context]
         lines += _with_roofline(f"context {context}", context_rows, "rows", "verify_ms")
     notes = [
-        f"batch {config.decode.batch_size}; over_one_row compares with {counts[0]} row(s) at the "
+        f"batch {decode.batch_size}; over_one_row compares with {counts[0]} row(s) at the "
         "same context",
         machine_note(machine),
     ]
@@ -175,15 +176,10 @@ def _verify_result(
 
 
 def _verify_roofline_ms(
-    config: BenchmarkRun, target: Decoder, machine: Machine, rows: int, context: int
+    decode: DecodeConfig, target: Decoder, machine: Machine, rows: int, context: int
 ) -> float:
-    return roofline.target_work(
-        target,
-        batch=config.decode.batch_size,
-        rows=rows,
-        context=context,
-        kv_dtype=config.decode.kv_dtype,
-    ).ideal_ms(machine)
+    sizes = {"batch": decode.batch_size, "rows": rows, "context": context}
+    return roofline.target_work(target, **sizes, kv_dtype=decode.kv_dtype).ideal_ms(machine)
 
 
 def draft(config: BenchmarkRun) -> Iterator[Step]:
@@ -196,7 +192,7 @@ def draft(config: BenchmarkRun) -> Iterator[Step]:
     }
     jobs = _loaded(benches.prepare_models(dataclasses.replace(config, strategies=variants)))
     target = next(iter(jobs.values())).target
-    contexts = _contexts(config, jobs, DRAFT_CONTEXTS)
+    contexts = _contexts(config.study, jobs, DRAFT_CONTEXTS)
     yield Step("measuring the machine", 0)
     machine = roofline.machine_of(target.sharding)
     rows: list[dict] = []
@@ -204,7 +200,7 @@ def draft(config: BenchmarkRun) -> Iterator[Step]:
         probes = {}
         for name, size in keys:
             yield Step(f"compiling {name} {size}, context {context}", place / len(contexts))
-            engine = _engine(config, target, jobs[f"{name} {size}"].drafter, context)
+            engine = _engine(config.decode, target, jobs[f"{name} {size}"].drafter, context)
             probes[name, size] = Probe(engine, engine.standing(context))
 
         def result(times, context=context, before=tuple(rows)) -> StudyResult:
@@ -214,7 +210,7 @@ def draft(config: BenchmarkRun) -> Iterator[Step]:
                 work = roofline.draft_work(target, drafter, batch=config.decode.batch_size)
                 least = work.ideal_ms(machine)
                 rows.append(_draft_row(name, context, size, statistics.median(taken), least))
-            return _draft_result(config, machine, list(rows))
+            return _draft_result(config.decode, machine, list(rows))
 
         calls = {key: probe.draft_ms for key, probe in probes.items()}
 
@@ -239,12 +235,12 @@ def _draft_row(name: str, context: int, size: int, draft_ms: float, least: float
     )
 
 
-def _draft_result(config: BenchmarkRun, machine: Machine, rows: list[dict]) -> StudyResult:
+def _draft_result(decode: DecodeConfig, machine: Machine, rows: list[dict]) -> StudyResult:
     lines = []
     for name, context in dict.fromkeys((row["strategy"], row["context"]) for row in rows):
         draft_rows = [row for row in rows if (row["strategy"], row["context"]) == (name, context)]
         lines += _with_roofline(f"{name}, context {context}", draft_rows, "block_size", "draft_ms")
-    notes = [f"batch {config.decode.batch_size}", machine_note(machine)]
+    notes = [f"batch {decode.batch_size}", machine_note(machine)]
     title, y = "Cost of a draft by block size", "milliseconds"
     return StudyResult(title, rows, lines, "block size", y, log=True, notes=notes)
 
@@ -293,36 +289,36 @@ def _loaded(jobs: dict[str, Job]) -> dict[str, Job]:
     return jobs
 
 
-def _contexts(config: BenchmarkRun, jobs: dict[str, Job], usual: Iterable[int]) -> tuple[int, ...]:
+def _contexts(study: StudyConfig, jobs: dict[str, Job], usual: Iterable[int]) -> tuple[int, ...]:
     """Returns the contexts of the config, or those of the default ones that the target supports.
 
     Raises:
       ConfigError: A context in the config is longer than the target supports.
     """
     longest = next(iter(jobs.values())).target.arch.max_position_embeddings
-    beyond = [context for context in config.study.contexts if context > longest]
+    beyond = [context for context in study.contexts if context > longest]
     if beyond:
         raise errors.ConfigError(
             f"study.contexts: {beyond[0]} exceeds the {longest} positions that the target supports"
         )
-    return config.study.contexts or tuple(context for context in usual if context <= longest)
+    return study.contexts or tuple(context for context in usual if context <= longest)
 
 
-def _engine(config: BenchmarkRun, target, drafter, context: int) -> MeasuredEngine:
+def _engine(decode: DecodeConfig, target, drafter, context: int) -> MeasuredEngine:
     """Returns an engine with room for a context and one dispatch of fully accepted cycles."""
-    room = context + (config.decode.sync_every + 1) * drafter.block_size
-    return MeasuredEngine(target, drafter, config.decode, max_length=room)
+    room = context + (decode.sync_every + 1) * drafter.block_size
+    return MeasuredEngine(target, drafter, decode, max_length=room)
 
 
 def _rows_engine(
-    config: BenchmarkRun, job: Job, count: int, most: int, contexts: tuple[int, ...]
+    decode: DecodeConfig, job: Job, contexts: tuple[int, ...], most: int, count: int
 ) -> MeasuredEngine:
     """Returns an engine that verifies `count` rows, with a cache layout independent of `count`."""
-    batch, drafts = config.decode.batch_size, count - 1
+    batch, drafts = decode.batch_size, count - 1
     form = types.SimpleNamespace(
         feature_layers=(), num_draft_tokens=drafts, has_probs=False, longest_path=count
     )
     tokens = jnp.broadcast_to(jnp.arange(drafts) % job.target.arch.vocab_size, (batch, drafts))
-    room = max(contexts) + (config.decode.sync_every + 1) * most - count
+    room = max(contexts) + (decode.sync_every + 1) * most - count
     fixed = FixedDrafter(Proposal(tokens.astype(jnp.int32)), form)
-    return MeasuredEngine(job.target, fixed, config.decode, max_length=room)
+    return MeasuredEngine(job.target, fixed, decode, max_length=room)

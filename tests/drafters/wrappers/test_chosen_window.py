@@ -127,8 +127,8 @@ def test_a_new_sequence_begins_with_what_others_have_found_out():
     rates = where(2, 2.0, (0.3, 0.3))
     state, _ = simulate(blank(2), LONG, rates, jax.random.key(0), cycles=400)
     fresh = DRAFTER.insert(state, blank(1), jnp.int32(0), jnp.int32(1))
-    np.testing.assert_array_equal([fresh.own.counts.tried[1], fresh.own.counts.accepted[1]], 0)
-    np.testing.assert_array_equal(fresh.own.counts.tried[0], state.own.counts.tried[0])
+    np.testing.assert_array_equal([fresh.outer.counts.tried[1], fresh.outer.counts.accepted[1]], 0)
+    np.testing.assert_array_equal(fresh.outer.counts.tried[0], state.outer.counts.tried[0])
     assert int(draft(fresh, LONG)[2][1]) == 2
     later = DRAFTER.with_learnt(blank(2), DRAFTER.learnt(state))
     assert int(draft(later, LONG)[2][0]) == 2
@@ -138,7 +138,7 @@ def test_drafts_without_a_row_were_not_rejected():
     proposal, state, _ = draft(blank(2), LONG)
     verified = jnp.where(jnp.arange(DRAFTS) < jnp.array([[2], [DRAFTS]]), proposal.tokens, -1)
     state = DRAFTER.review(state, Proposal(verified), jnp.zeros((2, DRAFTS + 1), jnp.int32))
-    after = observe(state, LONG, jnp.array([2, 2])).own.counts
+    after = observe(state, LONG, jnp.array([2, 2])).outer.counts
     np.testing.assert_array_equal(after.tried[:, 0], [2, 3])
     np.testing.assert_array_equal(after.accepted[:, 0], [2, 2])
 
@@ -146,7 +146,7 @@ def test_drafts_without_a_row_were_not_rejected():
 def test_rows_without_a_draft_tell_nothing():
     _, state, _ = draft(blank(2), LONG)
     once = observe(state, LONG, jnp.array([3, -1]))
-    np.testing.assert_array_equal(once.own.counts.accepted.sum(axis=1), [3, 0])
+    np.testing.assert_array_equal(once.outer.counts.accepted.sum(axis=1), [3, 0])
     twice = observe(once, LONG, jnp.array([0, 0]))
-    np.testing.assert_array_equal(twice.own.counts.tried, once.own.counts.tried)
+    np.testing.assert_array_equal(twice.outer.counts.tried, once.outer.counts.tried)
     np.testing.assert_array_equal(twice.shared.tried, once.shared.tried)

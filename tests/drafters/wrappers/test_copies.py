@@ -56,31 +56,31 @@ def test_a_sequence_copies_while_copies_are_accepted_further():
     np.testing.assert_array_equal(proposal.tokens, 6)
     # The first sequence goes on as its context did, and the second as its drafter said.
     state = observe(state, [[3, 4, 0, 0], [6, 6, 6, 1]], [2, 4])
-    np.testing.assert_array_equal(state.own.copies, [True, False])
+    np.testing.assert_array_equal(state.outer.copies, [True, False])
     proposal, state = draft(state)
     np.testing.assert_array_equal(proposal.tokens, [[3, 4, 5], [6, 6, 6]])
     np.testing.assert_array_equal(proposal.probs[0], jax.nn.one_hot(proposal.tokens[0], 10))
     np.testing.assert_allclose(proposal.probs[1], 0.1)
     # Where the drafter is right again, it drafts again.
     state = observe(state, [[6, 6, 6, 2], [0, 0, 0, 0]], [4, 0])
-    np.testing.assert_array_equal(state.own.copies, [False, False])
+    np.testing.assert_array_equal(state.outer.copies, [False, False])
 
 
 def test_a_new_sequence_begins_with_its_drafter():
     _, state = draft(informed())
     state = observe(state, [[3, 4, 0, 0]] * 2, [2, 2])
-    assert state.own.copies.all()
+    assert state.outer.copies.all()
     fresh = zeros(DRAFTER.init_state(1, 32))
     state = DRAFTER.insert(state, fresh, jnp.int32(0), jnp.int32(1))
-    np.testing.assert_array_equal(state.own.copies, [True, False])
+    np.testing.assert_array_equal(state.outer.copies, [True, False])
 
 
 def test_fewer_drafts_and_plain_cycles_leave_the_others_out():
     _, state = draft(informed(), 2)
     state = observe(state, [[3, 3, 3]] * 2, [3, 3])
-    np.testing.assert_array_equal(state.own.accepted.accepted, [[0, 1]] * 2)
+    np.testing.assert_array_equal(state.outer.accepted.accepted, [[0, 1]] * 2)
     after = observe(state, [[3]] * 2, [1, 1])
-    np.testing.assert_array_equal(after.own.accepted.tried, state.own.accepted.tried)
+    np.testing.assert_array_equal(after.outer.accepted.tried, state.outer.accepted.tried)
 
 
 def test_cached_rows_bring_their_history():
@@ -88,7 +88,7 @@ def test_cached_rows_bring_their_history():
     rows = DRAFTER.read_rows(state, jnp.int32(1), jnp.int32(2), 4)
     np.testing.assert_array_equal(rows[1], [3, 4, 5, 1])
     copy = DRAFTER.write_rows(zeros(DRAFTER.init_state(1, 32)), jnp.int32(0), jnp.int32(2), rows)
-    np.testing.assert_array_equal(copy.own.token_ids[0, :6], [0, 0, 3, 4, 5, 1])
+    np.testing.assert_array_equal(copy.outer.token_ids[0, :6], [0, 0, 3, 4, 5, 1])
 
 
 def test_output_is_that_of_plain_decoding():

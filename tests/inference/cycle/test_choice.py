@@ -85,16 +85,16 @@ def simulate_once(choice, costs, rates, key):
       choice: a chooser that knows nothing yet; how many sequences run at a time.
       costs: what cycles take, whatever the chooser was told.
     """
-    sizes, batch = jnp.array(SIZES), len(choice.own.tried)
+    sizes, batch = jnp.array(SIZES), len(choice.by_sequence.tried)
 
     def cycle(carry):
-        choice, done, queue, own, key, seconds, tokens = carry
+        choice, done, queue, by_sequence, key, seconds, tokens = carry
         left = NUM_TOKENS - done
         active = left > 0
         choice = choice.choose(active, left)
         rows = sizes[choice.index]
         key, noise = jax.random.split(key)
-        right = jax.random.uniform(noise, own.shape) < own
+        right = jax.random.uniform(noise, by_sequence.shape) < by_sequence
         accepted = jnp.minimum(jnp.cumprod(right, axis=1).sum(axis=1), rows - 1)
         seconds += costs[choice.index]
         choice = learn(choice, block(jnp.full(batch, rows)), accepted, left, active)
@@ -103,11 +103,19 @@ def simulate_once(choice, costs, rates, key):
         ended = active & (done >= NUM_TOKENS)
         place = queue + jnp.cumsum(ended) - 1
         fresh = ended & (place < len(rates))
-        forgotten = jax.tree.map(lambda x: jnp.where(fresh[:, None], 0, x), choice.own)
-        choice = dataclasses.replace(choice, own=forgotten)
-        own = jnp.where(fresh[:, None], rates[place], own)
+        forgotten = jax.tree.map(lambda x: jnp.where(fresh[:, None], 0, x), choice.by_sequence)
+        choice = dataclasses.replace(choice, by_sequence=forgotten)
+        by_sequence = jnp.where(fresh[:, None], rates[place], by_sequence)
         done = jnp.where(fresh, 0, done)
-        return choice, done, queue + ended.sum(), own, key, seconds, tokens + committed.sum()
+        return (
+            choice,
+            done,
+            queue + ended.sum(),
+            by_sequence,
+            key,
+            seconds,
+            tokens + committed.sum(),
+        )
 
     nothing = jnp.zeros(batch, jnp.int32)
     start = choice, nothing, jnp.int32(batch), rates[:batch], key
@@ -146,7 +154,7 @@ def test_regret_against_the_best_fixed_size(batch):
 def run(choice: ChosenRows, accept, cycles: int) -> np.ndarray:
     """The choices of some cycles; accept(cycle) is the drafts that the largest block accepts."""
     sizes, indices = choice.choices.block_sizes, []
-    batch = len(choice.own.tried)
+    batch = len(choice.by_sequence.tried)
     step = jax.jit(
         lambda choice, rows, accepted: learn(
             choice, block(rows), jnp.minimum(accepted, rows - 1)
@@ -191,9 +199,9 @@ def test_the_choice_is_the_most_expected_tokens_per_second(seed):
     seconds = np.cumsum(rng.random(len(SIZES)) + 0.01)
     tried = jnp.full((batch, DRAFTS), 1e6, jnp.float32)
     choice = blank(batch, seconds)
-    sure = dataclasses.replace(choice.own, tried=tried, accepted=tried * rates)
+    sure = dataclasses.replace(choice.by_sequence, tried=tried, accepted=tried * rates)
     poor = dataclasses.replace(choice.trial, credit=jnp.float32(0))
-    choice = dataclasses.replace(choice, own=sure, trial=poor)
+    choice = dataclasses.replace(choice, by_sequence=sure, trial=poor)
     choice = choice.choose(jnp.array(active), jnp.array(left))
     speeds = []
     for size, cost in zip(SIZES, seconds, strict=True):
@@ -211,10 +219,12 @@ def test_the_choice_is_the_most_expected_tokens_per_second(seed):
 def test_what_was_not_tried_is_not_counted():
     after = learn(blank(3, np.ones(4)), block([4, 4, 4]), [0, 2, 3], active=[True, True, False])
     np.testing.assert_array_equal(
-        after.own.tried[:, :4], [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+        after.by_sequence.tried[:, :4], [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     )
-    np.testing.assert_array_equal(after.own.accepted[:, :3], [[0, 0, 0], [1, 1, 0], [0, 0, 0]])
-    assert not after.own.tried[:, 3:].any()
+    np.testing.assert_array_equal(
+        after.by_sequence.accepted[:, :3], [[0, 0, 0], [1, 1, 0], [0, 0, 0]]
+    )
+    assert not after.by_sequence.tried[:, 3:].any()
     np.testing.assert_array_equal(after.pool.tried[:4], [2, 1, 1, 0])
     np.testing.assert_array_equal(after.pool.accepted[:4], [1, 1, 0, 0])
 
@@ -225,8 +235,8 @@ def test_an_end_is_a_refusal_and_a_limit_is_not():
     left, committed = jnp.array([1000, 2, 1000]), jnp.array([2, 2, 8])
     result = VerifyResult(jnp.full(3, 7), None, committed)
     after = blank(3, np.ones(4)).learn(block([8, 8, 8]), result, committed, left)
-    np.testing.assert_array_equal(after.own.tried.sum(axis=1), [2, 1, 7])
-    np.testing.assert_array_equal(after.own.accepted.sum(axis=1), [1, 1, 7])
+    np.testing.assert_array_equal(after.by_sequence.tried.sum(axis=1), [2, 1, 7])
+    np.testing.assert_array_equal(after.by_sequence.accepted.sum(axis=1), [1, 1, 7])
 
 
 def test_a_plain_cycle_earns_and_teaches_nothing():
@@ -237,7 +247,7 @@ def test_a_plain_cycle_earns_and_teaches_nothing():
     broke = dataclasses.replace(choice.trial, credit=-choice.trial.loss)
     choice = dataclasses.replace(choice, trial=broke)
     after = learn(choice, block([1, 1], num_drafts=0), [0, 0])
-    np.testing.assert_array_equal(after.own.tried, choice.own.tried)
+    np.testing.assert_array_equal(after.by_sequence.tried, choice.by_sequence.tried)
     assert float(after.trial.credit) > float(choice.trial.credit)
 
 
@@ -245,9 +255,9 @@ def test_a_new_sequence_knows_what_the_pool_knows():
     choice = blank(3, np.ones(4))
     for _ in range(100):
         choice = learn(choice, block([8] * 3), [0, 7, 7])
-    rates = np.asarray(choices.rates(choice.own, choice.pool))
+    rates = np.asarray(choices.rates(choice.by_sequence, choice.pool))
     assert rates[0, 0] < 0.12 < 0.9 < rates[1, 0]
-    rates = np.asarray(choices.rates(choice.insert(jnp.int32(0)).own, choice.pool))
+    rates = np.asarray(choices.rates(choice.insert(jnp.int32(0)).by_sequence, choice.pool))
     assert rates[0, 0] == pytest.approx(2 / 3, abs=0.05)
     assert rates[1, 0] > 0.9
 
@@ -262,16 +272,16 @@ def test_rates_of_trees_are_chances():
         accepted = jnp.array([1 if path is first else 2 for path in paths])
         result = VerifyResult(accepted, jnp.array(paths), accepted)
         choice = choice.learn(rows, result, accepted + 1, jnp.full(2, FAR))
-    rates = choices.rates(choice.own, choice.pool)
+    rates = choices.rates(choice.by_sequence, choice.pool)
     known = division.survival(rates, jnp.ones(2, bool), jnp.full(2, FAR), trees=True)
     assert (np.diff(known, axis=1) <= 0).all()
     assert known[0, 0] == pytest.approx(0.4, abs=0.1), "the last 30 cycles count most"
     assert known[1, 0] > 0.95
     assert known[1, 1] < 0.1
-    np.testing.assert_array_equal(choice.own.tried[1, 2:], 0)
+    np.testing.assert_array_equal(choice.by_sequence.tried[1, 2:], 0)
     # At the limit the rejected drafts may have been too deep.
     ended = choice.learn(rows, result, jnp.array([2, 2]), jnp.array([2, 2]))
-    np.testing.assert_array_equal(ended.own.tried, choice.own.tried)
+    np.testing.assert_array_equal(ended.by_sequence.tried, choice.by_sequence.tried)
 
 
 # --- rows that are divided among sequences -------------------------------------------------------
@@ -342,7 +352,7 @@ def test_rates_of_cycles_divided_by_confidence_are_those_of_all_drafts():
         seen.append((accepted[rows > 1] > 0).mean())
         choice = step(choice, rows, confidence, accepted)
     assert np.mean(seen) > 0.7, "of the drafts with a row more are accepted"
-    rates = choices.rates(choice.own, choice.pool)
+    rates = choices.rates(choice.by_sequence, choice.pool)
     np.testing.assert_allclose(rates.mean(axis=0), 0.6, atol=0.06)
 
 

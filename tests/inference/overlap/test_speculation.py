@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.inference.overlap import speculation
+from dflash.inference.overlap import drafting
 
 VOCABULARY = 9
 
@@ -20,7 +20,7 @@ def rounds(draw):
 
 @given(rounds())
 def test_exactly_the_guessed_outcomes_are_found_each_with_its_own_drafts(ranked):
-    drafts, bonus = ranked[:, :-1, 0], np.asarray(speculation.guess(ranked))
+    drafts, bonus = ranked[:, :-1, 0], np.asarray(drafting.guess(ranked))
     count, fan_out = drafts.shape[1], bonus.shape[2]
     numbers = np.arange(bonus.size * count, dtype=np.int32).reshape(*bonus.shape, count)
     for accepted in range(count + 1):
@@ -29,7 +29,7 @@ def test_exactly_the_guessed_outcomes_are_found_each_with_its_own_drafts(ranked)
         assert bonus[0, accepted].tolist() == wanted
         for token in range(VOCABULARY):
             outcome = np.array([accepted]), np.array([token])
-            found, ahead = speculation.look_up(jnp.asarray(bonus), jnp.asarray(numbers), *outcome)
+            found, ahead = drafting.look_up(jnp.asarray(bonus), jnp.asarray(numbers), *outcome)
             assert bool(found[0]) == (token in wanted)
             if token in wanted:
                 own = numbers[0, accepted, wanted.index(token)]
@@ -39,6 +39,6 @@ def test_exactly_the_guessed_outcomes_are_found_each_with_its_own_drafts(ranked)
 def test_a_continuation_is_the_accepted_drafts_and_the_bonus_token():
     anchor, drafts = np.array([7], np.int32), np.array([[1, 2]], np.int32)
     bonus = np.array([[[3, 4], [5, 6], [8, 0]]], np.int32)
-    tokens, counts = map(np.asarray, speculation.continuations(anchor, drafts, bonus))
+    tokens, counts = map(np.asarray, drafting.continuations(anchor, drafts, bonus))
     outcomes = [row[: n + 1].tolist() for row, n in zip(tokens, counts, strict=True)]
     assert outcomes == [[7, 3], [7, 4], [7, 1, 5], [7, 1, 6], [7, 1, 2, 8], [7, 1, 2, 0]]

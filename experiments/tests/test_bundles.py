@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash.compiler import bundles
+from experiments import bundles
 
 # Excerpts of compiler dumps; an empty bundle has no marks.
 SCHEDULE = """= control target key start

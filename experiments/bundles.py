@@ -5,12 +5,15 @@ loop times its trip count is a lower bound on its cycles, because a static sched
 """
 
 import dataclasses
+import os
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
 # An address, an optional mark of a loop's header or body, and one ">" per enclosing loop.
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*((?:>\s?)*)\s*\{(.?)")
+# The compiler has about a hundred passes per operation; dump the output of the last one only.
+_DUMP = ("--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=.*final_.*bundle.*")
 _MXU, _FILL, _SPILL = "MXU", "VLOAD:FILL", "VSTORE:SPILL"
 
 
@@ -37,6 +40,12 @@ class Section:
     def matmuls(self) -> int:
         """Returns the number of matrix unit slots in use."""
         return self.used.get(_MXU, 0)
+
+
+def dump_to(directory: str) -> None:
+    """Makes the compiler dump final schedules to a directory; call it before jax loads it."""
+    options = (os.environ.get("LIBTPU_INIT_ARGS", ""), f"--xla_jf_dump_to={directory}", *_DUMP)
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(options).strip()
 
 
 def sections(schedule: str, utilization: str) -> list[Section]:
@@ -82,7 +91,7 @@ def read_schedules(directory: pathlib.Path, kernels: Iterable[str]) -> dict[str,
     """Reads the schedules of kernels that the compiler has dumped.
 
     Args:
-      directory: Directory that was passed to `topology.prepare_environment`.
+      directory: Directory that was passed to `dump_to`.
       kernels: Names of the kernels' calls, without the numbers that the compiler appends.
     Returns:
       Sections of the first schedule of each name, by kernel; kernels without a schedule are left
