@@ -28,8 +28,7 @@ def _define_flags(values: flags.FlagValues) -> None:
 SUBCOMMAND = cli.Subcommand(
     "sweep",
     "Runs a config once for every combination of values in its `sweep:` block, and writes one "
-    "table, sweep.csv, and a heat map of each main figure to --workdir. Finished points are "
-    "skipped.",
+    "table, sweep.csv, to --workdir. Finished points are skipped.",
     examples=(
         "dflash sweep configs/sweeps/block_size.yml --workdir runs/block_size",
         "dflash sweep configs/sweeps/block_size.yml --dry_run    # lists the points",
@@ -77,7 +76,8 @@ def _sweep(command: cli.Command) -> int:
             keys = sum(map(len, sweep.axes))
             display.table(driver.table(sweep, columns, outcome.rows), keys)
         with files.explained(directory):
-            runner.draw(sweep, outcome.rows, directory)
+            for name in runner.finish(sweep, outcome.rows, directory):
+                display.note(f"written: {name}")
         unfinished = [name for name in sweep.points if name not in outcome.rows]
         if command.shard is not None and unfinished:
             display.note(

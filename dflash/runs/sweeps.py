@@ -12,7 +12,6 @@ import abc
 import csv
 import dataclasses
 import io
-import itertools
 import json
 import pathlib
 import re
@@ -29,9 +28,6 @@ from dflash.runs.shards import Shard
 from dflash.storage import files
 
 POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
-MAX_PANELS = 16
-MAX_LABEL = 30  # Limit of characters of a step's label.
-_CELL_INCHES = 0.9
 
 
 class Runner(abc.ABC):
@@ -41,7 +37,7 @@ class Runner(abc.ABC):
     each figure with the cell's name: math.dflash.tau.
 
     Attributes:
-      shown: Names of the figures that are shown in the table and drawn as heat maps.
+      shown: Names of the figures that are shown in the terminal's table.
     """
 
     metrics: ClassVar[tuple[str, ...]]
@@ -63,12 +59,11 @@ class Runner(abc.ABC):
     def run(self, config: Any, directory: pathlib.Path) -> Mapping[str, Any]:
         """Runs or resumes a config in its work directory, and returns its metrics."""
 
-    def draw(
+    def finish(
         self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
-    ) -> None:
-        """Draws a heat map of every shown figure."""
-        for metric in columns(self, rows.values()):
-            draw(sweep, metric, rows, directory / f"{metric}.png")
+    ) -> Sequence[str]:
+        """Writes what a command has to show beside the table; returns the names of the files."""
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +183,7 @@ def _all_rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     return [{key: _cell(value) for key, value in row.items()} for row in rows]
 
 
-def columns(runner: Runner, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def columns(runner: Runner | type[Runner], rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Returns the keys of the shown figures that occur in any row."""
     return list(dict.fromkeys(key for row in rows for key in _named(runner.shown, row)))
 
@@ -255,93 +250,3 @@ def table(
             for row in rows.values()
         ),
     ]
-
-
-def draw(
-    sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]], path: pathlib.Path
-) -> bool:
-    """Draws a metric over the two longest axes, with a panel per combination of the others.
-
-    Cells of unfinished points stay blank.
-
-    Args:
-      metric: Key of a number in each row; a value of None leaves the cell blank.
-    Returns:
-      True if a file was written; False if there is nothing to draw, or if the map would be
-      illegible, with too many panels or too long labels.
-    """
-    panels = panels_of(sweep, metric, rows)
-    values = itertools.chain.from_iterable(line for panel in panels.values() for line in panel)
-    filled = [value for value in values if value is not None]
-    down, across, _ = _roles(sweep)
-    downs, acrosses = _steps(sweep, down), _steps(sweep, across)
-    longest = max(len(_label(step)) for step in (*downs, *acrosses))
-    if not filled or len(panels) > MAX_PANELS or longest > MAX_LABEL:
-        return False
-    from matplotlib.figure import Figure  # pyplot keeps figures alive and looks for a window system
-
-    width = 2.5 + _CELL_INCHES * len(acrosses)
-    height = 1.6 + 0.6 * _CELL_INCHES * len(downs)
-    figure = Figure((width, height * len(panels)), layout="constrained")
-    figure.suptitle(metric)
-    all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
-    low, high = min(filled), max(filled)
-    for axes, (title, panel) in zip(all_axes, panels.items(), strict=True):
-        grid = [[float("nan") if value is None else value for value in line] for line in panel]
-        image = axes.imshow(grid, vmin=low, vmax=high, cmap="viridis", aspect="auto")
-        axes.set_title(title, fontsize="small")
-        axes.set_xticks(range(len(acrosses)), [_label(step) for step in acrosses])
-        axes.set_yticks(range(len(downs)), [_label(step) for step in downs])
-        axes.set_xlabel(", ".join(across))
-        axes.set_ylabel(", ".join(down))
-        for (y, line), x in itertools.product(enumerate(panel), range(len(acrosses))):
-            if line[x] is not None:
-                dark = line[x] <= (low + high) / 2  # Equal values all take the darkest color.
-                color = "white" if dark else "black"
-                axes.text(x, y, f"{line[x]:.3g}", ha="center", va="center", color=color)
-    figure.colorbar(image, ax=list(all_axes))
-    image_file = io.BytesIO()
-    figure.savefig(image_file, format="png", dpi=120)
-    files.write_whole(path, image_file.getvalue())
-    return True
-
-
-def panels_of(
-    sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]]
-) -> dict[str, list[list[float | None]]]:
-    """Returns the grids of a heat map by title: [steps down][steps across]."""
-    down, across, remaining = _roles(sweep)
-    downs, acrosses = _steps(sweep, down), _steps(sweep, across)
-    keys = [key for axis in remaining for key in axis]
-    panels: dict[str, list[list[float | None]]] = {}
-    for point in sweep.points.values():
-        title = ", ".join(f"{key}={label(point.values[key])}" for key in keys)
-        empty = [[None] * len(acrosses) for _ in downs]
-        panel = panels.setdefault(title, empty)
-        y = downs.index([point.values[key] for key in down])
-        x = acrosses.index([point.values[key] for key in across])
-        panel[y][x] = rows.get(point.name, {}).get(metric)
-    return panels
-
-
-def _roles(sweep: Sweep) -> tuple[Sequence[str], Sequence[str], Sequence[Sequence[str]]]:
-    """Returns the axes drawn down and across, which are the two longest, and the rest."""
-    lengths = {axis: len(_steps(sweep, axis)) for axis in sweep.axes}
-    longest = sorted(sweep.axes, key=lambda axis: -lengths[axis])[:2]
-    chosen = [axis for axis in sweep.axes if axis in longest]
-    remaining = [axis for axis in sweep.axes if axis not in longest]
-    down = chosen[0] if len(chosen) > 1 else ()
-    return down, chosen[-1], remaining
-
-
-def _steps(sweep: Sweep, axis: Sequence[str]) -> list[list[Any]]:
-    steps: list[list[Any]] = []
-    for point in sweep.points.values():
-        step = [point.values[key] for key in axis]
-        if step not in steps:
-            steps.append(step)
-    return steps
-
-
-def _label(step: Sequence[Any]) -> str:
-    return ", ".join(map(label, step))

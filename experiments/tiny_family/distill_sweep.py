@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash.config.distill_schema import DistillRun
@@ -13,6 +13,7 @@ from dflash.loading import job as decode_jobs
 from dflash.runs import dates, sweeps
 from dflash.runs.sweeps import Runner
 from dflash.storage import files
+from experiments import heat_maps
 from experiments.tiny_family import recipe_comparison
 
 TABLE, PLOT = "recipes.md", "tau_by_training_time.png"
@@ -46,15 +47,17 @@ class DistillPoints(Runner):
         )
         return dict(figures(trained, tested))
 
-    def draw(
+    def finish(
         self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
-    ) -> None:
+    ) -> Sequence[str]:
         """Writes heat maps, a table of the recipes, and a plot of τ against training time."""
-        super().draw(sweep, rows, directory)
+        heat_maps.draw_all(sweep, sweeps.columns(self, rows.values()), rows, directory)
         recipes = recipe_comparison.measured_recipes(sweep.axes, rows, directory / sweeps.POINTS)
-        if recipes:
-            files.write_whole(directory / TABLE, recipe_comparison.table(recipes))
-            files.write_whole(directory / PLOT, recipe_comparison.plot(recipes))
+        if not recipes:
+            return ()
+        files.write_whole(directory / TABLE, recipe_comparison.table(recipes))
+        files.write_whole(directory / PLOT, recipe_comparison.plot(recipes))
+        return TABLE, PLOT
 
 
 def figures(

@@ -220,34 +220,3 @@ def test_a_table_has_the_columns_of_all_points(tmp_path):
             "text": 'with "quotes", commas\nand lines',
         },
     ]
-
-
-def test_heat_maps_have_a_cell_for_every_point(load, tmp_path):
-    sweep = load()
-    _, outcome = run(sweep, tmp_path)
-    panels = sweeps.panels_of(sweep, "sum", outcome.rows)
-    assert panels == {"": [[11, 21], [12, 22], [13, 23]]}
-    halves = sweeps.panels_of(sweep, "half", outcome.rows)
-    assert halves == {"": [[None, None], [6.0, 11.0], [6.5, 11.5]]}
-    cube = load("sweep.zip.decode.batch_size=[1, 2]", "sweep.zip.decode.sync_every=[3, 4]")
-    panels = sweeps.panels_of(cube, "sum", {})
-    assert set(panels) == {
-        "decode.batch_size=1, decode.sync_every=3",
-        "decode.batch_size=2, decode.sync_every=4",
-    }
-    line = load("sweep.product.decode.top_k=[7]")
-    assert sweeps.panels_of(line, "sum", {}) == {"": [[None], [None], [None]]}
-
-
-def test_a_heat_map_is_a_picture(load, tmp_path):
-    from matplotlib import image
-
-    sweep = load()
-    _, outcome = run(sweep, tmp_path)
-    path = tmp_path / "sum.png"
-    assert sweeps.draw(sweep, "sum", outcome.rows, path)
-    pixels = image.imread(path)
-    assert min(pixels.shape[:2]) > 100
-    assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7]}) > 10
-    assert not sweeps.draw(sweep, "sum", {}, tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
