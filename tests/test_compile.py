@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from dflash import compile as compile_command
 from dflash import errors
 from dflash.compiler import costs, hlo, topology
 from dflash.config import loader, tpu_schema
@@ -43,13 +42,6 @@ def run(*arguments):
     )
 
 
-def error_of(capsys, *arguments) -> str:
-    with pytest.raises(SystemExit) as caught:
-        compile_command.main(list(arguments))
-    assert caught.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.tpu_compiler
 def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     done = run(*TINY, "--workdir", str(tmp_path), "tpu.max_cycle_ms=0.0001")
@@ -75,61 +67,6 @@ def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     weights = found["memory_bytes"]["target weights"]
     assert weights == pytest.approx(2 * (2 * 3.15e6 + 4096 * 512) / 4, rel=0.02)
     assert loader.load(tmp_path / "config.yml", schema=SCHEMAS).tpu.topology == "v5e:2x2"
-
-
-@pytest.mark.tpu_compiler
-def test_a_forecast_of_a_tiny_model_resumes(tmp_path):
-    asked = (
-        *TINY[:-2],
-        *("tpu.topology=v5e:1x1", "--forecast", "--workdir", str(tmp_path / "w")),
-        *("forecast.batches=[1]", "forecast.contexts=[64,4096]", "drafter.block_size=8"),
-    )
-    done = run(*asked)
-    assert done.returncode == 0, done.stderr
-    assert "compiling · 50 % · dflash, batch 1" in done.stderr
-    headings = [line for line in done.stdout.splitlines() if line[:1] not in ("", " ")]
-    assert headings[1] == "expected cost of a cycle after 64 tokens, ms"
-    assert headings[2] == "expected cost of a cycle after 4,096 tokens, ms"
-    found = json.loads((tmp_path / "w" / "forecast.json").read_text())
-    plain, dflash = (one for one in found["cells"] if one["context"] == 64)
-    assert dflash["over_plain"] == pytest.approx(dflash["roofline_ms"] / plain["roofline_ms"])
-    assert 1 < dflash["over_plain"] < 4.5
-    assert 0 < plain["limits_ms"]["context"] < plain["limits_ms"]["weights"]
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "w" / "points").iterdir()}
-    again = run(*asked, "forecast.contexts=[128]")
-    assert "batch 1" not in again.stderr
-    assert "after 128 tokens" in again.stdout
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["forecast.batches=[]"], "forecast.batches: expected at least one number"),
-        (["forecast.batches=[0]"], "forecast.batches"),
-    ],
-)
-def test_unusable_forecasts_print_one_line(capsys, arguments, message):
-    config = "configs/random_tiny_dflash.yml", "tpu.topology=v5e:1x1"
-    error = error_of(capsys, *config, "--forecast", *arguments)
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_training_configs_have_no_forecast(capsys):
-    error = error_of(capsys, "configs/train/qwen3_4b_dflash.yml", "--forecast")
-    assert error == "error: --forecast: expected a decoding config, got a training config\n"
-
-
-def test_a_forecast_requires_the_compiler(monkeypatch):
-    find = importlib.util.find_spec
-
-    def lacking(name, *rest):
-        return None if name == "libtpu" else find(name, *rest)
-
-    monkeypatch.setattr(importlib.util, "find_spec", lacking)
-    with pytest.raises(errors.ConfigError, match=r"^the TPU compiler is not installed"):
-        compile_command.forecast("configs/forecast/qwen3_4b.yml")
 
 
 @pytest.mark.tpu_compiler

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
-from dflash.config.schema import DecodeConfig, DecodeRun, DrafterConfig
+from dflash.config.schema import DecodeConfig, DecodeRun, DrafterConfig, TargetConfig
 from dflash.config.tpu_schema import CompileTrain, TpuConfig
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
@@ -75,17 +75,17 @@ def compile_decoding(
     config: DecodeRun, tpu: TpuConfig, sharding: Sharding, on_start: OnStart
 ) -> Iterator[CompiledProgram]:
     """Yields the cycle and the largest prefill of a decoding run, each compiled on demand."""
-    target, drafter = decoding_models(config, config.drafter, sharding)
+    target, drafter = decoding_models(config.target, config.drafter, config.dtype, sharding)
     yield from _compile_decoding(target, drafter, config.decode, tpu, on_start)
 
 
 def decoding_models(
-    config: DecodeRun, drafting: DrafterConfig, sharding: Sharding
+    verifying: TargetConfig, drafting: DrafterConfig, dtype: str, sharding: Sharding
 ) -> tuple[Decoder, Drafter]:
-    """Builds a run's target and drafter without weights, arranged as for decoding."""
-    build = {"dtype": config.dtype, "sharding": sharding}
-    source = models.find_target(config.target, download=False)
-    target = models.build_target(config.target, source, **build)
+    """Builds a target and a drafter without weights, arranged as for decoding."""
+    build = {"dtype": dtype, "sharding": sharding}
+    source = models.find_target(verifying, download=False)
+    target = models.build_target(verifying, source, **build)
     source = models.find_drafter(drafting, download=False)
     drafter = models.build_drafter(drafting, source, target.arch, **build)
     for model in (target, drafter):

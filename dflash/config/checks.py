@@ -189,8 +189,8 @@ def _strategies(config: Any) -> Iterator[Problem]:
 
 def _fixed_sizes(config: Any) -> str | None:
     """Returns the key, if any, because of which acceptance is not measured."""
-    if hasattr(config, "forecast"):
-        return "forecast"
+    if hasattr(config, "tpu"):
+        return "tpu"
     if config.study is not None and config.study.name not in ("load", "serve"):
         return "study"
     return "acceptance" if config.forced else None

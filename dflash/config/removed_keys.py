@@ -9,11 +9,11 @@ class Removed(NamedTuple):
     """What a user of a removed key, value or command is told.
 
     Attributes:
-      instead: What to use instead; empty if there is nothing.
+      instead: What to use instead; empty if there is nothing. None says nothing at all.
       without_effect: Values with which a run means the same without the key; None for every value.
     """
 
-    instead: str = ""
+    instead: str | None = ""
     without_effect: tuple | None = ()
 
 
@@ -21,11 +21,13 @@ _TEST_ONLY = Removed("data sets are measured on their split test", ("test",))
 _ONE_SERVER = Removed("start one server")
 _SHAPES = Removed("use configs/sweeps/drafter_shape.yml")
 _ACCEPTANCE = Removed("use experiments/acceptance of the repository")
+_FORECAST = Removed("use experiments/forecast of the repository", None)
 _TINY_FAMILY = Removed("use experiments/tiny_family of the repository")
 
 # By dotted key, which covers all keys below it; by "key=value"; by "dflash command".
 REMOVED: dict[str, Removed] = {
-    "forecast.acceptance": Removed("compare τ with the column “× plain”", (None,)),
+    "forecast": _FORECAST,
+    "strategies": Removed(None, None),  # In the config of a compile report.
     "answers.tasks": Removed("give questions in answers.files", ({},)),
     "drafter.divide_rows": Removed("only drafters with a confidence divide rows", None),
     "mesh.drafter": Removed("use drafter.devices", (None, 1)),
@@ -66,7 +68,7 @@ def notice(path: tuple[str, ...], value: Any = None) -> str | None:
     """
     key = _declared(path)
     removed = REMOVED.get(key if value is None else f"{key}={value}")
-    if removed is None:
+    if removed is None or removed.instead is None:
         return None
     subject = "" if value is None else f"{value!r} "
     return f"{subject}was removed{removed.instead and f'; {removed.instead}'} (see {PAGE})"
@@ -74,7 +76,7 @@ def notice(path: tuple[str, ...], value: Any = None) -> str | None:
 
 def _declared(path: tuple[str, ...]) -> str:
     """Returns the key, or the key that a group of a benchmark or a distillation repeats."""
-    if path[0] == "strategies":
+    if path[0] == "strategies" and len(path) > 1:
         path = ("drafter", *path[2:])
     elif path[:2] in (("answers", "decode"), ("test", "decode")):
         path = path[1:]

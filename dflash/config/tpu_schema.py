@@ -1,7 +1,6 @@
 """Schema of `dflash compile`: a decoding or training config with a TPU and a budget."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Literal
 
 from dflash.config import schema, train_schema
@@ -21,23 +20,10 @@ class TpuConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForecastConfig:
-    """Batch sizes and contexts that `--forecast` compares."""
-
-    # Numbers of sequences that are decoded at once.
-    batches: tuple[int, ...] = option((1, 4, 16, 64), minimum=1, maximum=schema.MAX_BATCH)
-    # Tokens of each sequence before the block.
-    contexts: tuple[int, ...] = option((512, 4096, 32768), minimum=1, maximum=schema.MAX_TOKENS)
-
-
-@dataclasses.dataclass(frozen=True)
 class CompileDecode(schema.DecodeRun):
     """Decoding config with the TPU to compile it for."""
 
-    # Strategies that `--forecast` compares with plain decoding; if empty, the drafter alone.
-    strategies: Mapping[str, schema.DrafterConfig] = option({})
     tpu: TpuConfig = dataclasses.field(default_factory=TpuConfig)
-    forecast: ForecastConfig = dataclasses.field(default_factory=ForecastConfig)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,11 @@
 import pytest
 from support.config_files import problems
 
-from dflash.config import removed_keys
+from dflash.config import loader, removed_keys
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.removed_keys import Removed
+from dflash.config.schema import TargetConfig
+from dflash.config.tpu_schema import CompileDecode
 
 PAGE = f"(see {removed_keys.PAGE})"
 
@@ -41,3 +43,15 @@ def test_a_strategy_has_the_removed_values_of_a_drafter(tmp_path):
     )
     expected = f"{path}:4: strategies.dflash.block_size: 'huge' was removed {PAGE}"
     assert problems(path, schema=BenchmarkRun) == [expected]
+
+
+def test_the_config_of_an_earlier_compile_report_is_read(tmp_path):
+    path, config = tmp_path / "config.yml", CompileDecode(TargetConfig(checkpoint="x"))
+    keys_that_went = "strategies: {a: {name: ngram}}\nforecast: {batches: [1], contexts: [512]}\n"
+    path.write_text(loader.to_yaml(config) + keys_that_went)
+    assert loader.load(path, schema=CompileDecode, earlier_run=True) == config
+    given = "forecast.batches=[1]"
+    expected = f"forecast: was removed; use experiments/forecast of the repository {PAGE}"
+    assert problems(None, "target.checkpoint=x", given, schema=CompileDecode) == [
+        f"command line: {expected}"
+    ]

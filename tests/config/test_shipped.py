@@ -13,7 +13,6 @@ from dflash.config import (
     registry,
     schema,
     strict_yaml,
-    tpu_schema,
     train_schema,
 )
 
@@ -22,7 +21,6 @@ RUNNABLE = sorted(CONFIGS.glob("*.yml"))
 BASES = sorted([*CONFIGS.glob("models/*.yml"), *CONFIGS.glob("drafters/*.yml")])
 TRAINING = sorted(CONFIGS.glob("train/*.yml"))
 BENCHMARKS = sorted(CONFIGS.glob("benchmark/*.yml"))
-FORECASTS = sorted(CONFIGS.glob("forecast/*.yml"))
 GENERIC = "target.checkpoint=assets/tiny_target", "data.files=[answers.jsonl]"
 PAIRS = [CONFIGS / f"{name}_dflash.yml" for name in ("qwen3_4b", "qwen3_8b", "llama3_1_8b")]
 
@@ -38,7 +36,6 @@ def test_a_runnable_config_loads_from_anywhere(path, tmp_path, monkeypatch):
 OF_COMMANDS = {
     "train": (TRAINING, train_schema.TrainRun),
     "benchmark": (BENCHMARKS, benchmark_schema.BenchmarkRun),
-    "forecast": (FORECASTS, tpu_schema.CompileDecode),
 }
 
 
@@ -54,7 +51,7 @@ def test_a_config_of_another_command_loads_from_anywhere(kind, name, tmp_path, m
     assert config.target.checkpoint
     assert config.data.shares if kind == "train" else config.strategies
     header = (CONFIGS / kind / name).read_text(encoding="utf-8")
-    assert f"python -m dflash.{'compile' if kind == 'forecast' else kind} {path}" in header
+    assert f"python -m dflash.{kind} {path}" in header
     assert "Needs:" in header
 
 

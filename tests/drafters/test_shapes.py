@@ -22,7 +22,6 @@ from dflash.config import (
     merging,
     registry,
     schema,
-    tpu_schema,
     train_schema,
 )
 from dflash.drafters.autoregressive_config import DraftModelArchitecture
@@ -170,7 +169,6 @@ def shipped() -> dict[str, tuple[schema.DrafterConfig, schema.TargetArchitecture
         "train": train_schema.TrainRun,
         "distill": distill_schema.DistillRun,
         "benchmark": benchmark_schema.BenchmarkRun,
-        "forecast": tpu_schema.CompileDecode,
     }
     found = {}
     for path in sorted(CONFIGS.rglob("*.yml")):

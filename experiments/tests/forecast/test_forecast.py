@@ -1,7 +1,7 @@
 import pytest
 
-from dflash.compiler import forecast_run
-from dflash.compiler.forecast import (
+from experiments.forecast import __main__ as forecast_run
+from experiments.forecast.costs import (
     LIMITS,
     PLAIN,
     CompiledCost,

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from dflash.compiler import forecast
 from dflash.compiler.costs import ScheduledOperation
-from dflash.compiler.forecast import CompiledCost, DeviceMemory, LayerRepeats, StrategyPoint
 from dflash.compiler.hlo import COLLECTIVES, Instruction
 from dflash.compiler.topology import RooflineRates
 from dflash.parallel.chips import Chip
+from experiments.forecast import costs as forecast
+from experiments.forecast.costs import CompiledCost, DeviceMemory, LayerRepeats, StrategyPoint
 
 CHIP = Chip("v9", tflops=1, hbm_gb_per_s=1, hbm_gb=1, clock_ghz=1.0)
 RATES = RooflineRates(flops_per_s=1e9, bytes_per_s=1e9)

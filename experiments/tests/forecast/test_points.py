@@ -6,14 +6,15 @@ import pytest
 from support.models import make_target
 
 from dflash import errors
-from dflash.compiler import compile_points
-from dflash.compiler.forecast import LIMITS, PLAIN, CompiledCost, DeviceMemory, StrategyPoint
-from dflash.config import loader, tpu_schema
+from dflash.config import loader
+from experiments.forecast import points as compile_points
+from experiments.forecast.costs import LIMITS, PLAIN, CompiledCost, DeviceMemory, StrategyPoint
+from experiments.forecast.schema import ForecastRun
 
 
 def config(*overrides):
     given = ("tpu.topology=v5p:1x1x1", "forecast.batches=[1,4]", *overrides)
-    return loader.load("configs/random_tiny_dflash.yml", given, tpu_schema.CompileDecode)
+    return loader.load("configs/random_tiny_dflash.yml", given, ForecastRun)
 
 
 class Compiler:

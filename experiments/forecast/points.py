@@ -1,4 +1,4 @@
-"""Costs of a cycle for `--forecast`, from one small compilation per strategy and batch size.
+"""Costs of a cycle for a forecast, from one small compilation per strategy and batch size.
 
 Three simplifications keep a compilation small. Each is exact or nearly so:
 docs/results/tpu_compile.md compares them with whole programs.
@@ -23,13 +23,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.compiler import costs, forecast, hlo, programs
+from dflash.compiler import costs, hlo, programs
 from dflash.compiler.costs import ScheduledOperation
-from dflash.compiler.forecast import PLAIN, CompiledCost, DeviceMemory, LayerRepeats, StrategyPoint
 from dflash.compiler.report import RunAssumptions
 from dflash.compiler.topology import TpuMachine
 from dflash.config.schema import DrafterConfig
-from dflash.config.tpu_schema import CompileDecode
 from dflash.inference.cycle import cycle
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
@@ -39,6 +37,15 @@ from dflash.loading.decode_plan import device_bytes
 from dflash.models.decoder import Decoder
 from dflash.storage import files
 from dflash.version import __version__
+from experiments.forecast import costs as forecast
+from experiments.forecast.costs import (
+    PLAIN,
+    CompiledCost,
+    DeviceMemory,
+    LayerRepeats,
+    StrategyPoint,
+)
+from experiments.forecast.schema import ForecastRun
 
 # Capacity of the caches in tokens. Costs are linear in it, so any small value works.
 _CAPACITY = 1024
@@ -58,7 +65,7 @@ class PointSpec:
       batch: Number of sequences.
     """
 
-    config: CompileDecode
+    config: ForecastRun
     strategy: str
     drafter: DrafterConfig
     batch: int
@@ -82,7 +89,7 @@ class PointSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def point_specs(config: CompileDecode) -> list[PointSpec]:
+def point_specs(config: ForecastRun) -> list[PointSpec]:
     """Returns the points of a forecast: plain decoding and every strategy, at every batch size.
 
     Raises:
@@ -155,10 +162,10 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     Raises:
       ConfigError: The models do not fit each other or the mesh.
     """
-    target, drafter = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
+    target, drafter = _models(spec.config, spec.drafter, machine)
     memory = _memory(target, drafter, spec)
     depth, (shallow, draft_repeats) = len(target.layers), _shallow(spec.drafter)
-    target, drafter = programs.decoding_models(spec.config, shallow, machine.sharding)
+    target, drafter = _models(spec.config, shallow, machine)
     _truncate(target, drafter)
     engine = _engine(target, drafter, spec)
     block_size, mean_rows = engine.rules.choices.rows_of(0)
@@ -190,6 +197,10 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
         memory=DeviceMemory(memory.fixed + extra, memory.per_token),
         in_windows=in_windows,
     )
+
+
+def _models(config: ForecastRun, drafting: DrafterConfig, machine: TpuMachine) -> tuple:
+    return programs.decoding_models(config.target, drafting, config.dtype, machine.sharding)
 
 
 def _shallow(config: DrafterConfig) -> tuple[DrafterConfig, float]:

@@ -1,21 +1,35 @@
-"""The forecast command: compiles every strategy at every batch size, and reports their costs."""
+"""Forecasts the cost of a cycle by strategy, batch size and context, by the TPU compiler.
+
+python -m experiments.forecast experiments/forecast/qwen3_4b.yml --workdir runs/forecast
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dflash.compiler import compile_points, compile_run, topology
-from dflash.compiler.forecast import CompiledCost, Forecast
+from dflash.cli import subcommand as cli
+from dflash.compiler import compile_run, topology
 from dflash.compiler.topology import TpuMachine
-from dflash.config.tpu_schema import CompileDecode
 from dflash.measure import table
 from dflash.runs import frame
+from experiments.forecast import points as compile_points
+from experiments.forecast.costs import CompiledCost, Forecast
+from experiments.forecast.schema import ForecastRun
 
 LABEL = "the compiler's costs, not measured; drafting pays where τ exceeds “× plain”"
 _SHORT = {"output head": "head"}
 
 
-def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
+SUBCOMMAND = cli.Subcommand(
+    "forecast",
+    "Reports the cost of a cycle of each of the config's strategies, by batch and context, for a "
+    "TPU topology; continues in --workdir.",
+    schema=ForecastRun,
+    shared=("workdir", "print_config", "compilation_cache"),
+)
+
+
+def run(config: ForecastRun, workdir: str | None = None) -> Forecast:
     """Forecasts the costs of a config's strategies, prints them and writes them.
 
     Args:
@@ -41,7 +55,7 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     return forecast
 
 
-def _machine_line(machine: TpuMachine, config: CompileDecode) -> str:
+def _machine_line(machine: TpuMachine, config: ForecastRun) -> str:
     sizes = dataclasses.asdict(config.mesh)
     axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
     chips = machine.topology
@@ -102,3 +116,9 @@ def to_json(forecast: Forecast, contexts: Sequence[int]) -> dict[str, Any]:
         "points": [dataclasses.asdict(point) for point in forecast.points.values()],
         "cells": cells,
     }
+
+
+main = cli.entry_point(SUBCOMMAND, lambda command: run(command.config, command.workdir) and None)
+
+if __name__ == "__main__":
+    main()
