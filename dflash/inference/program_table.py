@@ -174,7 +174,7 @@ def names(
         needed += [("new_context",), ("store",), ("restore",)]
     if replays(shapes):
         needed += [("replay", rows) for rows in chunks]
-    if len(shapes.block_sizes) > 1:
+    if len(shapes.rules.block_sizes) > 1:
         needed.append(("occupied",))
     return needed
 

@@ -36,6 +36,8 @@ class Shapes:
       rules: How a cycle drafts and verifies.
       num_stop_ids: Stop ids that a request may have.
       sharding: Placement of arrays on the mesh.
+      dtype: Dtype of the target, which decides the precision of products.
+      vocab_size: Number of the target's token ids.
       weights: Abstract weights of the target and of the drafter.
     """
 
@@ -52,7 +54,8 @@ class Shapes:
         """Splits the models into graphs, which are static, and abstract weights."""
         self.target, self.drafter, self.config = target, drafter, config
         self.layout, self.rules, self.num_stop_ids = layout, rules, num_stop_ids
-        self.sharding = target.sharding
+        self.sharding, self.dtype = target.sharding, target.dtype
+        self.vocab_size = target.arch.vocab_size
         self.target_graph, target_weights = nnx.split(target)
         self.drafter_graph, drafter_weights = nnx.split(drafter)
         # The engine may take other weights of the same shapes.
@@ -62,21 +65,6 @@ class Shapes:
     def num_prefill_slots(self) -> int:
         """Number of prompts that are prefilled at once, one per data replica."""
         return self.layout.num_replicas
-
-    @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Rows that a cycle may verify of a sequence, ascending."""
-        return self.rules.block_sizes
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of the target's token ids."""
-        return self.target.arch.vocab_size
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype that decides the precision of products."""
-        return self.target.dtype
 
     # --- single arrays --------------------------------------------------------------------------
 
@@ -219,7 +207,7 @@ class Shapes:
         )
 
     def _drafter_state(self, batch: int) -> Any:
-        spare = backlog.spare_rows(self.block_sizes)
+        spare = backlog.spare_rows(self.rules.block_sizes)
         return self.drafter.init_state(batch, self.layout.capacity + spare)
 
     # --- functions over models ------------------------------------------------------------------

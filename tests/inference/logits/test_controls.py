@@ -14,7 +14,7 @@ from support.engines import engine
 from support.models import ARCHITECTURE, drafter, target
 
 from dflash import errors
-from dflash.inference.cycle import cycle, judge
+from dflash.inference.cycle import cycle
 from dflash.inference.cycle import tree as trees
 from dflash.inference.logits import controls, logprobs
 from dflash.inference.request import MAX_BIASED, Request, RequestSampling, check_request
@@ -181,7 +181,7 @@ def _large_steps(jaxpr):
 
 
 def judge_at_once(state, block, logits, rules, allowed):
-    return judge.apply_rule(block, logits, rules.sampler(state), rules)
+    return cycle.apply_rule(block, logits, rules.sampler(state), rules)
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
@@ -198,7 +198,7 @@ def test_nobody_else_pays(tree, verify, monkeypatch):
 
     state = run.abstract_state()
     found = large_steps(one_cycle, state)
-    monkeypatch.setattr(judge, "judge", judge_at_once)
+    monkeypatch.setattr(cycle, "judge", judge_at_once)
     without = lambda rows, params, ids, *_: logprobs.zeros(ids.shape, MANY)  # noqa: E731
     monkeypatch.setattr(logprobs, "of_tokens", without)
     assert found == large_steps(one_cycle, state)
