@@ -26,6 +26,9 @@ from dflash.storage import files, hub, paths
 
 CONFIG = "config.yml"
 _LOCK = ".lock"
+# Defaults of earlier versions, by key, whose runs continue without the key. If it does change the
+# prompts or the data, the comparison of their token ids finds that.
+_EARLIER_DEFAULTS = dict.fromkeys(("prompts.thinking", "data.thinking", "thinking"), False)
 _MAX_KEYS_SHOWN = 5
 # The kernel may release the lock of a killed run a moment after its process has disappeared.
 _PATIENCE_S = 2.0
@@ -130,6 +133,7 @@ def check_config(
         for key in {**stored, **here}
         if _show(stored, key) != _show(here, key)
         and not hub.name_the_same(stored.get(key), here.get(key))
+        and not ((key, stored.get(key)) in _EARLIER_DEFAULTS.items() and here.get(key) is None)
     ]
     if len(differences) > _MAX_KEYS_SHOWN:
         differences[_MAX_KEYS_SHOWN:] = [f"{len(differences) - _MAX_KEYS_SHOWN} more"]
