@@ -136,7 +136,7 @@ def test_every_cell_is_measured(measured):
         assert cell["tpot_ms"] == pytest.approx(cost["cycle"] / cell["tau"], rel=1e-6)
     with (directory / "results.csv").open() as lines:
         rows = list(csv.DictReader(lines))
-    assert [row["strategy"] for row in rows] == ["none", "chosen", "dflash", "short"]
+    assert [row["strategy"] for row in rows] == ["none", "dflash", "short", "chosen"]
     assert float(rows[2]["speedup"]) == pytest.approx(cells["dflash"]["speedup"])
     assert {row["correct_share"] for row in rows} == {"0.0"}
     for name in ("speedup", "acceptance", "cost"):
@@ -177,6 +177,27 @@ def test_the_page_replays_what_every_strategy_wrote(measured):
             frame["bonus"] for frame in lanes["none"]["frames"]
         )
     assert all(len(frame["rejected"]) <= 3 for frame in lanes["dflash"]["frames"])
+
+
+def test_files_of_prompts_at_several_temperatures(run, tmp_path):
+    for folder, texts in (("a", ["one", "two", "three"]), ("b", ["four"])):
+        (tmp_path / folder).mkdir()
+        lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
+        (tmp_path / folder / "mine.jsonl").write_text("".join(lines))
+    tasks = "tasks=[a/mine.jsonl, b/mine.jsonl]"
+    status, _, err = run(tasks, "temperatures=[0, 0.8]", "rounds=1", "--workdir=out")
+    assert status == 0, err
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "results.csv").read_text())))
+    expected = [
+        (f"{name}@{temperature}", strategy, float(temperature), prompts)
+        for name, prompts in (("mine", "2"), ("mine-2", "1"))
+        for temperature in ("0", "0.8")
+        for strategy in ("none", "dflash")
+    ]
+    keys = "task", "strategy", "temperature", "prompts"
+    shown = [(row[keys[0]], row[keys[1]], float(row[keys[2]]), row[keys[3]]) for row in rows]
+    assert shown == expected, "prompts_per_task is 2"
+    assert all(row["identical_share"] == "1.0" for row in rows)
 
 
 def test_a_trace_decides_acceptance_and_every_output_says_so(swept):

@@ -31,7 +31,11 @@ class BenchmarkRun:
     # Keys shared by all strategies with the same drafter; not a strategy itself.
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
     strategies: Mapping[str, schema.DrafterConfig] = option({})
-    tasks: tuple[str, ...] = ()  # Data sets; ignored if acceptance lengths are replayed.
+    # Data sets, and files of prompts (*.jsonl, lines as in prompts.file); ignored if acceptance
+    # lengths are replayed.
+    tasks: tuple[str, ...] = ()
+    # Temperatures at which every task is decoded; an empty list takes decode.temperature.
+    temperatures: tuple[float, ...] = option((), minimum=0.0)
     raw_dir: str | None = location("disk")  # Same as prompts.raw_dir.
     prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)
     # Number of rounds; each decodes every prompt with every strategy.
@@ -56,12 +60,18 @@ class BenchmarkRun:
         """Returns whether acceptance lengths are replayed or drawn rather than measured."""
         return self.trace is not None or bool(self.acceptance)
 
+    @property
+    def engine_decode(self) -> schema.DecodeConfig:
+        """Returns the decode group for engines that serve every one of `temperatures`."""
+        highest = max(self.temperatures, default=self.decode.temperature)
+        return dataclasses.replace(self.decode, temperature=highest)
+
     def decode_run(self, drafter: schema.DrafterConfig) -> schema.DecodeRun:
         """Returns the decode run that measures one strategy."""
         return schema.DecodeRun(
             target=self.target,
             drafter=drafter,
-            decode=self.decode,
+            decode=self.engine_decode,
             prompts=schema.PromptsConfig(thinking=self.thinking),
             mesh=self.mesh,
             sharding_rules=self.sharding_rules,

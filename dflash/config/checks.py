@@ -164,10 +164,10 @@ def _prompts(config: Any) -> Iterator[Problem]:
 
 
 def _test_sets(key: str, names: Iterable[str], noun: str = "data set") -> Iterator[Problem]:
-    """Checks names of data sets that have questions of their own."""
+    """Checks names of data sets that have questions of their own, or files of prompts."""
     known = set(registry.DATASETS) - {*OWN_DATA}
     for name in names:
-        if name not in known:
+        if schema.task_prompts(name, None).file is None and name not in known:
             yield (key,), f"unknown {noun} {name!r}{registry.suggest(name, known)}"
 
 
@@ -202,7 +202,7 @@ def _tasks(config: Any) -> Iterator[Problem]:
     if config.forced or config.study is not None:
         return
     if not config.tasks:
-        yield ("tasks",), "required: a list of data sets, such as [math, code, chat]"
+        yield ("tasks",), "required: a list of data sets or files, such as [math, mine.jsonl]"
     yield from _test_sets("tasks", config.tasks, noun="task")
 
 

@@ -31,7 +31,8 @@ class AnswersConfig:
 class HeldOutConfig:
     """Measurement of the finished drafter against plain decoding."""
 
-    tasks: tuple[str, ...] = ()  # Data sets; an empty list skips the measurement.
+    # Data sets, and files of prompts (*.jsonl); an empty list skips the measurement.
+    tasks: tuple[str, ...] = ()
     # Block sizes and tree budgets (in drafts) to measure in addition to the `drafter` group's.
     block_sizes: tuple[int, ...] = option((), minimum=2, maximum=schema.MAX_BLOCK_SIZE)
     trees: tuple[int, ...] = option((), minimum=1, maximum=1024)
@@ -114,10 +115,10 @@ class DistillRun:
             variants[f"-tree{budget}"] = dataclasses.replace(trained, tree=tree)
         decode = dataclasses.replace(self.test.decode, baseline=True)
         return {
-            task + variant: self._decode_run(
+            pathlib.PurePath(task).stem + variant: self._decode_run(
                 decode,
                 drafter,
-                schema.PromptsConfig(dataset=task, limit=self.test.prompts),
+                schema.task_prompts(task, self.test.prompts),
             )
             for task in self.test.tasks
             for variant, drafter in variants.items()

@@ -254,6 +254,13 @@ class DecodeConfig(SamplingConfig):
     partial_dispatches: bool = False
 
 
+def task_prompts(task: str, limit: int | None) -> "PromptsConfig":
+    """Returns the prompts of a task: the name of a data set, or a file of prompts, *.jsonl."""
+    if task.endswith(".jsonl"):
+        return PromptsConfig(file=task, chat=None, limit=limit)
+    return PromptsConfig(dataset=task, limit=limit)
+
+
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
     """Source of prompts: texts, a file or a data set; by default stdin, one prompt per line."""
@@ -271,7 +278,7 @@ class PromptsConfig:
     dataset: str | None = None  # Name of a data set, such as math or gsm8k.
     # Files of published data sets; None: ~/.cache/dflash/datasets/raw.
     raw_dir: str | None = location("disk")
-    limit: int | None = option(None, minimum=1)  # Prompts of the data set; None: all.
+    limit: int | None = option(None, minimum=1)  # Prompts of the data set or file; None: all.
 
 
 @dataclasses.dataclass(frozen=True)

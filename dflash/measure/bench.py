@@ -81,7 +81,7 @@ class Bench:
             raise errors.ConfigError(
                 f"--shard={shard}: no task has that many prompts; use fewer shards"
             )
-        prompts = tuple(item.prompt for item in self.workload.items)
+        prompts = self.workload.prompts
         self.jobs = {
             name: dataclasses.replace(job, prompts=prompts) for name, job in self.jobs.items()
         }
@@ -159,7 +159,10 @@ class Bench:
         new_tokens = min(item.max_new_tokens, at_most or item.max_new_tokens)
         # Forced acceptance commits any drafted token, so a stop token has no meaning.
         stop_ids = () if self.workload.forced else self.jobs[self.baseline].stop_ids
-        sampling = RequestSampling.from_config(self.config.decode, index)
+        decode = self.config.decode
+        if item.temperature is not None:
+            decode = dataclasses.replace(decode, temperature=item.temperature)
+        sampling = RequestSampling.from_config(decode, index)
         return Request(index, item.prompt.ids, new_tokens, sampling, stop_ids)
 
     def marks(
@@ -296,8 +299,7 @@ def prepare(
             "decode.num_pages: a preempted sequence would lose its forced acceptance lengths; "
             "leave it unset"
         )
-    prompts = [item.prompt for item in work.items]
-    ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
+    ready = {name: jobs.with_prompts(job, work.prompts) for name, job in prepared.items()}
     bench = Bench(config, ready, work, target_loaded=target is not None)
     drafting = {name: size for name, size in bench.longest_paths.items() if size > 1}
     workloads.check_lengths(work, drafting)

@@ -73,6 +73,7 @@ class Cell:
 
     task: str
     strategy: str
+    temperature: float
     rounds: int
     prompts: int
     groups: int
@@ -108,6 +109,7 @@ class Setting:
     Attributes:
       block_sizes: Rows per sequence that the target verifies, by strategy.
       longest_paths: Most tokens that a cycle may commit, by strategy.
+      temperatures: Temperature by task; 0 for tasks that it lacks.
       forced: Whether acceptance lengths are forced, so outputs are meaningless and not compared.
       exact: Whether every output must equal the baseline's.
       least_ms: Maps a strategy and its context length in tokens to the roofline of a verification;
@@ -117,6 +119,7 @@ class Setting:
     baseline: str
     block_sizes: Mapping[str, int]
     longest_paths: Mapping[str, int]
+    temperatures: Mapping[str, float] = dataclasses.field(default_factory=dict)
     slots: int = 1
     forced: bool = False
     exact: bool = False
@@ -145,7 +148,11 @@ def setting_of(
 ) -> Setting:
     """Returns the properties of a benchmark that determine how its figures are judged."""
     config = bench.config
-    coupled = config.decode.verify == "coupled" or not config.decode.temperature
+    temperatures = {
+        task: config.decode.temperature if items[0].temperature is None else items[0].temperature
+        for task, items in bench.workload.tasks.items()
+    }
+    coupled = config.decode.verify == "coupled" or not any(temperatures.values())
 
     def least_ms(name: str, context: int) -> float:
         return roofline.target_work(
@@ -160,6 +167,7 @@ def setting_of(
         baseline=bench.baseline,
         block_sizes=bench.block_sizes,
         longest_paths=bench.longest_paths,
+        temperatures=temperatures,
         slots=config.decode.batch_size,
         forced=bench.workload.forced,
         exact=config.dtype == "float32" and coupled and config.decode.kv_dtype == AUTO,
@@ -240,6 +248,7 @@ def _cell(
     cell = Cell(
         task=samples[0].task,
         strategy=name,
+        temperature=setting.temperatures.get(samples[0].task, 0.0),
         rounds=len(rounds),
         prompts=len({completion.id for completion in completions}),
         groups=len({number for sample in samples for number in sample.conversations}),

@@ -65,8 +65,17 @@ def _values(figures: Cell | Average) -> dict[str, Any]:
 
 
 FIGURES = (
-    *("rounds", "prompts", "busy_slots", "block_size", "output_tokens", "cycles", "tau"),
-    *("ttft_ms", "tpot_ms", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
+    *(
+        "temperature",
+        "rounds",
+        "prompts",
+        "busy_slots",
+        "block_size",
+        "output_tokens",
+        "cycles",
+        "tau",
+    ),
+    *("speedup", "speedup_low", "speedup_high"),
     *("identical_share", "checked", "correct_share", "cycle_ms"),
     *("draft_ms", "verify_ms", "rest_ms", "roofline_ms", "ideal_speedup", "share_of_ideal"),
     *("acceptance", warnings.KEY),

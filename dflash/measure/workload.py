@@ -3,9 +3,10 @@
 import dataclasses
 import itertools
 import json
+import pathlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from dflash import errors
 from dflash.config import registry
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.config.schema import PromptsConfig
+from dflash.config.schema import task_prompts
 from dflash.loading import job as jobs
 from dflash.measure import published
 from dflash.runs.shards import Shard
@@ -37,6 +38,7 @@ class Item:
       lengths: Acceptance lengths to force, one per cycle; None measures them.
       grader: Maps a text to whether it has the right answer, None if undecided. None if the prompt
         has no right answer, such as all but the last turn of a conversation.
+      temperature: Temperature of the item's task; None for the config's.
       turn: Number of the turn in its conversation, from 0; turns of a conversation are neighbors.
       category: Category of the question, if its data set has categories.
     """
@@ -45,6 +47,7 @@ class Item:
     max_new_tokens: int
     lengths: tuple[int, ...] | None = None
     grader: jobs.Grader | None = None
+    temperature: float | None = None
     turn: int = 0
     category: str = ""
     question: str = ""
@@ -73,8 +76,13 @@ class Workload:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Returns the items of all tasks, in order of their index."""
+        """Returns the items of all tasks."""
         return tuple(item for items in self.tasks.values() for item in items)
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Returns the prompts of all items, each once, in order of their index."""
+        return tuple({item.prompt.index: item.prompt for item in self.items}.values())
 
     def with_turns(self, turns: Sequence[Prompt]) -> "Workload":
         """Returns the workload with an item for each turn of its conversations."""
@@ -135,7 +143,7 @@ def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
     elif config.acceptance:
         tasks = _made_up(config, _draw(config, job), job)
     else:
-        tasks = _tasks(config, job)
+        tasks = _at_temperatures(_tasks(config, job), config.temperatures)
     return Workload(tasks)
 
 
@@ -250,23 +258,46 @@ def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
 def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
     tasks: dict[str, tuple[Item, ...]] = {}
     begin = 0
-    for name in config.tasks:
-        source = PromptsConfig(dataset=name, limit=config.prompts_per_task, raw_dir=config.raw_dir)
+    for task in config.tasks:
+        source = task_prompts(task, config.prompts_per_task)
+        source = dataclasses.replace(source, raw_dir=config.raw_dir)
         prompts = jobs.read_prompts(job, source, stdin=sys.stdin)
-        examples = jobs.find_examples(source)
+        examples = jobs.find_examples(source) or [None] * len(prompts)
         graders = jobs.find_graders(source, examples) or [None] * len(prompts)
-        tasks[name] = tuple(
+        tasks[_task_name(task, tasks)] = tuple(
             Item(
                 dataclasses.replace(prompt, index=begin + prompt.index),
                 config.decode.max_new_tokens,
                 grader=grader,
-                category=example.category,
-                question=example.question,
+                category=example.category if example else "",
+                question=example.question if example else "",
             )
             for prompt, grader, example in zip(prompts, graders, examples, strict=True)
         )
         begin += prompts[-1].indices.stop
     return tasks
+
+
+def _task_name(task: str, known: Collection[str]) -> str:
+    """Returns the name of a data set, or of a file without folder and suffix; no name twice."""
+    stem = re.sub(r"[^\w.-]", "_", pathlib.PurePath(task).stem) if task.endswith(".jsonl") else task
+    numbered = (f"{stem}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([stem], numbered) if name not in known)
+
+
+def _at_temperatures(
+    tasks: Mapping[str, tuple[Item, ...]], temperatures: Sequence[float]
+) -> dict[str, tuple[Item, ...]]:
+    """Returns every task at every temperature, such as math@0.7; unchanged without any."""
+    if not temperatures:
+        return dict(tasks)
+    return {
+        f"{task}@{temperature:g}": tuple(
+            dataclasses.replace(item, temperature=temperature) for item in items
+        )
+        for task, items in tasks.items()
+        for temperature in temperatures
+    }
 
 
 def _draw(config: BenchmarkRun, job: jobs.Job) -> dict[str, list[Recording]]:

@@ -101,6 +101,7 @@ def read_prompts(
         entries = _conversation_entries(name, conversations, later_turns)
     else:
         name, entries = "stdin", _stdin_entries(stdin)
+    entries = itertools.islice(entries, config.limit)
     drop_answers = config.file is not None
     return _collect(name, entries, config, tokenizer, vocab_size, drop_answers=drop_answers)
 
