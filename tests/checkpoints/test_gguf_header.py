@@ -84,7 +84,7 @@ def test_the_valid_file_is_read(valid):
     read_all(valid)
 
 
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=120)
 @hypothesis.given(data=st.data())
 def test_a_mutated_file_is_read_or_refused_in_one_line(valid, data):
     content = bytearray(valid.read_bytes())

@@ -403,7 +403,7 @@ def scaled(tmp_path_factory):
     return file_header.read_header(file)
 
 
-@hypothesis.settings(max_examples=400)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(data=st.data())
 def test_any_metadata_are_read_or_refused_in_one_line(scaled, data):
     metadata = dict(scaled.metadata)

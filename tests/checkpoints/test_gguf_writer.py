@@ -283,7 +283,7 @@ def test_a_drafter_without_a_tokenizer(tmp_path):
         convert(source, tmp_path / "x.gguf", tokenizer="assets/tiny_target")
 
 
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=80)
 @hypothesis.given(data=st.data())
 def test_any_metadata_of_a_drafter_are_read_or_refused_in_one_line(drafter_header, data):
     metadata = dict(drafter_header.metadata)

@@ -54,7 +54,7 @@ def test_overrides(run):
     chance = random.Random(7)
     keys = keys_of(loader.load(RUNS[run], schema=run))
     keys += ["drafter", "decode", "a", "decode.seed.x", "target.architecture", ".".join("a" * DEEP)]
-    for _ in range(60):
+    for _ in range(20):
         given = [f"{chance.choice(keys)}={chance.choice(VALUES)}" for _ in range(3)]
         quietly(lambda given=given: [loader.load(RUNS[run], given, run)])
 
@@ -63,7 +63,7 @@ def test_sweep_overrides():
     chance = random.Random(7)
     keys = ["decode.seed", "drafter", "prompts.text", "dtype", "a", ".".join("a" * DEEP), "decode"]
     blocks = ["sweep.product.", "sweep.zip.", "sweep.", "sweep.run.", "sweep.product.decode."]
-    for _ in range(80):
+    for _ in range(30):
         given = [f"{chance.choice(blocks)}{chance.choice(keys)}={chance.choice(VALUES)}"]
         quietly(
             lambda given=given: [

@@ -113,7 +113,7 @@ RUNS = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(config=RUNS)
 def test_the_resolved_yaml_loads_as_the_same_config(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / "config.yml"
@@ -123,7 +123,7 @@ def test_the_resolved_yaml_loads_as_the_same_config(tmp_path_factory, config):
     assert loader.config_hash(loaded) == loader.config_hash(config)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(text=NAMES.filter(lambda text: text not in ("null", "~")))
 def test_any_text_arrives_from_the_command_line(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "minimal.yml"
@@ -135,7 +135,7 @@ def test_any_text_arrives_from_the_command_line(tmp_path_factory, text):
 SCALARS = st.none() | st.booleans() | ints(-(2**40)) | TEXTS | st.floats(allow_nan=False)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(content=st.dictionaries(NAMES, SCALARS | st.lists(SCALARS, max_size=3), max_size=4))
 def test_dumped_content_parses_as_itself(content):
     node, problems = strict_yaml.parse(strict_yaml.dump(content), "f.yml")

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from dflash.config import distill_schema, loader, merging
-from dflash.distillation import distill_plan, stages
+from dflash.config.schema import PromptsConfig
+from dflash.distillation import distill_plan, questions, stages
+from dflash.loading import job as decode_jobs
 
 SMALL = (
     "target.checkpoint=assets/tiny_target",
@@ -16,10 +18,11 @@ SMALL = (
 )
 
 
-def plan_of(*overrides, base=None) -> list[str]:
-    """Returns the lines of the plan of a distillation of the embedded target."""
+def described(*overrides, base=None) -> list[str]:
+    """Returns the lines about the questions of a distillation of the embedded target."""
     config = loader.load(base, (*SMALL, *overrides), distill_schema.DistillRun)
-    return distill_plan.make(config, answers=stages.ANSWERS, dry=True)
+    job = decode_jobs.prepare_models(config.answer_run(PromptsConfig()), dry=True)
+    return list(questions.describe(config, job))
 
 
 def test_the_plan_tells_how_questions_are_asked(tmp_path):
@@ -27,17 +30,17 @@ def test_the_plan_tells_how_questions_are_asked(tmp_path):
     file = tmp_path / "questions.jsonl"
     turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "No!"}]
     file.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(3)))
-    lines = plan_of(f"answers.files=[{file}]")
+    lines = described(f"answers.files=[{file}]")
     assert f"  {file}: 3 lines" in lines
     assert "    3 end with a reference answer, which is dropped" in lines
     shown = [line for line in lines if line.startswith("    | ")]
     assert any("Hi?" in line for line in shown)
     assert not any("No!" in line for line in shown)
     file.write_text(json.dumps({"prompt": "Hi?"}) + "\n")
-    lines = plan_of(f"answers.files=[{file}]")
+    lines = described(f"answers.files=[{file}]")
     assert [line for line in lines if line.startswith("    | ")] == shown
     assert "  texts go through the chat template (answers.chat=false turns it off)" in lines
-    lines = plan_of(f"answers.files=[{file}]", "answers.chat=false")
+    lines = described(f"answers.files=[{file}]", "answers.chat=false")
     assert "    | Hi?" in lines
     assert (
         "  texts are decoded as they are, without the chat template (answers.chat=false)" in lines
@@ -54,14 +57,14 @@ def test_naming_files_replaces_the_answers_of_the_config(tmp_path):
     file, base = tmp_path / "questions.jsonl", tmp_path / "config.yml"
     file.write_text(json.dumps({"prompt": "Hi?"}) + "\n")
     base.write_text("answers: {made: answers.jsonl}")
-    assert f"  {file}: 1 line" in plan_of(f"answers.files=[{file}]", base=base)
+    assert f"  {file}: 1 line" in described(f"answers.files=[{file}]", base=base)
 
 
 @pytest.mark.parametrize("path", sorted(merging.package_configs().glob("distill/*.yml")))
 def test_shipped_configs_load_and_plan(path, tmp_path):
-    path, questions = f"configs/distill/{path.name}", tmp_path / "q.jsonl"
-    questions.write_text(json.dumps({"prompt": "Hi?"}) + "\n")
-    overrides = [f"answers.files=[{questions}]"]
+    path, file = f"configs/distill/{path.name}", tmp_path / "q.jsonl"
+    file.write_text(json.dumps({"prompt": "Hi?"}) + "\n")
+    overrides = [f"answers.files=[{file}]"]
     if path.endswith("/dflash2.yml"):
         overrides.append("target.checkpoint=assets/tiny_target")
     found = loader.load(path, overrides, schema=distill_schema.DistillRun)

@@ -2,7 +2,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.runs import outputs
@@ -170,6 +170,7 @@ def test_summary_of_nothing():
     json.dumps(dataclasses.asdict(summary), allow_nan=False)
 
 
+@settings(max_examples=30)
 @given(st.lists(records, max_size=5), st.randoms())
 def test_summary_ignores_order_and_accounts_for_every_cycle(found, random):
     summary = outputs.summarize(found, block_size=16)

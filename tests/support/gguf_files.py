@@ -5,7 +5,7 @@ import pathlib
 import re
 
 import gguf
-import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -43,7 +43,9 @@ def make_model(directory, family="qwen3", **changes):
     kind = registry.load(registry.TARGETS[family].implementation)
     arch = family_architecture(family, make_architecture(), **FIELDS.get(family, {}) | changes)
     module = kind(arch, dtype=np.dtype("float32"), sharding=make_sharding())
-    parameters.initialize(module, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    for _, leaf in parameters.named_parameters(module):
+        leaf.set_value(jnp.asarray(rng.normal(0, 0.2, leaf.get_value().shape), jnp.float32))
     checkpoint.save_hf(module, directory, kind.config_to_hf(arch))
     return kind, arch
 
