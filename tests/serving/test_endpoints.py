@@ -83,7 +83,8 @@ def test_a_chat(server):
 
 @pytest.mark.parametrize("drafting", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_output_is_that_of_plain_decoding(server, temperature, drafting):
+def test_output_is_that_of_plain_decoding(request, temperature, drafting):
+    server = request.getfixturevalue("server" if drafting else "comparing")
     parameters = {"temperature": temperature, "max_tokens": 24, "seed": 5}
     expected = bytes(decoded(server.config, PROMPT, **parameters)).decode()
     body = {"prompt": PROMPT, "drafting": drafting, **parameters}

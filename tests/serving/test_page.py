@@ -21,13 +21,13 @@ def browser():
 
 
 @pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide", "narrow"])
-def page(browser, server, request):
+def page(browser, comparing, request):
     width, scheme = request.param
     opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     problems = []
     opened.on("console", lambda one: problems.append(one.text) if "policy" in one.text else None)
     opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.goto(server.url)
+    opened.goto(comparing.url)
     playwright.expect(opened.locator("#model")).to_contain_text("tiny")
     yield opened
     assert problems == []
@@ -41,10 +41,10 @@ def send(page, text):
     done.to_have_attribute("aria-busy", "false", timeout=60_000)
 
 
-def test_a_chat_colors_drafts(page, server):
+def test_a_chat_colors_drafts(page, comparing):
     send(page, "abcabcabcabc")
     (mine, answer) = page.locator(".said").all()
-    wanted = bytes(decoded(server.config, "abcabcabcabc\n", max_tokens=24)).decode()
+    wanted = bytes(decoded(comparing.config, "abcabcabcabc\n", max_tokens=24)).decode()
     assert mine.text_content() == "abcabcabcabc"
     assert answer.text_content() == wanted
     assert page.locator("#turns .drafted").count() > 0 < page.locator("#turns .own").count()
