@@ -288,7 +288,6 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
     [
         (["tasks=[]"], "tasks: required: a list of data sets, such as [math, code, chat]"),
         (["strategies.dfl.name=dflsh"], "unknown name 'dflsh'; did you mean 'dflash'?"),
-        (["strategies.x=nowhere.yml"], "strategies.x: nowhere.yml: no such file"),
         (["strategies.short.block_size=5"], "5 exceeds strategies.short.architecture.block_size=4"),
         (["strategies.none.name=dflash"], "strategies.none: this is the name of the baseline"),
         (["--trace=gone.json"], "gone.json: cannot be read: No such file or directory"),

@@ -119,12 +119,6 @@ def test_a_single_row_uses_the_matrix_unit(data, batch):
     assert jax.tree.leaves(compiled.out_info)[0].shape == (batch, 1, 1024)
 
 
-def test_a_missing_compiler_is_reported(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.UserError, match=r"pip install 'dflash-jax\[tpu\]'"):
-        topology.prepare_environment()
-
-
 @pytest.mark.parametrize(
     ("path", "kind"),
     [

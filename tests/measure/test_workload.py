@@ -64,7 +64,6 @@ def test_a_prompt_is_as_long_as_recorded_and_ends_with_its_recording(tmp_path):
         (b"{}", "expected a list of prompts, one object each"),
         (b"[]", "expected a list of prompts"),
         (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
-        (b"[1", "not JSON: Expecting ',' delimiter"),
         (b"\xff\xfe[", "not JSON: 'utf-8' codec can't decode"),
         ([[1]], "prompt 0: expected an object with acceptance_lengths"),
         ([{}], "prompt 0: expected an object with acceptance_lengths"),
@@ -74,15 +73,12 @@ def test_a_prompt_is_as_long_as_recorded_and_ends_with_its_recording(tmp_path):
             [{"acceptance_lengths": [1, "2"]}],
             r'acceptance_lengths\[1\]: expected an integer, not "2"',
         ),
-        ([{"acceptance_lengths": [2.0]}], r"acceptance_lengths\[0\]: expected an integer, not 2.0"),
         ([{"acceptance_lengths": [math.nan]}], r"acceptance_lengths\[0\]: .* not NaN"),
-        ([{"acceptance_lengths": [True]}], r"acceptance_lengths\[0\]: .* not true"),
         ([{"acceptance_lengths": [1, 0]}], "acceptance_lengths: expected at least 1, got 0"),
         ([{"acceptance_lengths": [1], "prompt_tokens": 0}], "prompt_tokens: expected at least 1"),
         ([{"acceptance_lengths": [1], "prompt_tokens": None}], "prompt_tokens.*, not null"),
         ([{"acceptance_lengths": [1], "dataset": 7}], "dataset: expected letters, digits .* not 7"),
         ([{"acceptance_lengths": [1], "dataset": "../a"}], 'dataset: .* not "../a"'),
-        ([{"acceptance_lengths": [1], "dataset": ""}], 'dataset: .* not ""'),
     ],
 )
 def test_a_damaged_recording_is_refused(tmp_path, content, message):

@@ -28,18 +28,12 @@ def used(tmp_path):
 
 FREE = {
     "log_every": ("train", {"log_every": 99}),
-    "checkpoint_every": ("train", {"checkpoint_every": 99}),
-    "keep_last": ("train", {"keep_last": 9}),
-    "remat": ("train", {"remat": True}),
     "export_dtype": ("train", {"export_dtype": "float32"}),
     "evaluation": ("evaluation", {"every": 7, "batches": 0}),
     "mesh": ("mesh", {"data": 2}),
 }
 FIXED = {
     "train.steps": ("train", {"steps": 99}),
-    "train.batch_size": ("train", {"batch_size": 99}),
-    "train.seed": ("train", {"seed": 9}),
-    "train.dtype": ("train", {"dtype": "bfloat16"}),
     "optimizer.learning_rate": ("optimizer", {"learning_rate": 0.5}),
     "data.length": ("data", {"length": 99}),
     "loss.name": ("loss", {"name": "kl"}),
