@@ -1,6 +1,5 @@
 """Tests of the compile command, end to end on a tiny model."""
 
-import importlib.util
 import json
 import os
 import subprocess
