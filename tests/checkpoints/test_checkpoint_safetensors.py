@@ -319,17 +319,6 @@ def test_writes_what_it_read(tmp_path, mesh, dtype):
     assert config == {"a": 1, "torch_dtype": jnp.dtype(dtype).name}
 
 
-def test_writes_another_dtype(tmp_path):
-    tensors = make_tensors()
-    module = loaded_toy(tmp_path / "in", tensors)
-    config = {"dtype": "float32"}
-    checkpoint.save_hf(module, tmp_path / "out", config, dtype=jnp.bfloat16)
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written[UP].tobytes() == tensors[UP].astype(jnp.bfloat16).tobytes()
-    assert checkpoint.read_config(tmp_path / "out") == {"dtype": "bfloat16"}
-    assert config == {"dtype": "float32"}
-
-
 def test_splits_into_shards(tmp_path):
     tensors = make_tensors()
     module = loaded_toy(tmp_path / "in", tensors)

@@ -13,8 +13,6 @@ from dflash.cli import processes as together
 from dflash.cli import subcommand as cli
 from dflash.config import loader, schema
 
-USAGE = "usage: dflash decode CONFIG [key=value ...] [--flags]; see --help\n"
-
 SUBCOMMAND = cli.Subcommand(
     "decode",
     "Decodes prompts.",
@@ -109,11 +107,6 @@ def test_help_names_every_flag(run, flag):
         "num_processes", "process_id", "[no]stream", "help",
     ):  # fmt: skip
         assert f"\n  --{name} " in out
-
-
-@pytest.mark.parametrize("argv", [[], ["--dry_run"], ["decode.seed=1"], ["--print_config"]])
-def test_a_missing_config_is_one_line_of_usage(run, argv):
-    assert run(*argv) == (2, "", USAGE, [])
 
 
 @pytest.mark.parametrize(

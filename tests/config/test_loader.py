@@ -8,7 +8,6 @@ from dflash import errors
 from dflash.config import (
     benchmark_schema,
     loader,
-    merging,
     schema,
     serve_schema,
     train_schema,
@@ -125,12 +124,6 @@ def test_the_result_is_frozen(write):
 
 
 # Where files are looked for.
-
-
-def test_shipped_configs_are_found_from_anywhere(write):
-    shipped = merging.package_configs() / "qwen3_4b_dflash.yml"
-    assert loader.find_config("configs/qwen3_4b_dflash.yml") == shipped
-    assert loader.find_config("qwen3_4b_dflash.yml") == shipped
 
 
 def test_a_file_as_given_comes_before_a_shipped_one(write):

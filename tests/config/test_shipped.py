@@ -67,20 +67,6 @@ def test_the_4b_drafter_is_trained_by_the_published_recipe_and_the_loss_that_won
 
 
 @pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["target.checkpoint=random", "drafter.checkpoint=random", "decode.max_new_tokens=32"],
-        ["target.checkpoint=random", "drafter.name=none"],
-        ["mesh.tensor=2", "dtype=float32", "decode.temperature=0.8"],
-    ],
-    ids=["random", "baseline", "sharded"],
-)
-def test_the_usual_overrides_load(path, overrides):
-    loader.load(path, overrides)
-
-
-@pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
 def test_the_header_gives_command_need_and_published_result(path):
     text = path.read_text(encoding="utf-8")
     header = "".join(line for line in text.splitlines(True) if line.startswith("#"))
