@@ -17,6 +17,7 @@ import pytest
 from support import grammars
 from support.engines import (
     decode,
+    decode_all,
     engine,
     expected,
     make_requests,
@@ -31,7 +32,6 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
-from dflash.offline import decoding
 
 SHORT = (1, 15, 16, 17, 9, 3, 12)
 LONG = (31, 1, 32, 33, 16, 17, 50)  # past every bucket edge, and of several chunks
@@ -280,8 +280,7 @@ def controlled(run: Engine, prompts, *, greedy: bool = False) -> list[tuple]:
         how["min_new_tokens"] = min(how["min_new_tokens"], limit)
         (one,) = make_requests([prompt], limit, first_index=i, **how)
         requests.append(dataclasses.replace(one, id=i))
-    done = {one.id: one for one in decoding.decode(run, requests) if isinstance(one, RequestOutput)}
-    return [(done[i].output_ids, done[i].finish_reason) for i in range(len(requests))]
+    return [(done.output_ids, done.finish_reason) for done in decode_all(run, requests)]
 
 
 @functools.cache
@@ -329,8 +328,7 @@ def constrained(run: Engine, *, greedy: bool = False) -> list[tuple]:
         dataclasses.replace(one, grammar=grammar, min_new_tokens=2 if grammar else 0)
         for one, grammar in zip(requests, asked, strict=True)
     ]
-    done = {one.id: one for one in decoding.decode(run, requests) if isinstance(one, RequestOutput)}
-    return [(done[i].output_ids, done[i].finish_reason) for i in range(len(requests))]
+    return [(done.output_ids, done.finish_reason) for done in decode_all(run, requests)]
 
 
 @functools.cache
@@ -349,8 +347,13 @@ def test_grammars_apply_alike(form):
     assert re.fullmatch("[ab]{3,12}", grammars.text_of(found[2][0]))
     if found[0][1] == "stop":
         assert json.loads(grammars.text_of(found[0][0])).keys() == {"a", "b"}
-    if form.name == THOROUGH.name:  # masks are given to a program of its own
-        run = ragged_engine(form, "rejection")
+
+
+@each_form
+def test_grammars_apply_alike_in_rejection(form):
+    """Masks are given to a program of its own."""
+    run = ragged_engine(form, "rejection")
+    if weighs_drafts(run.drafter):
         assert constrained(run, greedy=True) == plain_constrained(greedy=True)
 
 

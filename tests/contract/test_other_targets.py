@@ -109,19 +109,6 @@ def test_chosen_block_sizes_change_nothing(family, choice, name, tree):
         assert len({size for each in done for one in each for size in one.block_sizes}) > 1
 
 
-def test_recurrent_state_in_slots_that_come_and_go():
-    """Too few pages for all slots, buckets of slots, and trees."""
-    family, prompts, limits = "qwen3_next", random_prompts([15, 14, 13, 5]), [32, 32, 31, 20]
-    options = {"batch_size": 3, "sync_every": 2, "max_length": 48}
-    model = drafter("dflash", arch=ARCHITECTURES[family], tree=True)
-    few = {"num_pages": 7, "partial_dispatches": True}
-    run = engine(model, on=target(family), **options, **few)
-    done = decode(run, prompts, limits, temperature=0.8)
-    alone = decode(engine(on=target(family), **options), prompts, limits, temperature=0.8)
-    assert [one.output_ids for one in done] == [one.output_ids for one in alone]
-    assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
-
-
 def test_heads_that_do_not_divide_over_devices_are_an_error():
     """Though the elements of two key heads would divide over four devices."""
     with pytest.raises(errors.ConfigError, match="axis 'heads' of length 2 does not divide over 4"):

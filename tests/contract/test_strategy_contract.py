@@ -4,6 +4,7 @@ The loop is that of examples/speculative_decoding.py for ragged batches, trees a
 strategy drafts may be good or bad; what comes out must be what plain decoding gives.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.engines import expected, random_prompts
-from support.forms import Form, each_form
-from support.models import ARCHITECTURE, make_cache, target, zeros
+from support.forms import FORMS, Form, each_form
+from support.models import ARCHITECTURE, make_cache, make_sharding, target, zeros
 
 from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters.wrappers.copies import WithCopies
 from dflash.inference.cycle import tree as trees
 from dflash.inference.cycle import verify
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
@@ -123,7 +125,18 @@ def make_sampling(temperatures, seed: int = 0) -> SamplingParams:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each).with_keys()
 
 
-@each_form
+@dataclasses.dataclass(frozen=True)
+class Copied(Form):
+    """A form whose sequences may copy their context instead."""
+
+    def __str__(self):
+        return f"{super().__str__()}-copies"
+
+    def build(self) -> Drafter:
+        return WithCopies(super().build(), make_sharding())
+
+
+@pytest.mark.parametrize("form", [*FORMS, Copied("dflash")], ids=str)
 @pytest.mark.parametrize(("first", "seed"), [(0.0, 0), (0.8, 2**32 - 1)])
 def test_output_is_that_of_plain_decoding(form, first, seed):
     """Greedy and sampled sequences alternate."""

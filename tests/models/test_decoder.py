@@ -33,12 +33,10 @@ from support.parity import (
 )
 
 from dflash import errors
-from dflash.checkpoints import tensor_map
 from dflash.config import registry
 from dflash.config.schema import RopeScaling
 from dflash.inference.cycle import tree as trees
 from dflash.models.dense import Qwen3
-from dflash.parallel import parameters
 
 FAMILIES = {name: registry.load(entry.implementation) for name, entry in registry.TARGETS.items()}
 SHAPE = {
@@ -166,11 +164,9 @@ CHECKPOINTS = {
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "head_dim": 8}),
 }
 EIGHT = make_sharding(data=2, fsdp=2, tensor=2)
-LENGTHS = [5, 17, 33, 1]
 STORED = GOLDEN / "targets.npz"  # What transformers computes; see `test_stored_logits`.
 STORED_LENGTHS = [5, 17, 1]
 FEATURE_LAYERS = (1, 0)  # in the order asked for, not that of depth
-FIRST_CHUNK = [2, 16, 7, 1]  # rows of each sequence in the first of two calls
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
@@ -183,7 +179,7 @@ def pair(request, tmp_path_factory):
     return theirs, ours
 
 
-def draw_tokens(lengths=LENGTHS, vocab=48):
+def draw_tokens(lengths=STORED_LENGTHS, vocab=48):
     rng = np.random.default_rng(0)
     return [rng.integers(0, vocab, length) for length in lengths]
 
@@ -223,34 +219,6 @@ def test_stored_logits_are_those_of_transformers(pair):
     with np.load(STORED) as stored:
         np.testing.assert_allclose(stored[f"{name}/logits"], logits, atol=1e-5)
         np.testing.assert_allclose(stored[f"{name}/features"], features, atol=1e-5)
-
-
-def test_ragged_batch_in_two_calls(pair):
-    """The second call overwrites the padding that the first left behind each sequence."""
-    theirs, ours = pair
-    tokens = draw_tokens()
-    head = [each[:count] for each, count in zip(tokens, FIRST_CHUNK, strict=True)]
-    rest = [each[count:] for each, count in zip(tokens, FIRST_CHUNK, strict=True)]
-    rest[-1] = tokens[-1]  # this sequence is over: its rows are not looked at
-    cache = make_cache(ours, len(tokens), max(LENGTHS) + max(map(len, rest)))
-    _, _, first, cache = step(ours, pad(head), [0] * len(tokens), cache)
-    _, _, second, _ = step(ours, pad(rest), FIRST_CHUNK, cache)
-    expected = [reference(theirs, each, (0,))[0] for each in tokens]
-    check_rows(first, expected, FIRST_CHUNK)
-    remaining = [length - count for length, count in zip(LENGTHS, FIRST_CHUNK, strict=True)]
-    check_rows(
-        second,
-        [each[count:] for each, count in zip(expected, FIRST_CHUNK, strict=True)],
-        remaining,
-    )
-
-
-def test_parameters_carry_the_names_of_transformers(pair, tmp_path):
-    theirs, ours = pair
-    theirs.save_pretrained(tmp_path)
-    shapes = [(path, param.get_value().shape) for path, param in parameters.named_parameters(ours)]
-    names = set(tensor_map.by_tensor(ours, shapes))
-    assert names == set(load_file(tmp_path / "model.safetensors"))
 
 
 def test_transformers_reads_our_config(pair):

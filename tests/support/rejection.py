@@ -1,15 +1,12 @@
-"""What the tests of rejection share: its noise, wrong rules, and how well tokens fit the target."""
+"""What the tests of rejection share: its noise, and how well tokens fit the target."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.inference.cycle import verify
 from dflash.inference.logits.sampling import SamplingParams
 
 VOCAB = 6
-# As they are, whatever a test puts in their place.
-rejection_chain, left_over = verify.rejection_chain, verify._left_over
 
 
 def make_params(batch: int, temperature: float = 1.0, seed: int = 0) -> SamplingParams:
@@ -21,16 +18,6 @@ def make_params(batch: int, temperature: float = 1.0, seed: int = 0) -> Sampling
         jnp.ones(batch, jnp.float32),
         jnp.zeros(batch, jnp.float32),
     )
-
-
-def too_lenient(draft, draft_probs, logits, positions, params):
-    """Wrong by a fifth in the acceptance threshold."""
-    return rejection_chain(draft, 0.8 * draft_probs, logits, positions, params)
-
-
-def lenient_left_over(*args):
-    """Wrong by as much, for trees."""
-    return 0.8 * left_over(*args)
 
 
 def chi_square(first: np.ndarray, second: np.ndarray, joint: np.ndarray) -> float:

@@ -109,45 +109,13 @@ def test_output_is_that_of_plain_decoding(name, batch_size):
     run = engine(model, batch_size=batch_size, max_length=64, adaptive_blocks=True)
     if (name, batch_size) != ("dflash", 1):
         run.cycle_seconds = whole_rows(run, SECONDS[: len(run.block_sizes)])
+    run.program("generate")  # As in `shared_engine`.
     limits = [20, 9, 1, 18, 2, 23]
     for temperature in (0.0, 0.8):
         done = decode(run, PROMPTS, limits, temperature=temperature)
         wanted = expected(PROMPTS, limits, temperature=temperature)
         assert [(one.output_ids, one.finish_reason) for one in done] == wanted
         assert max(sizes_of(done)) <= 3
-        if run.rules.choices.mean_rows:
-            check_divided(run, limits, temperature)
-
-
-def check_divided(run, limits, temperature):
-    """Decodes with rows that are divided among sequences, with and without controls."""
-    measured, first = run.cycle_seconds, len(run.block_sizes)
-    run.cycle_seconds = tuple(only(first, len(run.rules.choices)).tolist())
-    for options in ({}, {"presence_penalty": 1.5}):
-        done = decode(run, PROMPTS, limits, temperature=temperature, logprobs=2, **options)
-        wanted = expected(PROMPTS, limits, temperature=temperature, **options)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-        assert len(set(sizes_of(done))) > 2, "all sequences verify as many rows"
-    run.cycle_seconds = measured
-
-
-def test_subtrees_of_different_sizes_are_verified_together():
-    """Each sequence verifies the first drafts of its tree, which are a tree of whatever shape."""
-    how, limits = {"temperature": 0.8, "first_index": 3}, [32, 20, 9, 1, 32, 30]
-    wanted = expected(PROMPTS, [32] * 6, **how)
-    texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, wanted, strict=True)]
-    script = Script.random_tree(LENGTH, 3, np.random.default_rng(1), depth=2)
-    model = ScriptedDrafter(script, texts, tree=True, depth=2)
-    run = engine(model, batch_size=3, sync_every=5, max_length=64, adaptive_blocks=True)
-    run.cycle_seconds = tuple(only(len(run.block_sizes), len(run.rules.choices)).tolist())
-    done = decode(run, PROMPTS, limits, **how)
-    assert [(one.output_ids, one.finish_reason) for one in done] == expected(PROMPTS, limits, **how)
-    pairs = [
-        pair for one in done for pair in zip(one.acceptance_lengths, one.block_sizes, strict=True)
-    ]
-    assert all(length <= size for length, size in pairs)
-    assert max(length for length, _ in pairs) == 3, "no path was accepted"
-    assert len({size for _, size in pairs}) > 2, "all sequences verify as many rows"
 
 
 def test_from_the_longest_context_on_sequences_decode_plainly():

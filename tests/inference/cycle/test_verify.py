@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,7 @@ import pytest
 import scipy.special
 from hypothesis import given
 from hypothesis import strategies as st
-from support.rejection import (
-    VOCAB,
-    chi_square,
-    lenient_left_over,
-    make_params,
-    rejection_chain,
-    too_lenient,
-)
+from support.rejection import VOCAB, chi_square, make_params
 
 from dflash.drafters.parts import token_tree
 from dflash.inference.cycle import tree as trees
@@ -62,26 +54,6 @@ def test_shapes_that_do_not_fit_are_named():
 # --- rejection: whatever was drafted, the output follows the target ------------------------------
 
 
-def always_accept(draft, draft_probs, logits, positions, params):
-    """Wrong: the drafts go through, whatever the target thinks of them."""
-    sampled = sampling.sample(logits, positions, params, sampling.RESIDUAL)
-    return verify.coupled_chain(draft, jnp.concatenate([draft, sampled[:, -1:]], axis=1))
-
-
-def redraw_from_target(draft, draft_probs, logits, positions, params):
-    """Wrong: a refused draft is replaced by a draw from p, not from what p has over q."""
-    result = rejection_chain(draft, draft_probs, logits, positions, params)
-    sampled = sampling.sample(logits, positions, params, sampling.RESIDUAL)
-    at = result.num_accepted[:, None]
-    return result._replace(next_token=jnp.take_along_axis(sampled, at, axis=1)[:, 0])
-
-
-def one_noise_for_all(draft, draft_probs, logits, positions, params):
-    """Wrong: all positions accept and redraw with the noise of one."""
-    return rejection_chain(draft, draft_probs, logits, positions * 0, params)
-
-
-WRONG_RULES = [always_accept, redraw_from_target, too_lenient, one_noise_for_all]
 SAMPLES = 40_000
 
 
@@ -143,7 +115,7 @@ def joint_pvalue(rule, noise_of_blocks=False) -> tuple[float, float]:
 
 
 def test_rejection_and_blocks_follow_the_target_and_blocks_accept_more():
-    pvalue, accepted = joint_pvalue(rejection_chain)
+    pvalue, accepted = joint_pvalue(verify.rejection_chain)
     assert pvalue > 1e-3
     pvalue, accepted_by_block = joint_pvalue(verify.block_chain, noise_of_blocks=True)
     assert pvalue > 1e-3
@@ -161,7 +133,7 @@ def of_parts(rule, draft, draft_probs, logits, positions, params):
 
 
 @pytest.mark.parametrize(
-    "rule", [rejection_chain, verify.block_chain], ids=lambda rule: rule.__name__
+    "rule", [verify.rejection_chain, verify.block_chain], ids=lambda rule: rule.__name__
 )
 def test_drafts_that_are_not_verified_end_a_chain(rule):
     of_blocks = rule is verify.block_chain
@@ -170,12 +142,7 @@ def test_drafts_that_are_not_verified_end_a_chain(rule):
     assert 0.1 < accepted < joint_pvalue(rule, of_blocks)[1] - 0.1
 
 
-@pytest.mark.parametrize("rule", WRONG_RULES, ids=lambda rule: rule.__name__)
-def test_wrong_rules_are_found(rule):
-    assert joint_pvalue(rule)[0] < 1e-6
-
-
-@pytest.mark.parametrize("rule", [rejection_chain, verify.block_chain])
+@pytest.mark.parametrize("rule", [verify.rejection_chain, verify.block_chain])
 def test_greedy_rejection_is_greedy_decoding(rule):
     rng = np.random.default_rng(1)
     batch, drafts = 64, 3
@@ -198,56 +165,11 @@ def test_greedy_rejection_is_greedy_decoding(rule):
 # --- trees ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class TreeRule:
-    """How trees are drafted and verified; `patches` are (module, name, replacement)."""
-
-    name: str
-    patches: tuple[tuple[object, str, object], ...] = ()
-    sampler: type[SequenceSampler] = SequenceSampler
-    rule: Callable = verify.rejection_tree
-
-    def __call__(self, *args) -> verify.VerifyResult:
-        with pytest.MonkeyPatch.context() as patch:
-            for patched in self.patches:
-                patch.setattr(*patched)
-            return self.rule(*args)
-
-
-class ScoresOfTheDraw(SequenceSampler):
-    """Wrong: how many children a row gets depends on who was drawn."""
-
-    def candidates(self, logits, positions, count):
-        drawn = super().candidates(logits, positions, count)
-        of_drawn = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn.tokens, axis=-1)
-        return drawn._replace(scores=jnp.minimum.accumulate(of_drawn, axis=-1))
-
-
-uniform = sampling.uniform
-RIGHT = TreeRule("right")
-WRONG_TREE_RULES = [
-    TreeRule("target forgets what was refused", ((verify, "_residual", lambda p, q: p),)),
-    TreeRule(
-        "earlier siblings drawn again",
-        ((verify, "_left_over", lambda q, draft, elders, token: q),),
-    ),
-    TreeRule(
-        "lenient",
-        ((verify, "_left_over", lenient_left_over),),
-    ),
-    TreeRule(
-        "one noise for all siblings",
-        ((sampling, "uniform", lambda *args: uniform(*args[:3])),),
-    ),
-    TreeRule("structure by the draw", sampler=ScoresOfTheDraw),
-]
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def two_tokens_by_tree(rule, target_logits, draft_logits, params):
     """As `two_tokens`, of trees of 7 nodes over two slots with marginals [1 + V, 2, V]."""
     budget = 7
-    sampler = rule.sampler(params, with_probs=True)
+    sampler = SequenceSampler(params, with_probs=True)
 
     def cycle(so_far, position):
         position = jnp.full(so_far.shape, position)
@@ -277,7 +199,7 @@ def two_tokens_by_tree(rule, target_logits, draft_logits, params):
 
 
 def tree_pvalue(
-    rule: TreeRule, top_k: int = 0, seed: int = 0, samples: int = SAMPLES
+    rule=verify.rejection_tree, *, top_k: int = 0, seed: int = 0, samples: int = SAMPLES
 ) -> tuple[float, list[int]]:
     """As `joint_pvalue`; and how often each number of drafts was accepted."""
     rng = np.random.default_rng(seed)
@@ -286,14 +208,15 @@ def tree_pvalue(
     params = make_params(samples)
     params = dataclasses.replace(params, top_k=jnp.full(samples, top_k, jnp.int32))
     first, second, accepted = two_tokens_by_tree(rule, target_logits, draft_logits, params)
-    one = jax.tree.map(lambda leaf: leaf[:1], params)
-    probs = np.asarray(sampling.probabilities(target_logits[None, : 1 + VOCAB], one), np.float64)[0]
+    one = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], params)
+    probs = jax.jit(sampling.probabilities)(target_logits[None, : 1 + VOCAB], one)
+    probs = np.asarray(probs, np.float64)[0]
     pvalue = chi_square(np.asarray(first), np.asarray(second), probs[0][:, None] * probs[1:])
     return pvalue, np.bincount(accepted, minlength=3).tolist()
 
 
 def test_rejection_of_trees_follows_the_target():
-    pvalue, accepted = tree_pvalue(RIGHT)
+    pvalue, accepted = tree_pvalue()
     assert pvalue > 1e-3
     assert min(accepted) > SAMPLES / 50, "every depth must happen"
 
@@ -306,7 +229,7 @@ def test_trees_of_which_each_sequence_verifies_a_part():
         verified = jnp.where(jnp.arange(draft.shape[1]) < lengths[:, None], draft, -1)
         return verify.rejection_tree(verified, *rest)
 
-    pvalue, accepted = tree_pvalue(TreeRule("first nodes", rule=first))
+    pvalue, accepted = tree_pvalue(first)
     assert pvalue > 1e-3
     assert min(accepted) > SAMPLES / 100, "every depth must happen"
 
@@ -314,14 +237,9 @@ def test_trees_of_which_each_sequence_verifies_a_part():
 def test_siblings_that_nobody_drew():
     """Two tokens of a slot can be drawn; only the third sibling is one that the target may want."""
     samples = SAMPLES // 4
-    pvalue, accepted = tree_pvalue(RIGHT, top_k=2, seed=4, samples=samples)
+    pvalue, accepted = tree_pvalue(top_k=2, seed=4, samples=samples)
     assert pvalue > 1e-3
     assert min(accepted[:2]) > samples / 50
-
-
-@pytest.mark.parametrize("rule", WRONG_TREE_RULES, ids=lambda rule: rule.name)
-def test_wrong_rules_of_trees_are_found(rule):
-    assert tree_pvalue(rule)[0] < 1e-6
 
 
 def test_greedy_rejection_of_trees_is_greedy_decoding():
