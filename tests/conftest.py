@@ -70,6 +70,8 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect others
 def pytest_collection_modifyitems(config, items):
     """Marks tests by tier; deselects tiers that are not asked for by option, name or marker."""
+    # Side by side, so that most of them come to one worker and share its engines.
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/contract/", "tests/inference/")))
     if config.args == config.getini("testpaths") and (
         stale := tiers.stale(item.nodeid for item in items)
     ):
