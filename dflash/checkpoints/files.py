@@ -14,8 +14,7 @@ from dflash.config import encoding
 from dflash.storage.files import copy_file, publish, read_regular, remove_tree, sync
 
 CONFIG = "config.json"
-MISFIT = "these weights do not fit this config.json, or are of a variant that is not supported"
-_LFS = b"version https://git-lfs"
+MISFIT = "these weights do not belong to this config.json"
 # Files that are copied with the weights, unchanged. Python files are code for other programs, to
 # which `auto_map` in config.json refers; dflash never runs them.
 COMPANIONS = (
@@ -226,11 +225,3 @@ def _barrier(name: str) -> None:
     from dflash.parallel import agreement  # Imported late because it imports jax.
 
     agreement.barrier(name)
-
-
-def refuse_pointer(file: pathlib.Path, beginning: bytes) -> None:
-    """Raises if a file of weights is only a pointer that Git left in its place."""
-    if beginning.startswith(_LFS):
-        raise errors.CheckpointError(
-            f"{file}: a pointer of Git LFS, not the file itself; fetch the file with git lfs pull"
-        )

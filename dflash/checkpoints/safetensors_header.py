@@ -124,9 +124,7 @@ def read_file(file: pathlib.Path) -> list[StoredTensor]:
     again = "copy or download the file again"
     try:
         size = file.stat().st_size
-        beginning = run_files.view(file, 0, min(size, 32)).tobytes()
-        files.refuse_pointer(file, beginning)
-        length = int.from_bytes(beginning[:8], "little")
+        length = int.from_bytes(run_files.view(file, 0, min(size, 8)).tobytes(), "little")
         if size < 8 or length > size - 8:
             raise errors.CheckpointError(
                 f"{file}: truncated or corrupt: {size:,} bytes do not hold its header; {again}"
@@ -150,8 +148,6 @@ def read_file(file: pathlib.Path) -> list[StoredTensor]:
             pass
     except safetensors.SafetensorError as error:
         reason = str(error).rpartition("deserializing header: ")[2]
-        if "unknown variant" in reason:
-            again = "if it is a dtype that the safetensors library does not know yet, update it"
         raise errors.CheckpointError(f"{file}: corrupt header ({reason}); {again}") from error
     return tensors
 

@@ -18,7 +18,7 @@ from dflash.checkpoints import checkpoint, orbax_io
 from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
 
-MISFIT = "these weights do not fit this config.json, or are of a variant that is not supported"
+MISFIT = "these weights do not belong to this config.json"
 
 
 @pytest.fixture(scope="module")

@@ -156,9 +156,9 @@ def features_of(rows=7, seed=0):
 
 
 def observe(drafter, state, position, features, count=None):
-    tokens = jnp.zeros((2, features.shape[1] + 1), jnp.int32)
-    count = jnp.full(2, features.shape[1]) if count is None else jnp.asarray(count)
-    position = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (2,))
+    tokens = np.zeros((2, features.shape[1] + 1), np.int32)
+    count = np.full(2, features.shape[1]) if count is None else np.array(count)
+    position = np.broadcast_to(np.asarray(position, np.int32), (2,))
     return jax.jit(drafter.observe)(state, position, tokens, count, features, None)
 
 
@@ -176,7 +176,11 @@ def drafted(shape):
         proposal, _ = drafter.draft(state, anchor, position, GREEDY, heads)
         return hidden[:, 1:], heads.unembed(hidden[:, 1:]), nodes, proposal.tokens
 
-    return state, *draft(state)
+    return state, *jax.tree.map(np.asarray, draft(state))
+
+
+def context_rows(drafter, features):
+    return np.asarray(jax.jit(lambda features: drafter.context_rows(features)[0])(features))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, WIDE], ids=["narrow", "wide"])
@@ -184,13 +188,13 @@ def test_drafts_follow_the_best_transitions(shape):
     drafter = make_drafter(shape)
     _, hidden, logits, (before, own), drafts = drafted(shape)
     table = np.asarray(make_target().embed_tokens.embedding[...], np.float64)
-    w = network_weights(drafter)
+    w, rows = network_weights(drafter), context_rows(drafter, features_of())
     for b in range(2):
         base = np.asarray(logits[b], np.float64)
         tokens = np.argsort(-base, axis=1)[:, :3]
         log_probs = np.take_along_axis(base, tokens, 1)
         log_probs -= np.log(np.exp(base).sum(axis=1, keepdims=True))
-        row = np.asarray(drafter.context_rows(features_of())[0][b, -1], np.float64)
+        row = rows[b, -1].astype(np.float64)
         start, pairs = direct_scores(
             w, table[tokens], log_probs, np.asarray(hidden[b], np.float64), row
         )
@@ -215,10 +219,11 @@ def test_drafts_are_not_all_the_likeliest_tokens():
 def test_the_state_keeps_the_last_committed_row():
     drafter, features = make_drafter(), features_of()
     state = observe(drafter, zeros(drafter.init_state(2, 32)), 0, features, [7, 4])
-    rows = drafter.context_rows(features)[0]
+    rows = context_rows(drafter, features)
     np.testing.assert_allclose(state.row, [rows[0, 6], rows[1, 3]], rtol=1e-6)
-    again = observe(drafter, state, jnp.array([7, 4]), features_of(3, seed=1), [0, 2])
-    expected = [rows[0, 6], drafter.context_rows(features_of(3, seed=1))[0][1, 1]]
+    more = features_of(3, seed=1)
+    again = observe(drafter, state, np.array([7, 4]), more, [0, 2])
+    expected = [rows[0, 6], context_rows(drafter, more)[1, 1]]
     np.testing.assert_allclose(again.row, expected, rtol=1e-6)
 
 

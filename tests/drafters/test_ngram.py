@@ -14,6 +14,7 @@ from dflash.config import loader
 from dflash.drafters.ngram import find_last
 
 LONGEST = 3
+find = jax.jit(find_last, static_argnums=2)
 
 
 def lookup(text, count, longest=LONGEST):
@@ -39,7 +40,7 @@ def test_what_followed_the_longest_match_is_found(texts, longest):
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
     end = np.array([len(text) - 1 for text in texts], np.int32)
-    found = jax.jit(find_last, static_argnums=2)(rows, end, longest)
+    found = find(rows, end, longest)
     for text, source in zip(texts, np.asarray(found).tolist(), strict=True):
         last = len(text) - 1
         drafts = [text[source + 1 + i % (last - source)] for i in range(6)]
@@ -50,7 +51,7 @@ def test_a_match_does_not_wrap_around_the_start():
     """The second-last token would be found before the first one, where the row ends with it."""
     row = np.full((1, 16), 2, np.int32)
     row[0, :5] = [1, 0, 1, 2, 1]
-    assert find_last(jnp.asarray(row), jnp.asarray([4]), LONGEST).tolist() == [2]
+    assert find(row, np.array([4]), LONGEST).tolist() == [2]
 
 
 @pytest.mark.parametrize("key", ["longest_match=4294967296", "block_size=4294967296"])

@@ -5,11 +5,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engines import engine, expected, make_requests, random_prompts
+from support.engines import (
+    completions,
+    drain,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+)
 from support.models import drafter, takes
 
 from dflash.inference import batch_buckets
-from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 
 PROMPTS = random_prompts([9, 16, 5, 12, 3, 14])
@@ -40,10 +46,8 @@ def check(run, **how) -> list[int]:
     for group in (requests[:1], requests[1:5], requests[5:]):
         for request in group:
             one.submit(request)
-        while not one.idle:
-            events += one.step()
-    done = {event.id: event for event in events if isinstance(event, RequestOutput)}
-    found = [(done[i].output_ids, done[i].finish_reason) for i in range(len(PROMPTS))]
+        events += drain(one)
+    found = [(done.output_ids, done.finish_reason) for done in completions(events)]
     assert found == expected(PROMPTS, LIMITS, **how)
     return watch.buckets
 

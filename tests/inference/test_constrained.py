@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import grammars
-from support.engines import engine, make_requests, random_prompts, shared_engine
+from support.engines import (
+    completions,
+    decode_all,
+    drain,
+    engine,
+    make_requests,
+    random_prompts,
+    shared_engine,
+)
 from support.models import drafter
 
 from dflash import errors
@@ -37,9 +45,7 @@ def decode(run, prompts, limits, asked, **how) -> list[RequestOutput]:
         dataclasses.replace(request, grammar=grammar)
         for request, grammar in zip(requests, asked, strict=True)
     ]
-    events = decoding.decode(run, requests)
-    done = {event.id: event for event in events if isinstance(event, RequestOutput)}
-    return [done[i] for i in range(len(requests))]
+    return decode_all(run, requests)
 
 
 # --- every schema --------------------------------------------------------------------------------
@@ -153,7 +159,7 @@ def test_a_grammar_that_raises_ends_its_own_sequence(step, monkeypatch):
     """An exception of the matcher becomes the error of its request, and the others go on."""
     prompts = random_prompts([5, 7, 3])
     free = decode(CHAIN(), prompts, 12, [None] * 3)
-    one, done = Scheduler(CHAIN()), {}
+    one = Scheduler(CHAIN())
     given = make_requests(prompts, 12, stop_ids=(grammars.END,))
     given[1] = dataclasses.replace(given[1], grammar=grammars.regex("[a-z]{8,}"))
     for request in given:
@@ -163,10 +169,7 @@ def test_a_grammar_that_raises_ends_its_own_sequence(step, monkeypatch):
         raise RuntimeError("the lexer is gone")
 
     monkeypatch.setattr(Matcher, step, failing)
-    while not one.idle:
-        for event in one.step():
-            if isinstance(event, RequestOutput):
-                done[event.id] = event
+    done = completions(drain(one))
     assert [done[i].output_ids for i in (0, 2)] == [free[i].output_ids for i in (0, 2)]
     assert done[1].finish_reason == "error"
     message = "prompt 1: its grammar cannot be followed: the lexer is gone"

@@ -5,27 +5,31 @@ import functools
 
 import pytest
 from support import grammars
-from support.engines import count_compilations, engine, expected, make_requests, random_prompts
+from support.engines import (
+    count_compilations,
+    decode_all,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+    shared_engine,
+    without_prefix_cache,
+)
 from support.models import drafter
 
 from dflash.inference.engine import Engine
-from dflash.inference.request import RequestOutput
-from dflash.offline import decoding
 
 PROMPTS, LIMITS = random_prompts([5, 9]), [24, 4]
 
 
-def make_engine(**options) -> Engine:
-    sizes = {"batch_size": 2, "sync_every": 2, "max_length": 64}
-    return engine(drafter("dflash", block_size=4), **sizes, **options)
-
-
-shared = functools.cache(make_engine)
-
-
 @functools.cache
+def shared() -> Engine:
+    model = drafter("dflash", block_size=4)
+    return engine(model, batch_size=2, sync_every=2, max_length=64)
+
+
 def alone() -> Engine:
-    return engine(max_length=64, batch_size=1)
+    return without_prefix_cache(shared_engine("none"))
 
 
 class Watch:
@@ -43,12 +47,11 @@ class Watch:
 
 
 def outputs(run, requests) -> list[tuple]:
-    done = [one for one in decoding.decode(run, requests) if isinstance(one, RequestOutput)]
-    return [(one.output_ids, one.finish_reason) for one in sorted(done, key=lambda one: one.id)]
+    return [(one.output_ids, one.finish_reason) for one in decode_all(run, requests)]
 
 
 def test_greedy_requests_need_no_other_programs():
-    run = make_engine()
+    run = shared()  # The tests below compile the others.
     run.compile(map(len, PROMPTS), greedy=True)
     with count_compilations() as compilations:
         found = outputs(run, make_requests(PROMPTS, LIMITS))

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import (
+    completions,
     count_compilations,
+    drain,
     engine,
     expected,
     make_requests,
@@ -56,20 +58,8 @@ def wanted(lengths=LENGTHS, limits=LIMITS, **sampling):
     return expected(random_prompts(lengths), limits, stop_ids=STOP_IDS, **how)
 
 
-def completions(events) -> list[RequestOutput]:
-    """Completions in order of their ids."""
-    return sorted((e for e in events if isinstance(e, RequestOutput)), key=lambda e: e.id)
-
-
 def outputs(done) -> list[tuple[tuple[int, ...], str]]:
     return [(one.output_ids, one.finish_reason) for one in done]
-
-
-def drain(one: Scheduler) -> list:
-    events = []
-    while not one.idle:
-        events += one.step()
-    return events
 
 
 @pytest.fixture
@@ -197,8 +187,8 @@ def test_a_cancelled_request_frees_its_pages_and_is_never_heard_of_again(pools, 
     assert not one.cancel(99)
     rest = drain(one)
     assert not any(event.id == 3 for event in rest)
-    done = {event.id: event for event in (*events, *rest) if isinstance(event, RequestOutput)}
-    assert outputs(done[i] for i in sorted(done)) == [w for i, w in enumerate(wanted()) if i != 3]
+    done = completions((*events, *rest))
+    assert outputs(done) == [w for i, w in enumerate(wanted()) if i != 3]
     assert pools[0].held == set()
 
 

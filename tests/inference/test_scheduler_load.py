@@ -7,13 +7,21 @@ import itertools
 
 import numpy as np
 import pytest
-from support.engines import engine, expected, make_requests, random_prompts
+from support.engines import (
+    completions,
+    drain,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+    shared_engine,
+)
 from support.models import drafter
 
 from dflash.inference.cycle.choice import PLAIN, only
 from dflash.inference.engine import Engine
 from dflash.inference.prefix_cache import page_keys
-from dflash.inference.request import CacheGroup, Request, RequestOutput, Tokens
+from dflash.inference.request import CacheGroup, Request, Tokens
 from dflash.inference.scheduler import Scheduler
 
 CHUNK = 16
@@ -22,7 +30,9 @@ CHUNK = 16
 @functools.cache
 def run(**options) -> Engine:
     model = drafter("dflash", block_size=4)
-    return engine(model, **{"batch_size": 3, "sync_every": 2, "max_length": 96} | options)
+    found = engine(model, **{"batch_size": 3, "sync_every": 2, "max_length": 96} | options)
+    found.program("generate")  # As in `shared_engine`.
+    return found
 
 
 def few() -> Engine:
@@ -62,20 +72,12 @@ class Counted(Spy):
         return state, report
 
 
-def drain(one: Scheduler) -> list:
-    events = []
-    while not one.idle:
-        events += one.step()
-    return events
-
-
 def heard(events) -> list[int]:
     return [event.id for event in events if isinstance(event, Tokens)]
 
 
 def outputs(events) -> dict[int, tuple[tuple[int, ...], str]]:
-    done = [event for event in events if isinstance(event, RequestOutput)]
-    return {one.id: (one.output_ids, one.finish_reason) for one in done}
+    return {one.id: (one.output_ids, one.finish_reason) for one in completions(events)}
 
 
 def check_pages(one: Scheduler) -> None:
@@ -178,7 +180,7 @@ def test_statistics():
     stats = one.stats()
     assert (stats.waiting, stats.prefilling, stats.running) == (2, 1, 1)
     assert 0 < stats.pages_used < stats.pages_total
-    done = [event for event in drain(one) if isinstance(event, RequestOutput)]
+    done = completions(drain(one))
     stats = one.stats()
     assert (stats.waiting, stats.prefilling, stats.running, stats.pages_used) == (0, 0, 0, 0)
     assert (stats.prefill_tokens, stats.prefill_chunks) == (50, 6)
@@ -244,22 +246,22 @@ def test_soak(temperature):
 
 def test_a_cached_prompt_leaves_its_last_token_to_compute():
     """Even where the prompt fills its pages: the first output token needs a row of logits."""
-    one = Scheduler(few())
-    (prompt,) = random_prompts([16])
+    one = Scheduler(shared_engine("dflash"))
+    (prompt,) = random_prompts([32])
     wanted = expected([prompt], [9], temperature=0.0)[0]
-    for cached in (0, 8):
+    for cached in (0, 16):
         (request,) = make_requests([prompt], 9)
         one.submit(request)
         events = drain(one)
         assert outputs(events) == {request.id: wanted}
-        assert [e.cached_tokens for e in events if isinstance(e, RequestOutput)] == [cached]
+        assert [e.cached_tokens for e in completions(events)] == [cached]
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_dispatch_ends_early_only_for_requests_that_wait(waiting):
     """The first sequence ends after one cycle, and would leave its slot idle for five."""
     prompts, limits = random_prompts([5, 7, 3, 9])[: 3 + waiting], [2, 14, 14, 14][: 3 + waiting]
-    plain = engine(drafter("autoregressive"), batch_size=3, sync_every=6, max_length=96)
+    plain = engine(batch_size=3, sync_every=6, max_length=96)
     watch = Counted(plain)
     one = Scheduler(watch, fill_at_once=True)
     for request in make_requests(prompts, limits):
@@ -279,19 +281,18 @@ def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
     ((said, _),) = outputs(drain(one)).values()
     assert (said, "length") == expected([prompt], [32], temperature=0.0)[0]
     one.submit(dataclasses.replace(request, prompt=(*prompt, *said, 1), max_new_tokens=2))
-    (done,) = (event for event in drain(one) if isinstance(event, RequestOutput))
+    (done,) = completions(drain(one))
     assert done.cached_tokens == 16, "of 48 that the target has"
 
 
 def test_pages_are_shared_by_requests_of_one_salt_alone():
-    one = Scheduler(few())
+    one = Scheduler(shared_engine("dflash"))
     (prompt,) = random_prompts([33])
     salts = ["", "a", "", "a", "b", "ab"]
     cached = []
     for id, salt in enumerate(salts):
         one.submit(Request(id, prompt, 4, cache_salt=salt))
-        while not one.idle:
-            cached += [e.cached_tokens for e in one.step() if isinstance(e, RequestOutput)]
+        cached += [done.cached_tokens for done in completions(drain(one))]
     assert cached == [0, 0, 32, 32, 0, 0]
 
 

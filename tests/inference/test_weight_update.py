@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.engines import check_plain_outputs, count_compilations, engine, random_prompts
+from support.engines import (
+    check_plain_outputs,
+    count_compilations,
+    random_prompts,
+    retargeted,
+    shared_engine,
+    without_prefix_cache,
+)
 from support.foreign_trees import LORA_ALPHA, arrays, hf_tree, maxtext_tree, tunix_tree
 from support.models import ARCHITECTURE, family_architecture, make_architecture, make_sharding
 from support.models import target as shared_target
@@ -124,7 +131,7 @@ def test_an_engine_decodes_with_the_new_weights_and_compiles_nothing():
     shared = shared_target()
     model = fresh(arch=ARCHITECTURE)
     tree, other = jax.device_put(hf_tree(shared)), jax.device_put(hf_tree(model))
-    run = engine(on=model, batch_size=8, sync_every=8, max_length=128)
+    run = without_prefix_cache(retargeted(shared_engine("none"), model))
     prompts, limits = random_prompts([9, 16, 10]), [20, 12, 9]
     run.compile([16])
     run.update_weights(tree)

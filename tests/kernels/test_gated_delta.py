@@ -1,7 +1,6 @@
 """Tests of the gated delta rule and its convolution, against the recurrence in float64."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +13,9 @@ BATCH, KEY_HEADS, VALUE_HEADS, KEY_WIDTH, VALUE_WIDTH = 2, 2, 4, 5, 3
 ROWS = 9
 solve_block = jax.jit(gated_delta.solve_block)
 advance = jax.jit(gated_delta.advance)
+scan_blocks = jax.jit(gated_delta.scan_blocks, static_argnums=6)
+causal_conv = jax.jit(gated_delta.causal_conv)
+last_rows = jax.jit(gated_delta.last_rows)
 
 
 def make_rows(rows, seed=0):
@@ -59,6 +61,7 @@ def test_outputs_and_states_of_every_path_are_those_of_the_recurrence(seed, is_t
     if is_tree:
         ancestry = random_ancestry(np.random.default_rng(seed), BATCH, ROWS)
     outputs, block = solve_block(*arrays, ancestry if is_tree else None)
+    outputs = np.asarray(outputs)
     paths = [[np.flatnonzero(ancestry[b, row]) for row in range(ROWS)] for b in range(BATCH)]
     for b in range(BATCH):
         for row in range(ROWS):
@@ -79,7 +82,7 @@ def test_outputs_and_states_of_every_path_are_those_of_the_recurrence(seed, is_t
 @pytest.mark.parametrize("rows", [1, 8, 21])
 def test_a_long_chain_is_computed_block_by_block(rows):
     arrays = make_rows(rows)
-    outputs, states = jax.jit(gated_delta.scan_blocks, static_argnums=6)(*arrays, 8)
+    outputs, states = scan_blocks(*arrays, 8)
     for b in range(BATCH):
         last, state = recurrence(arrays, range(rows), b)
         np.testing.assert_allclose(outputs[b, -1], last, rtol=1e-4, atol=1e-5)
@@ -90,16 +93,16 @@ def test_padding_and_forgetting():
     arrays = make_rows(12)
     *_, log_decay, beta, state = arrays
     log_decay[:, 8:], beta[:, 8:] = 0, 0
-    _, states = gated_delta.scan_blocks(*arrays, block_size=5)
+    _, states = scan_blocks(*arrays, 5)
     cut = [x[:, :8] for x in arrays[:-1]]
-    _, wanted = gated_delta.scan_blocks(*cut, state, block_size=5)
+    _, wanted = scan_blocks(*cut, state, 5)
     np.testing.assert_allclose(states, wanted, rtol=1e-5, atol=1e-6)
     # A row that forgets begins a sequence of its own.
     log_decay[:, 3] = gated_delta.FORGET
-    outputs, _ = gated_delta.scan_blocks(*arrays, block_size=5)
+    outputs, _ = scan_blocks(*arrays, 5)
     fresh = [x[:, 3:] for x in arrays[:-1]]
-    wanted, _ = gated_delta.scan_blocks(*fresh, jnp.zeros_like(state), block_size=5)
-    np.testing.assert_allclose(outputs[:, 3:], wanted, rtol=1e-5, atol=1e-6)
+    wanted, _ = scan_blocks(*fresh, np.zeros_like(state), 5)
+    np.testing.assert_allclose(np.asarray(outputs)[:, 3:], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_heads_that_do_not_divide_are_an_error():
@@ -121,7 +124,7 @@ def test_convolutions_follow_the_path_to_each_row(seed, is_tree):
     if is_tree:
         ancestry = random_ancestry(rng, BATCH, ROWS)
     given_mask = ancestry if is_tree else None
-    result = gated_delta.causal_conv(rows, before, weights, ancestry=given_mask)
+    result = np.asarray(causal_conv(rows, before, weights, ancestry=given_mask))
     for b in range(BATCH):
         for row in range(ROWS):
             path = np.concatenate([before[b], rows[b, ancestry[b, row]]])
@@ -131,7 +134,7 @@ def test_convolutions_follow_the_path_to_each_row(seed, is_tree):
     paths = [np.flatnonzero(ancestry[0, -1]), np.flatnonzero(ancestry[1, 1])]
     path = np.stack([np.pad(each, (0, ROWS - len(each))) for each in paths])
     count = np.array([len(paths[0]), 0])
-    kept = gated_delta.last_rows(before, rows, count, path if is_tree else None)
+    kept = np.asarray(last_rows(before, rows, count, path if is_tree else None))
     wanted = np.concatenate([before[0], rows[0, paths[0]]])[1 - width :]
     np.testing.assert_array_equal(kept[0], wanted)
     np.testing.assert_array_equal(kept[1], before[1])
@@ -142,6 +145,6 @@ def test_convolutions_do_not_cross_documents():
     rows, weights = rng.normal(size=(1, 7, 2)), rng.normal(size=(2, 4))
     before = np.zeros((1, 3, 2))
     segments = np.array([[1, 1, 1, 2, 2, 2, 2]])
-    result = gated_delta.causal_conv(rows, before, weights, segment_ids=segments)
-    alone = gated_delta.causal_conv(rows[:, 3:], before, weights)
+    result = np.asarray(causal_conv(rows, before, weights, segment_ids=segments))
+    alone = causal_conv(rows[:, 3:], before, weights)
     np.testing.assert_allclose(result[:, 3:], alone, rtol=1e-5, atol=1e-6)

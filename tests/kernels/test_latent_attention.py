@@ -79,7 +79,7 @@ def check_kernel(case, sizes=LATENT_ATTENTION):
         np.testing.assert_array_equal(found[:, kept], wanted[:, kept])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data())
 def test_the_reference_is_dense_attention(data):
     """Each shape is compiled, so there are two per kind of pages, with many different values."""

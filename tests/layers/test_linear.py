@@ -138,7 +138,7 @@ def test_gradients_of_products(kind, dtype):
         outputs = module(x) if kind == "linear" else module.attend(x)
         return jnp.sum(outputs.astype(jnp.float32) * slopes)
 
-    ours = jax.grad(total, argnums=(0, 1))(x, weights)
+    ours = jax.jit(jax.grad(total, argnums=(0, 1)))(x, weights)
     x, weights, slopes = wide(x, weights, slopes)
     by_x = slopes @ (weights if table else weights.T)
     by_weights = np.einsum("btd,btf->df", x, slopes)

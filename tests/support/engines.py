@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from dflash.inference.cycle.state import DecodeState
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, RequestOutput, RequestSampling
+from dflash.inference.scheduler import Scheduler
 from dflash.models.decoder import Decoder
 from dflash.offline import decoding
 from support.forms import Form
@@ -157,12 +158,27 @@ def decode(
     run: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int] | int, **options
 ) -> list[RequestOutput]:
     """Completions of all prompts, in their order; `options` as for `make_requests`."""
-    requests = make_requests(prompts, limits, **options)
-    events = decoding.decode(run, requests)
-    done = [event for event in events if isinstance(event, RequestOutput)]
-    done.sort(key=lambda completion: completion.id)
-    assert [one.id for one in done] == [request.id for request in requests]
+    return decode_all(run, make_requests(prompts, limits, **options))
+
+
+def decode_all(run: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
+    """Returns the completions of requests, in the order of their ids."""
+    done = completions(decoding.decode(run, requests))
+    assert [one.id for one in done] == sorted(request.id for request in requests)
     return done
+
+
+def completions(events: Iterable) -> list[RequestOutput]:
+    """Returns the completions among events, in the order of their ids."""
+    return sorted((e for e in events if isinstance(e, RequestOutput)), key=lambda e: e.id)
+
+
+def drain(scheduler: Scheduler) -> list:
+    """Returns the events until nothing is left to do."""
+    events = []
+    while not scheduler.idle:
+        events += scheduler.step()
+    return events
 
 
 def check_plain_outputs(

@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash.config import registry, schema
 from dflash.drafters.base import Drafter
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.layers.recurrent_state import RecurrentState
 from dflash.models.decoder import Decoder
 from dflash.models.dense import Qwen3
@@ -227,6 +228,22 @@ def _drafter_config(config_class, block_size, tree, short_pass):
             fields = {field.name for field in dataclasses.fields(kind)}
             options[group] = kind(**{key: values[key] for key in fields & set(values)})
     return config_class(**{key: value for key, value in options.items() if key in known})
+
+
+def greedy(batch: int) -> SequenceSampler:
+    """A sampler that takes the largest logits of each of `batch` sequences."""
+    nothing = jnp.asarray(np.zeros(batch, np.float32))
+    keys, top_k = (jnp.asarray(np.zeros((batch, 2), np.uint32)), jnp.asarray(np.zeros(batch, int)))
+    ones = jnp.asarray(np.ones(batch, np.float32))
+    return SequenceSampler(SamplingParams(keys, nothing, top_k, ones, nothing))
+
+
+def check_same_weights(one, other) -> None:
+    """Asserts that two modules have the same arrays under the same paths."""
+    pairs = zip(parameters.named_arrays(one), parameters.named_arrays(other), strict=True)
+    for (path, mine), (_, theirs) in pairs:
+        assert mine.get_value().dtype == theirs.get_value().dtype, path
+        np.testing.assert_array_equal(mine.get_value(), theirs.get_value(), err_msg=path)
 
 
 def make_cache(target, batch: int, max_length: int, *, page_size: int = 8):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dflash_cases import CAUSAL, FULL, cut, make_shape, weights_of, with_weights
@@ -74,7 +75,8 @@ ROWS = st.lists(
 def test_blocks_by_loops(rows, seed):
     batch = make_batch(rows, seed=seed)
     anchors = make_anchors(batch, 6, seed)
-    blocks = jax.tree.map(np.asarray, cut(make_drafter(FULL, NEAR), batch, anchors))
+    blocks = cut(make_drafter(FULL, NEAR), batch, anchors)
+    batch, anchors, blocks = jax.tree.map(np.asarray, (batch, anchors, blocks))
     for b in range(2):
         for j in range(6):
             a, valid = int(anchors.index[b, j]), bool(anchors.valid[b, j])
@@ -108,6 +110,7 @@ def eligible(batch):
 def test_anchors_are_drawn_among_supervised_positions(rows, count, seed):
     batch = make_batch(rows, seed=seed)
     anchors = jax.jit(sample_anchors, static_argnums=1)(batch, count, jax.random.key(seed))
+    anchors = jax.tree.map(np.asarray, anchors)
     assert anchors.index.shape == anchors.valid.shape == (2, min(count, LENGTH - 1))
     places = eligible(batch)
     for b in range(2):
@@ -148,7 +151,7 @@ def test_blocks_are_run_as_the_decode_loop_does(views):
 
 def log_softmax(hidden, target, temperature):
     logits = np.asarray(target.unembed(hidden), np.float64) / temperature
-    return np.asarray(jax.nn.log_softmax(logits), np.float64)
+    return scipy.special.log_softmax(logits, axis=-1)
 
 
 def loss_by_loops(drafter, target, batch, anchors, options):
@@ -156,6 +159,7 @@ def loss_by_loops(drafter, target, batch, anchors, options):
     blocks = cut(drafter, batch, anchors)
     log_probs = log_softmax(hidden_of(drafter)(batch, blocks), target, options.temperature)
     of_target = log_softmax(batch.hidden, target, options.temperature)
+    batch, anchors, blocks = jax.tree.map(np.asarray, (batch, anchors, blocks))
     gamma = BLOCK / 2 if options.gamma is None else options.gamma  # a block of 4 is half of 8
     total = weight_sum = correct_sum = counted_sum = 0.0
     lengths = []
@@ -225,7 +229,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["decay", "plain", "dpace", "kl"])
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(rows=ROWS, share=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 999))
 def test_loss_by_loops(options, rows, share, seed):
     drafter = make_drafter(FULL, NEAR)
@@ -233,7 +237,7 @@ def test_loss_by_loops(options, rows, share, seed):
     anchors = make_anchors(batch, 5, seed)
     # Labels that the drafter would get right, here and there: runs are then longer than none.
     greedy = hidden_of(drafter)(batch, cut(drafter, batch, anchors))
-    guesses = make_target().unembed(greedy).argmax(-1)
+    guesses = np.asarray(make_target().unembed(greedy)).argmax(-1)
     tokens = np.array(batch.tokens)
     for b, j in np.ndindex(*anchors.index.shape):
         first = int(anchors.index[b, j]) + 1
@@ -286,7 +290,7 @@ def test_a_divergence_needs_the_targets_hidden_states():
 
 def test_many_devices_equal_one():
     mesh = (("data", 2), ("fsdp", 2), ("tensor", 2))
-    one, many = make_drafter(FULL, NEAR), make_drafter(FULL, NEAR, mesh=mesh)
+    one, many = make_drafter(NEAR), make_drafter(NEAR, mesh=mesh)
     batch = make_batch([[LENGTH], [6, 10], [3], [9, 9]] * 2)
     options = LossConfig(name="kl", kl_weight=0.5, num_anchors=4)
 

@@ -156,8 +156,11 @@ def test_the_structure_of_trees(case):
         anchor, *drafts = vectors[f"cycle{cycle}_draft_tokens"][0].tolist()
         assert ids[0, count] == anchor
         proposal = steps.draft(ids, jnp.int32(count))
-        rows = tree.from_parents(proposal.parents)
-        mine = paths(anchor, proposal.tokens[0], rows.ancestry[0], rows.depth[0])
+        rows = jax.jit(tree.from_parents)(proposal.parents)
+        drafted, ancestry, depth = (
+            np.asarray(x)[0] for x in (proposal.tokens, rows.ancestry, rows.depth)
+        )
+        mine = paths(anchor, drafted, ancestry, depth)
         mask, depth = (vectors[f"cycle{cycle}_tree_{name}"] for name in ("mask", "position_ids"))
         assert sorted(mine) == sorted(paths(anchor, drafts, mask[0, 0], depth))
         count += int(vectors["tree_accept_lengths"][cycle]) + 1

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.models import make_architecture, make_sharding, make_target
+import scipy.special
+from support.models import (
+    check_same_weights,
+    greedy,
+    make_architecture,
+    make_sharding,
+    make_target,
+)
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -16,7 +23,6 @@ from dflash.drafters.base_config import MarginalTree
 from dflash.drafters.medusa import Medusa
 from dflash.drafters.medusa_config import MedusaArchitecture, MedusaConfig, MedusaShape
 from dflash.drafters.parts.blocks import Anchors
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.layers.losses import TrainBatch
 from dflash.loading import models
 from dflash.parallel import parameters
@@ -65,34 +71,30 @@ def plain_log_probs(model, feature):
     values = {path: np.asarray(p.get_value()) for path, p in parameters.named_parameters(model)}
     x = np.asarray(feature, np.float64)
     x = x / np.sqrt(np.mean(x * x) + ARCH.rms_norm_eps) * values["norm.scale"]
-    found = []
+    kernel, found = np.asarray(make_target().lm_head.kernel[...], np.float64), []
     for i in range(BLOCK - 1):
         z = x @ values[f"heads.{i}.linear.kernel"]
-        hidden = jnp.asarray(x + z / (1 + np.exp(-z)), jnp.float32)
-        found.append(jax.nn.log_softmax(make_target().unembed(hidden[None, None])[0, 0]))
-    return np.asarray(jnp.stack(found))
+        found.append(scipy.special.log_softmax((x + z / (1 + np.exp(-z))) @ kernel))
+    return np.stack(found)
 
 
 def test_drafts_come_from_the_row_before_the_anchor():
     model, batch = make_drafter(), make_batch()
-    state = jnp.ones((2, ARCH.hidden_size))
-    count = jnp.asarray([3, 0])
-    state = model.observe(
-        state, jnp.zeros(2, int), batch.tokens, count, batch.features[:, :-1], None
-    )
-    np.testing.assert_array_equal(state[0], batch.features[0, 2])
+    count, features = np.array([3, 0]), np.asarray(batch.features)
+
+    @jax.jit
+    def cycle(state):
+        start = jnp.zeros(2, int)
+        state = model.observe(state, start, batch.tokens, count, features[:, :-1], None)
+        anchor = batch.tokens[:, 3]
+        proposal, after = model.draft(state, anchor, count, greedy(2), make_target())
+        assert after is state
+        return state, proposal.tokens
+
+    state, drafts = map(np.asarray, cycle(np.ones((2, ARCH.hidden_size), np.float32)))
+    np.testing.assert_array_equal(state[0], features[0, 2])
     np.testing.assert_array_equal(state[1], 1.0)  # nothing was committed
-    params = SamplingParams(
-        jnp.zeros((2, 2), jnp.uint32),
-        jnp.zeros(2),
-        jnp.zeros(2, jnp.int32),
-        jnp.ones(2),
-        jnp.zeros(2),
-    )
-    sampler = SequenceSampler(params)
-    proposal, after = model.draft(state, batch.tokens[:, 3], count, sampler, make_target())
-    assert after is state
-    for row, tokens in zip(state, proposal.tokens.tolist(), strict=True):
+    for row, tokens in zip(state, drafts.tolist(), strict=True):
         assert tokens == plain_log_probs(model, row).argmax(-1).tolist()
 
 
@@ -100,9 +102,9 @@ def test_fresh_heads_say_what_the_target_says_next():
     shape = Medusa.architecture_for(ARCH, None)
     model = Medusa(shape, dtype=jnp.float32, sharding=make_sharding())
     parameters.initialize(model, jax.random.key(0))
-    ahead = model.look_ahead(make_batch().features)
+    ahead = np.asarray(jax.jit(model.look_ahead)(make_batch().features))
     assert ahead.shape == (2, LENGTH, shape.block_size, ARCH.hidden_size)
-    np.testing.assert_array_equal(ahead, jnp.broadcast_to(ahead[..., :1, :], ahead.shape))
+    np.testing.assert_array_equal(ahead, np.broadcast_to(ahead[..., :1, :], ahead.shape))
 
 
 def run_loss(model, options, batch):
@@ -124,6 +126,7 @@ def test_loss_by_loops():
     """Anchors 0 and 5 begin a document, so nothing comes before them."""
     model, batch, gamma = make_drafter(), make_batch(), 4.5
     loss, metrics, grads = run_loss(model, LossConfig(gamma=gamma), batch)
+    batch = jax.tree.map(np.asarray, batch)
     total = weights = correct = counted = 0.0
     lengths = []
     for b, a in [(0, 3), (0, 10), (1, 4), (1, 7)]:
@@ -160,10 +163,7 @@ def test_checkpoints_come_back(tmp_path):
     models.load_weights(found, source)
     assert found.shape == model.shape
     assert found.num_draft_tokens == 2
-    for (path, mine), (_, other) in zip(
-        parameters.named_parameters(model), parameters.named_parameters(found), strict=True
-    ):
-        np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=path)
+    check_same_weights(found, model)
 
 
 def create(hf=None, **options) -> Medusa:

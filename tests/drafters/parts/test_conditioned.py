@@ -114,17 +114,27 @@ def test_golden_block(case):
     assert (wanted["draft_tokens"] != wanted["base_argmax"]).any(), "nothing was corrected"
 
 
+@functools.cache
+def conditioner(case: str):
+    drafter = model(case)
+    return jax.jit(
+        lambda previous, hidden, memory: drafter.condition(
+            previous, drafter.prepare(hidden), memory
+        )
+    )
+
+
 def condition_along(case: str):
     """Yields each position's hidden state, base logits, previous token and vectors [1, r]."""
     drafter, found, (_, anchor) = model(case), drafted(case), inputs(case)
     rows = slice(drafter.first_row, None)
+    condition = conditioner(case)
     memory, previous = drafter.fresh_memory(1), anchor
     positions = zip(found["hidden"][rows], found["base"][rows], found["tokens"], strict=True)
     for hidden, base, token in positions:
-        hidden, base = jnp.asarray(hidden)[None], jnp.asarray(base)[None]
-        made, memory = drafter.condition(previous, drafter.prepare(hidden), memory)
-        yield hidden, base, previous, made
-        previous = jnp.asarray([token], jnp.int32)
+        made, memory = condition(previous, hidden[None], memory)
+        yield hidden[None], base[None], previous, made
+        previous = np.array([token], np.int32)
 
 
 def one_prefix(rows):
@@ -162,13 +172,17 @@ def test_temperatures_calibrate_the_confidence_and_no_token():
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_corrections_and_confidence(kind):
     drafter, wanted = model(kind), vectors(kind)
-    for k, (hidden, base, previous, made) in enumerate(condition_along(kind)):
-        logits, sampler = drafter.correct(
-            one_prefix(drafter.choices(base)), one_prefix(made), GREEDY
-        )
+
+    @jax.jit
+    def correct(hidden, base, previous, made):
+        likely = one_prefix(drafter.choices(base))
+        logits, sampler = drafter.correct(likely, one_prefix(made), GREEDY)
         assert sampler is GREEDY
-        np.testing.assert_allclose(logits[0, 0], wanted["corrected_logits"][k], **TOLERANCE)
-        odds = drafter.confidence(hidden, previous)[0]
+        return logits[0, 0], drafter.confidence(hidden, previous)[0]
+
+    for k, position in enumerate(condition_along(kind)):
+        logits, odds = correct(*position)
+        np.testing.assert_allclose(logits, wanted["corrected_logits"][k], **TOLERANCE)
         np.testing.assert_allclose(odds, wanted["confidence_logits"][k], **TOLERANCE)
 
 

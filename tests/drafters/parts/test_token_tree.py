@@ -5,7 +5,6 @@ import heapq
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -99,10 +98,10 @@ def test_the_search_itself_against_all_prefixes():
 
 
 def test_a_confident_drafter_gets_a_chain_and_an_uncertain_one_a_broad_tree():
-    sure = jnp.log(jnp.tile(jnp.array([0.9, 0.06, 0.04]), (1, 4, 1)))
-    unsure = jnp.log(jnp.tile(jnp.array([0.4, 0.35, 0.25]), (1, 4, 1)))
-    assert token_tree.best_first(sure, 4).depth.tolist() == [[0, 1, 2, 3]]
-    bush = token_tree.best_first(unsure, 4)
+    shares = np.array([[0.9, 0.06, 0.04], [0.4, 0.35, 0.25]], np.float32)
+    sure, unsure = np.tile(np.log(shares)[:, None, None], (1, 1, 4, 1))
+    assert best_first(sure, 4).depth.tolist() == [[0, 1, 2, 3]]
+    bush = best_first(unsure, 4)
     assert prefixes(bush, 0) == [(0,), (1,), (2,), (0, 0)]
 
 
@@ -115,8 +114,9 @@ class FixedSampler:
 
 
 def test_tokens_of_a_proposal():
-    logits = jnp.log(jnp.array([[[0.1, 0.7, 0.2], [0.05, 0.15, 0.8]]]))
-    proposal = token_tree.propose(logits, jnp.arange(2)[None], FixedSampler(), 4)
+    logits = np.log(np.array([[[0.1, 0.7, 0.2], [0.05, 0.15, 0.8]]], np.float32))
+    propose = jax.jit(lambda *rows: token_tree.propose(*rows, FixedSampler(), 4))
+    proposal = propose(logits, np.arange(2)[None])
     # 0.7: 1; 0.56: 1 2; 0.2: 2; 0.16: 2 2
     assert proposal.tokens.tolist() == [[1, 2, 2, 2]]
     assert proposal.parents.tolist() == [[0, 1, 0, 3]]

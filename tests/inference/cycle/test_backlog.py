@@ -6,25 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.models import ARCHITECTURE, drafter, make_sharding, takes, target, zeros
+from support.models import ARCHITECTURE, drafter, greedy, make_sharding, takes, target, zeros
 
 from dflash.config import registry
 from dflash.drafters.base import Drafter
 from dflash.inference.cycle import backlog
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 
 NAMES = [name for name in sorted(registry.DRAFTERS) if takes(name, "block_size")]
 BATCH, CONTEXT, ROWS = 3, 7, 4
 WAITING = np.array([0, 1, ROWS])  # rows that each sequence has put aside
-GREEDY = SequenceSampler(
-    SamplingParams(
-        jnp.zeros((BATCH, 2), jnp.uint32),
-        jnp.zeros(BATCH),
-        jnp.zeros(BATCH, jnp.int32),
-        jnp.ones(BATCH),
-        jnp.zeros(BATCH),
-    )
-)
+GREEDY = greedy(BATCH)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """Tests of the choice of rows: its regret on scripted streams, and what it learns from a cycle."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,11 @@ def block(counts, num_drafts: int = DRAFTS, parents=None, confidence=None) -> Bl
     whole = Block.of(Proposal(tokens, parents, confidence=confidence), anchor, anchor, 99)
     packing = None if confidence is None else "packed"
     return dataclasses.replace(whole, counts=jnp.asarray(counts), packing=packing)
+
+
+@jax.jit
+def choose(choice: ChosenRows, active, left) -> ChosenRows:
+    return choice.choose(active, left)
 
 
 def learn(choice: ChosenRows, rows: Block, accepted, left=FAR, active=True) -> ChosenRows:
@@ -151,20 +157,21 @@ def test_regret_against_the_best_fixed_size(batch):
     assert min(found.values()) > 0.97, found
 
 
+@jax.jit
+def learn_and_choose(choice: ChosenRows, rows, accepted) -> ChosenRows:
+    choice = learn(choice, block(rows), jnp.minimum(accepted, rows - 1))
+    return choice.choose(jnp.ones(len(rows), bool), jnp.full(len(rows), FAR))
+
+
 def run(choice: ChosenRows, accept, cycles: int) -> np.ndarray:
     """The choices of some cycles; accept(cycle) is the drafts that the largest block accepts."""
     sizes, indices = choice.choices.block_sizes, []
     batch = len(choice.by_sequence.tried)
-    step = jax.jit(
-        lambda choice, rows, accepted: learn(
-            choice, block(rows), jnp.minimum(accepted, rows - 1)
-        ).choose(jnp.ones(batch, bool), jnp.full(batch, FAR))
-    )
-    choice = choice.choose(jnp.ones(batch, bool), jnp.full(batch, FAR))
+    choice = choose(choice, np.ones(batch, bool), np.full(batch, FAR))
     for cycle in range(cycles):
         indices.append(int(choice.index))
-        rows = jnp.full(batch, sizes[indices[-1]])
-        choice = step(choice, rows, jnp.full(batch, accept(cycle)))
+        rows = np.full(batch, sizes[indices[-1]])
+        choice = learn_and_choose(choice, rows, np.full(batch, accept(cycle)))
     return np.array(indices)
 
 
@@ -183,8 +190,9 @@ def test_trials_cost_a_small_fraction_of_the_time():
 
 def test_another_run_begins_with_what_was_learnt_and_doubts_it():
     choice = blank(4, TABLES["even"])
+    step = jax.jit(lambda choice: learn(choice, block([8] * 4), [DRAFTS] * 4))
     for _ in range(100):
-        choice = learn(choice, block([8] * 4), [DRAFTS] * 4)
+        choice = step(choice)
     fresh = blank(4, TABLES["even"]).with_learnt(choice.learnt)
     assert run(fresh, lambda cycle: DRAFTS, 1)[0] == 3
     assert np.mean(run(fresh, lambda cycle: 0, 60)[20:] == 0) > 0.9
@@ -202,7 +210,7 @@ def test_the_choice_is_the_most_expected_tokens_per_second(seed):
     sure = dataclasses.replace(choice.by_sequence, tried=tried, accepted=tried * rates)
     poor = dataclasses.replace(choice.trial, credit=jnp.float32(0))
     choice = dataclasses.replace(choice, by_sequence=sure, trial=poor)
-    choice = choice.choose(jnp.array(active), jnp.array(left))
+    choice = choose(choice, active, left)
     speeds = []
     for size, cost in zip(SIZES, seconds, strict=True):
         tokens = 0.0
@@ -253,8 +261,9 @@ def test_a_plain_cycle_earns_and_teaches_nothing():
 
 def test_a_new_sequence_knows_what_the_pool_knows():
     choice = blank(3, np.ones(4))
+    step = jax.jit(lambda choice: learn(choice, block([8] * 3), [0, 7, 7]))
     for _ in range(100):
-        choice = learn(choice, block([8] * 3), [0, 7, 7])
+        choice = step(choice)
     rates = np.asarray(choices.rates(choice.by_sequence, choice.pool))
     assert rates[0, 0] < 0.12 < 0.9 < rates[1, 0]
     rates = np.asarray(choices.rates(choice.insert(jnp.int32(0)).by_sequence, choice.pool))
@@ -268,10 +277,16 @@ def test_rates_of_trees_are_chances():
     # Of three drafts the second and the third follow the anchor and the first one.
     rows = block([4, 3], 3, parents=jnp.array([[0, 0, 1]] * 2))
     first, second = [0, 2, 0], [0, 1, 3]  # Rows of the two paths.
+
+    @jax.jit
+    def step(choice, accepted, paths):
+        result = VerifyResult(accepted, paths, accepted)
+        return choice.learn(rows, result, accepted + 1, jnp.full(2, FAR))
+
     for paths in [(first, second)] * 300 + [(second, second)] * 30:
-        accepted = jnp.array([1 if path is first else 2 for path in paths])
-        result = VerifyResult(accepted, jnp.array(paths), accepted)
-        choice = choice.learn(rows, result, accepted + 1, jnp.full(2, FAR))
+        accepted = np.array([1 if path is first else 2 for path in paths])
+        choice = step(choice, accepted, np.array(paths))
+    result = VerifyResult(accepted, jnp.array(paths), accepted)
     rates = choices.rates(choice.by_sequence, choice.pool)
     known = division.survival(rates, jnp.ones(2, bool), jnp.full(2, FAR), trees=True)
     assert (np.diff(known, axis=1) <= 0).all()
@@ -316,14 +331,19 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
 
 def test_a_division_is_left_if_it_gains_nothing_and_tried_again_later():
     choice, chosen, batch = blank(3, [1.0, 1.8, 3.0, 1.7], CONFIDENT), [], 3
-    everyone, far = jnp.ones(batch, bool), jnp.full(batch, FAR)
+    everyone, far = np.ones(batch, bool), np.full(batch, FAR)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def step(choice, divides, rows, accepted):
+        confidence = jnp.full((batch, 3), 0.5) if divides else None
+        return learn(choice, block(rows, 3, confidence=confidence), accepted)
+
     for cycle in range(800):
-        choice = choice.choose(everyone, far)
+        choice = choose(choice, everyone, far)
         divides = int(choice.index) == 3
         # Every second draft is accepted, whatever the confidence, and so no division gains.
         rows, accepted = (2 if int(choice.index) else 1), cycle % 2 if int(choice.index) else 0
-        confidence = jnp.full((batch, 3), 0.5) if divides else None
-        choice = learn(choice, block([rows] * batch, 3, confidence=confidence), [accepted] * batch)
+        choice = step(choice, divides, np.full(batch, rows), np.full(batch, accepted))
         chosen.append(divides)
     assert chosen.index(True) < 50
     assert 0 < np.mean(chosen[100:]) < 0.3

@@ -15,6 +15,7 @@ token_batches = st.lists(token_lists, min_size=BATCH, max_size=BATCH)
 
 from_parents = jax.jit(trees.from_parents)
 coupled_tree = jax.jit(verify.coupled_tree)
+coupled_chain = jax.jit(verify.coupled_chain)
 
 
 def ancestors(parents, row: int) -> list[int]:
@@ -27,7 +28,7 @@ def ancestors(parents, row: int) -> list[int]:
 
 @given(batches)
 def test_ancestry_and_depth(parents):
-    tree = from_parents(np.array(parents, np.int32))
+    tree = jax.tree.map(np.asarray, from_parents(np.array(parents, np.int32)))
     for b in range(BATCH):
         for row in range(DRAFTS + 1):
             line = ancestors(parents[b], row)
@@ -59,7 +60,7 @@ def test_the_longest_matching_path_is_accepted(parents, draft, sampled):
 @given(token_batches, token_batches)
 def test_a_chain_is_a_tree(draft, sampled):
     draft, sampled = np.array(draft, np.int32)[:, :DRAFTS], np.array(sampled, np.int32)
-    chain = verify.coupled_chain(draft, sampled)
+    chain = coupled_chain(draft, sampled)
     parents = np.tile(np.arange(DRAFTS, dtype=np.int32), (BATCH, 1))
     as_tree = coupled_tree(draft, sampled, from_parents(parents))
     np.testing.assert_array_equal(chain.num_accepted, as_tree.num_accepted)

@@ -43,14 +43,14 @@ def arrays(top_k, top_p):
     return jnp.array(top_k, jnp.int32), jnp.array(top_p, jnp.float32)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.lists(exponents, min_size=4, max_size=4),
     st.tuples(wanted_k, wanted_k),
     st.tuples(wanted_p, wanted_p),
 )
 def test_what_stays_is_what_a_sort_leaves(rows, top_k, top_p):
-    logits = jnp.log(2.0 ** np.array(rows, np.float32).reshape(2, 2, VOCAB))
+    logits = np.log(2.0 ** np.array(rows, np.float32).reshape(2, 2, VOCAB))
     # The mass of a tied row is exact in powers of two only, so its largest weight must be one.
     logits -= logits.max(axis=-1, keepdims=True)
     limits = arrays(top_k, top_p)
