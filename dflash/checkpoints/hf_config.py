@@ -55,16 +55,21 @@ def read_fields(
         of bounds; one line for each.
     """
     place = f"{file}: {group}" if group else file
-    for field in dataclasses.fields(schema):
-        for alias in field.metadata.get(HF_ALIASES, ()):
-            if alias in config and field.name not in config:
-                config = {**config, field.name: config[alias]}
-    built, missing, problems = typed.build_from_json(config, schema, place)
+    built, missing, problems = typed.build_from_json(_renamed(config, schema), schema, place)
     if missing:
         raise errors.CheckpointError(f"{place}: missing {', '.join(missing)}")
     if problems:
         raise errors.CheckpointError("\n".join(problems))
     return built
+
+
+def _renamed(config: Mapping[str, Any], schema: type) -> Mapping[str, Any]:
+    """Adds the fields of a dataclass that a file has under an alias."""
+    for field in dataclasses.fields(schema):
+        for alias in field.metadata.get(HF_ALIASES, ()):
+            if alias in config and field.name not in config:
+                config = {**config, field.name: config[alias]}
+    return config
 
 
 def read_some(
@@ -118,9 +123,18 @@ def check_only(config: Mapping[str, Any], name: str, supported: Any) -> None:
 
 
 def read_architecture(
-    config: Mapping[str, Any], schema: type[Architecture] = TargetArchitecture
+    config: Mapping[str, Any],
+    schema: type[Architecture] = TargetArchitecture,
+    *,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Architecture:
-    """Reads an architecture from config.json."""
+    """Reads an architecture from config.json.
+
+    Args:
+      defaults: Values of fields that the file leaves out; see `defaults_config`.
+    """
+    config = {key: config[key] for key in config if (key, config[key]) != (_NEW_ROPE, None)}
+    config = {**(defaults or {}), **_renamed(config, schema)}
     for name, supported in schema.HF_FIXED:
         check_only(config, name, supported)
     names = added_fields(schema, TargetArchitecture)
@@ -221,6 +235,8 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise errors.CheckpointError(
             f"{FILE}: rope type {_show(kind)} is not supported, only one of {names}"
         )
+    if config.get("max_position_embeddings") is not None:
+        rope = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
     missing = [field for field in _SCALING_FIELDS[kind].required if rope.get(field) is None]
     if missing:  # The schema's defaults are for configs; a checkpoint must have these fields.
         raise errors.CheckpointError(f"{FILE}: rope scaling lacks {', '.join(missing)}")

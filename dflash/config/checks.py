@@ -83,12 +83,16 @@ def shape_problems(shape: schema.TargetArchitecture) -> Iterator[Problem]:
 
 
 def _rope_problems(scaling: schema.RopeScaling) -> Iterator[Problem]:
-    """Checks that the blend between scaled and unscaled frequencies has a positive width."""
+    """Checks that the blend between scaled and unscaled frequencies has a width.
+
+    That of YaRN, whose ends are rounded outward, has one where its bounds are equal, too.
+    """
     ends = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     if scaling.rope_type not in ends:
         return
     low, high = ends[scaling.rope_type]
-    if getattr(scaling, low) >= getattr(scaling, high):
+    span = getattr(scaling, high) - getattr(scaling, low)
+    if span < 0 or (span == 0 and scaling.rope_type != "yarn"):
         keys = f"rope_scaling.{low}", f"rope_scaling.{high}"
         yield keys, f"{getattr(scaling, low)} is not below {high}={getattr(scaling, high)}"
     if scaling.rope_type == "yarn" and scaling.beta_slow == 0:

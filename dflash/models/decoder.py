@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.checkpoints import hf_config
+from dflash.checkpoints import defaults_config, hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
 from dflash.kernels.packing import Packing
 from dflash.layers import cache as kv
@@ -231,11 +231,19 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Returns the embeddings [B, T, D] of tokens int32 [B, T]."""
+        return self.table_rows(tokens)
+
+    def table_rows(self, tokens: jax.Array) -> jax.Array:
+        """Returns the rows of the embedding table, of which a family may scale its embeddings."""
         batch, _ = kv.batch_axes(tokens.shape[0], self.sharding)
         return self.sharding.constrain(self.embed_tokens(tokens), batch, None, None)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Returns logits float32 [B, T, V] of hidden states [B, T, D] after the final norm."""
+        return self.head_products(hidden)
+
+    def head_products(self, hidden: jax.Array) -> jax.Array:
+        """Returns the products with the output head, of which a family may bound its logits."""
         with jax.named_scope("unembed"):
             logits = (self.lm_head or self.embed_tokens).attend(hidden)
             batch, _ = kv.batch_axes(hidden.shape[0], self.sharding)
@@ -322,7 +330,8 @@ class Decoder(nnx.Module):
         """
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             hf_config.check_only(config, key, False)
-        return hf_config.read_architecture(config, cls.architecture_class)
+        defaults = defaults_config.of(config, cls.hf_model_type)
+        return hf_config.read_architecture(config, cls.architecture_class, defaults=defaults)
 
     @classmethod
     def config_to_hf(cls, arch: TargetArchitecture) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.checkpoints import hf_config
+from dflash.checkpoints import defaults_config, hf_config
 from dflash.layers import rotary
 from dflash.layers.attention import Attention
 from dflash.layers.linear import RMSNorm, ZeroCenteredRMSNorm
@@ -19,19 +19,6 @@ from dflash.models.decoder import Decoder
 from dflash.models.language_model import LanguageModel
 
 ROPE = "rope_parameters"
-# Fields of config.json that a file may leave out, with the values of transformers.
-_DEFAULTS = {"tie_word_embeddings": True}
-_DEFAULTS_OF_GEMMA3 = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 1e6,
-}
 
 
 class GemmaLayer(TransformerLayer):
@@ -88,13 +75,14 @@ class Gemma(Decoder):
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> WindowedArchitecture:
         """Reads config.json, whose rotary embedding may be stated by kind of layer."""
-        config = _DEFAULTS | dict(config)
+        config = {**defaults_config.of(config, cls.hf_model_type), **config}
         config["layer_types"] = config.get("layer_types") or _pattern(config)
         rope = hf_config.read_group(config, ROPE)
         if SLIDING in rope or FULL in rope:
-            local = hf_config.read_group(rope, SLIDING).get("rope_theta")
             config[ROPE] = hf_config.read_group(rope, FULL)
-            config["rope_local_base_freq"] = local
+            local = hf_config.read_group(rope, SLIDING)
+            if "rope_theta" in local:
+                config["rope_local_base_freq"] = local["rope_theta"]
         return hf_config.read_architecture(config, cls.architecture_class)
 
     @classmethod
@@ -130,11 +118,6 @@ class Gemma3Text(Gemma):
             window=self.arch.window(i),
             **build,
         )
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Gemma3Architecture:
-        """Reads config.json; published files leave out what they have in common."""
-        return super().architecture_from_hf(_DEFAULTS_OF_GEMMA3 | dict(config))
 
 
 class Gemma3(LanguageModel, Gemma3Text):

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import hf_config
+from dflash.checkpoints import defaults_config, hf_config
 from dflash.checkpoints.tensor_map import Source, Stack
 from dflash.layers import moe, rotary
 from dflash.layers.attention import Attention
@@ -166,7 +166,8 @@ class Gemma4Text(Gemma):
             raise errors.CheckpointError(
                 f"{hf_config.FILE}: {_BIDIRECTIONAL}: 'all' is not supported, only null or 'vision'"
             )
-        config = {**config, **_sizes_of_full_layers(config)}
+        config = {**defaults_config.of(config, cls.hf_model_type), **config}
+        config |= _sizes_of_full_layers(config)
         rope = dict(hf_config.read_group(config, ROPE))
         full = dict(hf_config.read_group(rope, FULL))
         if full:

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from dflash.checkpoints import hf_config
+from dflash.checkpoints import defaults_config, hf_config
 from dflash.checkpoints.tensor_map import Source, Untransposed
 from dflash.layers import moe
 from dflash.layers.attention import Attention
@@ -61,7 +61,8 @@ class GptOss(Decoder):
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> GptOssArchitecture:
-        return hf_config.read_architecture(config, cls.architecture_class)
+        defaults = defaults_config.of(config, cls.hf_model_type)
+        return hf_config.read_architecture(config, cls.architecture_class, defaults=defaults)
 
     @classmethod
     def config_to_hf(cls, arch: GptOssArchitecture) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class LanguageModel:
         text = hf_config.read_group(config, _TEXT)
         if not text:
             raise errors.CheckpointError(f"{hf_config.FILE}: missing {_TEXT}")
-        outer = {_TIES: config[_TIES]} if _TIES in config else {}
+        outer = {"model_type": cls.text_class.hf_model_type}
+        outer |= {_TIES: config[_TIES]} if _TIES in config else {}
         return super().architecture_from_hf({**outer, **text})
 
     @classmethod

@@ -23,9 +23,6 @@ from dflash.models.config import Qwen3NextArchitecture
 from dflash.models.decoder import Decoder
 from dflash.models.language_model import LanguageModel
 
-# Fields of config.json that a file may leave out, with the values of transformers.
-_DEFAULTS = {"head_dim": 256, "intermediate_size": 5632}
-
 
 class Qwen3Next(Decoder):
     """Target family `Qwen3NextForCausalLM`, such as Qwen3-Coder-Next.
@@ -121,7 +118,7 @@ class Qwen3Next(Decoder):
         """Reads config.json, where `rope_parameters` may hold the rotated fraction."""
         rope = hf_config.read_group(config, "rope_parameters")
         fraction = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
-        return super().architecture_from_hf({**_DEFAULTS, **config, **fraction})
+        return super().architecture_from_hf({**config, **fraction})
 
     @classmethod
     def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:

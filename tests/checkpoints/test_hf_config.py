@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.models import make_architecture
 
 from dflash import errors
-from dflash.checkpoints import hf_config
+from dflash.checkpoints import defaults_config, hf_config
+from dflash.config import registry
 from dflash.config.schema import RopeScaling, TargetArchitecture, option
 from dflash.models.dense import Qwen3
 
@@ -182,7 +183,7 @@ WRONG = {
     "rope_scaling: attention_factor: expected a number >= 0 or null, got 'high'": {
         "rope_scaling": YARN | {"attention_factor": "high"}
     },
-    "rope scaling lacks original_max_position_embeddings, low_freq_factor": {
+    "rope scaling lacks low_freq_factor": {
         "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "high_freq_factor": 4.0}
     },
 }
@@ -191,6 +192,97 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_what_cannot_be_served_is_refused(message):
     assert failure(make_config(**WRONG[message])) == f"config.json: {message}"
+
+
+MODEL_TYPES = sorted(defaults_config._DEFAULTS.keys() - {"kimi_k2"})  # Not in transformers.
+# Fields of transformers' config classes that change nothing that is computed here.
+INERT = {
+    *("initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "pad_token_id"),
+    *("bos_token_id", "output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers"),
+    *("vocab_size_per_layer_input", "_sliding_window_pattern", "max_window_layers"),
+}
+# Those of some types: a window and layers that use_sliding_window=false leaves without effect, and
+# what follows from other fields.
+WITHOUT_WINDOW = {"sliding_window", "layer_types"}
+INERT_OF = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), WITHOUT_WINDOW),
+    "smollm3": WITHOUT_WINDOW | {"no_rope_layer_interval"},
+    "gemma4_text": {"use_double_wide_mlp"},  # Of layers that share keys and values.
+    "deepseek_v3": {"head_dim", "qk_head_dim", "num_key_value_heads"},
+}
+OTHER = {"use_bidirectional_attention": "all", "layer_types": ["full_attention"] * 3}
+
+
+def family_of(model_type):
+    kinds = [registry.load(entry.implementation) for entry in registry.TARGETS.values()]
+    name = model_type.replace("_moe_text", "_text")
+    return next(kind for kind in kinds if kind.hf_model_type == name)
+
+
+def as_read(kind, config):
+    """Fields of the architecture in one form, or the reason why it is refused."""
+    try:
+        arch = kind.architecture_from_hf({"hidden_size_per_layer_input": 0, **config})
+    except errors.CheckpointError as error:
+        return str(error)
+    layers = range(arch.num_hidden_layers)
+    fields = dataclasses.asdict(arch)
+    if hasattr(arch, "rotates"):
+        fields["no_rope_layers"] = [arch.rotates(layer) for layer in layers]
+    if hasattr(arch, "is_full"):
+        fields["layer_types"] = [arch.is_full(layer) for layer in layers]
+    return fields
+
+
+def theirs(model_type):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    general = transformers.PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    config = {k: v for k, v in config.items() if k not in general or k == "eos_token_id"}
+    if "hidden_size_per_layer_input" in config:  # Only models without are supported.
+        config["hidden_size_per_layer_input"] = 0
+    return config | {"model_type": model_type}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_field_that_is_left_out_has_the_default_of_transformers(model_type):
+    kind, config = family_of(model_type), theirs(model_type)
+    whole = as_read(kind, config)
+    assert isinstance(whole, dict), whole
+    assert as_read(kind, {"model_type": model_type}) == whole
+    for name in config.keys() - {"layer_types", "no_rope_layers", "model_type"}:
+        rest = {key: value for key, value in config.items() if key != name}
+        assert as_read(kind, rest) == whole, name
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_each_field_of_transformers_is_read_or_refused(model_type):
+    kind, config = family_of(model_type), theirs(model_type)
+    whole, unread = as_read(kind, config), set()
+    for name in config.keys() - INERT - INERT_OF.get(model_type, set()) - {"model_type"}:
+        value = config[name]
+        if name in OTHER:
+            value = OTHER[name]
+        elif isinstance(value, bool) or value is None:
+            value = not value
+        elif isinstance(value, dict):
+            value = {"rope_type": "other"}
+        else:
+            value = {int: 6, float: 3.0, str: "other", list: [0]}[type(value)]
+        if as_read(kind, config | {name: value}) == whole:
+            unread.add(name)
+    assert not unread
+
+
+def test_each_family_has_defaults():
+    kinds = [registry.load(entry.implementation) for entry in registry.TARGETS.values()]
+    texts = {getattr(kind, "text_class", kind).hf_model_type for kind in kinds}
+    assert texts <= defaults_config._DEFAULTS.keys()
+
+
+def test_scaling_is_of_the_context_length_unless_it_states_another():
+    config = make_config(rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert hf_config.read_architecture(config).rope_scaling.original_max_position_embeddings == 512
 
 
 YARN_SCALING = RopeScaling(
