@@ -98,6 +98,15 @@ def stored_tensors(directory: pathlib.Path) -> "dict[str, StoredTensor]":
     return safetensors_header.read_headers(directory)
 
 
+def check_tensors(module: "nnx.Module", directory: pathlib.Path) -> None:
+    """Checks that safetensors, if there are any, fit an abstract module, by their headers alone."""
+    from dflash.checkpoints import safetensors_header, safetensors_io
+
+    listing = safetensors_header.source_of(directory)
+    if listing.exists():
+        safetensors_io.find_tensors(module, safetensors_header.read_headers(directory), listing)
+
+
 def layout(directory: pathlib.Path) -> Layout:
     """Detects the layout of a checkpoint directory."""
     if any((directory / name).exists() for name in _WEIGHT_FILES):

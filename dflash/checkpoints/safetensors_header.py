@@ -7,7 +7,7 @@ import math
 import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -71,6 +71,34 @@ class StoredTensor:
         )
         shape = (last - first, *self.shape[1:]) if rows else ()
         return data.view(_DTYPES[self.code]).reshape(shape)[(slice(None), *columns) if rows else ()]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledTensor(StoredTensor):
+    """Matrix in eight bits that is read as the numbers that it stands for.
+
+    Attributes:
+      scales: Tensor of the scales, one row per block of rows.
+      block: Rows and columns that share a scale.
+    """
+
+    scales: StoredTensor
+    block: tuple[int, int]
+
+    @classmethod
+    def of(cls, values: StoredTensor, scales: StoredTensor, block: tuple[int, int] | None) -> Self:
+        """Returns the numbers of stored values; None as the block is one scale per row."""
+        return cls(**vars(values), scales=scales, block=block or (1, values.shape[-1]))
+
+    def read(self, index: Index) -> np.ndarray:
+        index = (*index, slice(0, self.shape[-1]))[:2]
+        places = [
+            np.arange(part.start, part.stop) // size
+            for part, size in zip(index, self.block, strict=True)
+        ]
+        scales = self.scales.read(tuple(slice(0, size) for size in self.scales.shape))
+        scales = scales.astype(np.float32)[np.ix_(*places)]
+        return super().read(index).astype(np.float32) * scales
 
 
 def source_of(directory: pathlib.Path) -> pathlib.Path:

@@ -25,21 +25,26 @@ from dflash.checkpoints.safetensors_header import (
     INDEX,
     PLAIN_DTYPES,
     WEIGHTS,
+    ScaledTensor,
     StoredTensor,
     read_headers,
     source_of,
 )
 from dflash.checkpoints.tensor_map import TensorPiece
+from dflash.checkpoints.weight_formats import StoredFormat
 from dflash.parallel import parameters
 from dflash.storage import files as run_files
 
 MAX_SHARD_BYTES = 5 * 2**30
 # Tensors that some older checkpoints store, and that are computed from the config here.
-IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq", "*.weight_shape")
+# Scales of activations, which are not quantized here, do not matter.
+IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq", "*.weight_shape", "*.input_scale")
 
 _PIECE_BYTES = 8 * 2**20
 _ALIGNMENT_BYTES = 64  # Alignment at which a CPU device adopts a host buffer without a copy.
 _QUANTIZED_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # Dtypes of weights with scales.
+_EIGHT_BITS = frozenset(_QUANTIZED_DTYPES.values())
+_NO_FORMAT = "; its config.json declares no quantized weights"
 _CODES = {np.dtype(dtype): code for code, dtype in (PLAIN_DTYPES | BUFFER_DTYPES).items()}
 
 
@@ -70,13 +75,8 @@ def load_tensors(
     """
     leaves = dict(parameters.named_arrays(module))
     expected = parameters.readable(module)
-    by_tensor = tensor_map.by_tensor(
-        module, ((path, leaf.shape) for path, leaf in expected.items())
-    )
-    tensors = fused_tensors.split(
-        tensors, {name: _shape(pieces) for name, pieces in by_tensor.items()}
-    )
-    _check(tensors, expected, by_tensor, module, listing)
+    tensors = find_tensors(module, tensors, listing)
+    _check_copies(tensors, module)
     parts = {}
     for path, abstract in expected.items():
         pieces = tensor_map.pieces(tensor_map.source_of(module, path), path, abstract.shape)
@@ -91,6 +91,49 @@ def load_tensors(
         # Do not bind the tensor to a name, so that it can be freed before the next one is read.
         values |= parameters.convert(leaves[path], path, _read(parts[path], expected[path]))
     parameters.assign(module, values)
+
+
+def find_tensors(
+    module: nnx.Module, tensors: Mapping[str, StoredTensor], listing: pathlib.Path
+) -> dict[str, StoredTensor]:
+    """Returns the tensors that hold the parameters of a module, which it checks without reading.
+
+    Fused tensors and quantized ones of plain parameters are replaced by views; see `load_tensors`.
+
+    Raises:
+      CheckpointError: A tensor is missing, unexpected, or has another shape or dtype.
+    """
+    expected = parameters.readable(module)
+    by_tensor = tensor_map.by_tensor(
+        module, ((path, leaf.shape) for path, leaf in expected.items())
+    )
+    tensors = fused_tensors.split(
+        tensors, {name: _shape(pieces) for name, pieces in by_tensor.items()}
+    )
+    plain = {
+        name for name, ((path, _), *_) in by_tensor.items() if expected[path].dtype.itemsize > 1
+    }
+    tensors = _dequantized(tensors, plain, getattr(module, "stored_format", None))
+    _check(tensors, expected, by_tensor, module, listing)
+    return tensors
+
+
+def _dequantized(
+    tensors: Mapping[str, StoredTensor], names: Iterable[str], stored: StoredFormat | None
+) -> dict[str, StoredTensor]:
+    """Returns the tensors, those of `names` that have scales as the numbers they stand for."""
+    result = dict(tensors)
+    for name in names if stored is not None else ():
+        scales = name.removesuffix("weight") + stored.scale_suffix
+        if scales in tensors and name in tensors and tensors[name].code in _EIGHT_BITS:
+            files.check_shape(
+                tensors[scales].file,
+                scales,
+                tensors[scales].shape,
+                stored.scales_of(tensors[name].shape),
+            )
+            result[name] = ScaledTensor.of(tensors[name], result.pop(scales), stored.block)
+    return result
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
@@ -150,8 +193,12 @@ def _check(tensors, expected, names, module, listing) -> None:
         if tensor.packing is not None:
             shape = tensor.packing.stored_shape(shape)
         files.check_shape(tensor.file, name, tensor.shape, shape)
-        if tensor.packing is None:
-            _check_code(tensor, _codes_for(expected[path].dtype))
+        if tensor.packing is None and not isinstance(tensor, ScaledTensor):
+            hint = "" if hasattr(module, "stored_format") else _NO_FORMAT
+            _check_code(tensor, _codes_for(expected[path].dtype), hint)
+
+
+def _check_copies(tensors: Mapping[str, StoredTensor], module: nnx.Module) -> None:
     for copy, original in getattr(module, "checkpoint_copies", {}).items():
         if copy in tensors and not _are_equal(tensors[copy], tensors[original]):
             raise errors.CheckpointError(
@@ -177,9 +224,9 @@ def _codes_for(dtype: np.dtype) -> Mapping[str, Any]:
     return PLAIN_DTYPES if jnp.issubdtype(dtype, jnp.floating) else BUFFER_DTYPES
 
 
-def _check_code(tensor: StoredTensor, known: Mapping[str, Any]) -> None:
+def _check_code(tensor: StoredTensor, known: Mapping[str, Any], hint: str = _NO_FORMAT) -> None:
     if tensor.code not in known:
-        hint = "; its config.json declares no quantized weights" if known is PLAIN_DTYPES else ""
+        hint = hint if known is PLAIN_DTYPES else ""
         raise errors.CheckpointError(
             f"{tensor.file}: tensor {tensor.name!r} is {tensor.code}, expected one of "
             f"{', '.join(known)}{hint}"

@@ -112,7 +112,27 @@ def source_of(module: nnx.Module, path: str) -> Source:
 
     if isinstance(kernel, Untransposed):
         kernel = kernel.name
+    if kernel_path != path and module.stored_format.block is not None:
+        kernel = _in_blocks(kernel, module.stored_format.block[0])
     return renamed(kernel, lambda name: name.removesuffix("weight") + suffix)
+
+
+def is_divided(source: Source, rows: int) -> bool:
+    """Returns whether no block of this many rows of a tensor belongs to several parameters."""
+    if isinstance(source, Stack):
+        return all(is_divided(part, rows) for part in source.parts)
+    ends = (source.begin, source.end, source.of) if isinstance(source, TensorRows) else ()
+    return not any(end % rows for end in ends)
+
+
+def _in_blocks(source: Source, rows: int) -> Source:
+    """Returns the source of scales, of which a tensor has one row for each `rows` of its values."""
+    if isinstance(source, Stack):
+        return Stack(tuple(_in_blocks(part, rows) for part in source.parts))
+    if not isinstance(source, TensorRows):
+        return source
+    ends = {name: getattr(source, name) // rows for name in ("begin", "end", "of")}
+    return dataclasses.replace(source, **ends)
 
 
 def renamed(source: Source, rename: Callable[[str], str]) -> Source:

@@ -33,6 +33,11 @@ class StoredFormat:
     scale_suffix: str
     packed_suffix: str | None = None
 
+    def scales_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the scales of a matrix."""
+        block = self.block or (1, shape[-1])
+        return tuple(-(-size // of_block) for size, of_block in zip(shape, block, strict=True))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:

@@ -51,12 +51,14 @@ class Source:
       hf: Content of the checkpoint's config.json, or None.
       seed: Seed of random weights.
       adapter: Adapter to merge into the weights, or None.
+      is_dry: The weights will not be read, so building checks the headers of their files.
     """
 
     directory: pathlib.Path | None
     hf: Mapping[str, Any] | None
     seed: int
     adapter: Adapter | None = None
+    is_dry: bool = False
 
 
 def find_target(config: TargetConfig, *, download: bool = True) -> Source:
@@ -101,7 +103,8 @@ def build_target(
     else:
         kind = _family(config, source)
         arch = kind.architecture_from_hf(source.hf)
-        arch = dataclasses.replace(arch, eos_token_id=checkpoint.eos_token_ids(source.directory))
+        stop_ids = checkpoint.eos_token_ids(source.directory) or arch.eos_token_id
+        arch = dataclasses.replace(arch, eos_token_id=stop_ids)
         _check_shape(config.architecture, arch, source.directory)
     if config.rope_scaling is not None:
         arch = hf_config.with_rope_scaling(arch, config.rope_scaling)
@@ -180,6 +183,8 @@ def _quantize(model: nnx.Module, source: Source, scheme: str | None, group: str)
         return
     if stored is not None:
         quantization.follow(module, checkpoint.stored_tensors(source.directory), stored)
+    if source.is_dry and source.directory is not None:
+        checkpoint.check_tensors(module, source.directory)
     quantization.quantize(module, scheme)
 
 
@@ -363,7 +368,7 @@ def _find(reference: str, seed: int, download: bool) -> Source:
     directory = None if reference == RANDOM else find_directory(reference, download=download)
     if directory is None:
         return Source(None, None, seed)
-    return Source(directory, checkpoint.read_config(directory), seed)
+    return Source(directory, checkpoint.read_config(directory), seed, is_dry=not download)
 
 
 def _family(config: TargetConfig, source: Source) -> type:

@@ -4,7 +4,7 @@ Only projections within layers are quantized. Routers, norms, embeddings, output
 projection of features are small or sensitive to quantization, and keep their dtype.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from flax import nnx
@@ -36,6 +36,9 @@ def quantize(model: nnx.Module, scheme: str | None) -> None:
 def follow(model: nnx.Module, tensors: Mapping[str, StoredTensor], stored: StoredFormat) -> None:
     """Declares as quantized those projections of an abstract model that its checkpoint quantizes.
 
+    Projections that share a block of scales with others stay plain, and so do other quantized
+    tensors; they are read as the numbers that they stand for.
+
     Args:
       model: Abstract model that the checkpoint belongs to.
       tensors: Tensors of the checkpoint by name.
@@ -47,8 +50,9 @@ def follow(model: nnx.Module, tensors: Mapping[str, StoredTensor], stored: Store
     packed = set()
     # Files store kernels as [out, in].
     block = stored.block and (stored.block[1], stored.block[0])
+    shared = _shared(model, stored)
     for path, kernel in projections(model):
-        dtype = _dtype_of(model, f"{path}.kernel", kernel, tensors, stored)
+        dtype = _dtype_of(model, f"{path}.kernel", kernel, tensors, stored, shared)
         if dtype is not None:
             kernel.quantize(WeightFormat(dtype, block), stored=True)
             packed |= {f"{path}.kernel"} if stored.packed_suffix else set()
@@ -62,17 +66,36 @@ def projections(model: nnx.Module) -> Iterator[tuple[str, Any]]:
             yield ".".join(map(str, path)), module
 
 
+def _shared(model: nnx.Module, stored: StoredFormat) -> set[str]:
+    """Returns the names of tensors in which projections share a block of scales."""
+    rows = 1 if stored.block is None else stored.block[0]
+    names = set()
+    for path, kernel in projections(model):
+        source = tensor_map.source_of(model, f"{path}.kernel")
+        if not tensor_map.is_divided(source, rows):
+            shape = kernel.kernel.get_value().shape
+            parts = tensor_map.pieces(source, f"{path}.kernel", shape)
+            names |= {piece.name for piece in parts}
+    return names
+
+
 def _dtype_of(
     model: nnx.Module,
     path: str,
     kernel: Any,
     tensors: Mapping[str, StoredTensor],
     stored: StoredFormat,
+    shared: Collection[str],
 ) -> str | None:
-    """Returns the dtype of a kernel's stored values; None if not quantized, or missing."""
+    """Returns the dtype of a kernel's stored values; None if not quantized, or missing.
+
+    Kernels of the `shared` tensors count as not quantized.
+    """
     shape = kernel.kernel.get_value().shape
     parts = tensor_map.pieces(tensor_map.source_of(model, path), path, shape)
     names = {piece.name for piece in parts}
+    if not names.isdisjoint(shared):
+        return None
     if stored.packed_suffix:
         beside = {name.removesuffix("weight") + stored.packed_suffix for name in names}
         packed = [tensors[name] for name in sorted(beside) if name in tensors]

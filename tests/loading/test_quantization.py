@@ -33,7 +33,8 @@ CODES = {"int32": "I32", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float32": "F
 def checkpoints(tmp_path_factory):
     """Directories of random targets, by family: as few layers as show all that the family has."""
     found = {}
-    for family, layers in (("qwen3", 1), ("qwen3_moe", 2), ("deepseek_v3", 2)):
+    families = {"qwen3": 1, "qwen3_moe": 2, "deepseek_v3": 2, "qwen3_next": 2, "qwen3_5_text": 2}
+    for family, layers in families.items():
         arch = family_architecture(family, num_hidden_layers=layers, vocab_size=VOCABULARY)
         kind = registry.load(registry.TARGETS[family].implementation)
         model = kind(arch, dtype=jnp.float32, sharding=make_sharding())
@@ -196,11 +197,32 @@ def test_foreign_formats_are_read_to_the_weights_they_stand_for(foreign, name):
     np.testing.assert_allclose(logits(narrow), logits(plain), atol=2e-4)
 
 
-def test_one_tensor_for_keys_and_values_has_its_scales_divided(foreign):
-    narrow, plain = (
-        build(directory) for directory in foreign("deepseek_v3", "compressed int8 by output")
-    )
-    np.testing.assert_allclose(logits(narrow), logits(plain), atol=2e-4)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if "packed" not in name])
+def test_projections_in_one_tensor_have_their_part_of_its_scales(foreign, family, name):
+    """Blocks of two rows divide between projections; those of six do not, and are read plain."""
+    narrow, plain = (build(directory) for directory in foreign(family, name))
+    expected = dict(parameters.named_parameters(plain))
+    formats = {}
+    for path, kernel in narrowing.projections(narrow):
+        values = expected.pop(f"{path}.kernel").get_value()
+        np.testing.assert_array_equal(kernel.plain(jnp.ones((1, 1))), values, err_msg=path)
+        formats[path] = kernel.format
+    others = dict(parameters.named_parameters(narrow))
+    for path, parameter in expected.items():
+        np.testing.assert_array_equal(parameter.get_value(), others[path].get_value(), path)
+    assert all(formats.values()) == (name != "fp8 by blocks")
+    assert any(formats.values())
+
+
+def test_a_dry_run_checks_shapes_of_scales(foreign):
+    directory, _ = foreign("deepseek_v3", "compressed fp8 by blocks")
+    name = "model.layers.0.self_attn.kv_b_proj.weight_scale"
+    damaged(directory, lambda tensors: tensors.update({name: tensors[name][1:]}))
+    config = TargetConfig(checkpoint=str(directory))
+    source = models.find_target(config, download=False)
+    with pytest.raises(errors.CheckpointError, match=f"{name}' has shape"):
+        models.build_target(config, source, dtype="float32", sharding=make_sharding())
 
 
 def test_spread_over_eight_devices(foreign):
