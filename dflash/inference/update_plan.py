@@ -94,6 +94,7 @@ class Plan:
       form: Form of the trees; see `form_of`.
       names: Names of the arrays that the parameters follow from.
       places: Places of these arrays among the leaves of a tree.
+      copies: Names and places of arrays that a tree holds a second time, and of their originals.
       write: Program from the old parameters, which it overwrites, and the arrays to the new ones.
         None if arrays are not on the devices of the target, in the same order, or if parameters are
         quantized, by programs of their own.
@@ -103,6 +104,7 @@ class Plan:
     entries: tuple[Entry, ...]
     names: tuple[str, ...]
     places: tuple[int, ...]
+    copies: tuple[tuple[tuple[str, int], tuple[str, int]], ...]
     variables: Mapping[str, nnx.Variable]
     write: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]] | None
 
@@ -129,14 +131,14 @@ def make_plan(target: Decoder, tree: Any, lora_alpha: float | None) -> Plan:
     naming = foreign_trees.find_naming(target, flat, lora_alpha=lora_alpha)
     variables = dict(parameters.named_arrays(target))
     entries = _entries(target, variables, naming)
-    shapes = {
-        name: shape
+    expected = {
+        name: (shape, entry.dtype)
         for entry in entries
         for part in entry.parts
         for name, shape in zip(part.names, part.shapes, strict=True)
     }
-    _check_tree(flat, shapes, naming)
-    names, devices = tuple(shapes), tuple(target.sharding.mesh.devices.flat)
+    _check_tree(flat, expected, naming)
+    names, devices = tuple(expected), tuple(target.sharding.mesh.devices.flat)
     places = {name: place for place, name in enumerate(flat)}
     shardings = (getattr(flat[name], "sharding", None) for name in names)
     is_local = all(_devices(sharding) == devices for sharding in shardings)
@@ -146,6 +148,11 @@ def make_plan(target: Decoder, tree: Any, lora_alpha: float | None) -> Plan:
         entries,
         names,
         tuple(places[name] for name in names),
+        tuple(
+            ((copy, places[copy]), (original, places[original]))
+            for copy, original in target.checkpoint_copies.items()
+            if copy in flat and original in names
+        ),
         {path: variables[path] for entry in entries for path in entry.paths},
         _writer(entries, names) if is_local and not is_quantized else None,
     )
@@ -208,16 +215,23 @@ def _unarranged_shapes(target: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tree(
-    flat: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None], naming: Naming
+    flat: Mapping[str, Any],
+    expected: Mapping[str, tuple[tuple[int, ...] | None, jnp.dtype]],
+    naming: Naming,
 ) -> None:
-    """Raises CheckpointError if an array is missing, unknown, or of another shape."""
-    names = {name for name in flat if name in shapes or not naming.ignores(name)}
-    files.check_names(names, shapes, "weights", MISFIT)
-    for name, shape in shapes.items():
+    """Raises CheckpointError if an array is missing, unknown, or of another shape or kind."""
+    names = {name for name in flat if name in expected or not naming.ignores(name)}
+    files.check_names(names, expected, "weights", MISFIT)
+    for name, (shape, dtype) in expected.items():
         if shape is not None and np.shape(flat[name]) != tuple(shape):
             raise errors.CheckpointError(
                 f"weights: tensor {name!r} has shape {list(np.shape(flat[name]))}, expected "
                 f"{list(shape)}; {MISFIT}"
+            )
+        kind = jnp.dtype(flat[name].dtype)
+        if jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(kind, jnp.floating):
+            raise errors.CheckpointError(
+                f"weights: tensor {name!r} is {kind}, expected floating-point numbers; {MISFIT}"
             )
 
 

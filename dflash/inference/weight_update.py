@@ -48,6 +48,7 @@ def update(target: Decoder, tree: Any, *, lora_alpha: float | None = None) -> No
     _check_alive(plan.names, arrays)
     # A trainer may forbid transfers around its own work, as Tunix does.
     with jax.transfer_guard("allow"):
+        _check_copies(plan, leaves)
         if plan.write is not None:
             on_one_cpu = update_plan.is_one_cpu(plan.entries[0].places[0])
             if not _are_finite(arrays, on_one_cpu=on_one_cpu):
@@ -73,6 +74,18 @@ def _check_alive(names: Sequence[str], arrays: Sequence[Any]) -> None:
             raise errors.CheckpointError(
                 f"weights: tensor {name!r} was donated or deleted; give the trainer's current "
                 "arrays"
+            )
+
+
+def _check_copies(plan: Plan, leaves: Sequence[Any]) -> None:
+    """Raises CheckpointError if a tied head, which a tree may hold too, is not the embedding."""
+    for (copy, place), (original, other) in plan.copies:
+        array, expected = leaves[place], leaves[other]
+        there = jax.device_put(expected, getattr(array, "sharding", None))
+        if array is not expected and not jnp.array_equal(array, there, equal_nan=True):
+            raise errors.CheckpointError(
+                f"weights: {copy!r} differs from {original!r}, but the target ties them; its "
+                "weights stay as they were"
             )
 
 

@@ -11,8 +11,9 @@ from dflash.config.train_schema import UpkeepRun
 KEY = "dflash"  # Entry of `rollout_vllm_additional_config` and `rollout_vllm_kwargs`.
 CONFIG = "config"  # Option that names a config file.
 CHECKPOINT = "target.checkpoint"
-# Options that are not keys of a decode config: the LoRA's scale, and groups of `UpkeepRun`.
-LORA_ALPHA = "lora_alpha"
+# Options that are not keys of a decode config: the LoRA's scale, the number of sequences that were
+# drawn before a run was resumed, and groups of `UpkeepRun`.
+LORA_ALPHA, NUM_SEQUENCES = "lora_alpha", "num_sequences"
 UPKEEP = ("train.", "optimizer.", "loss.")
 # The number of steps is unknown, so the rate of the drafter's training is constant after a warm-up
 # of ten steps. The drafter learns the policy's distribution, not the one token that was drawn from
@@ -58,7 +59,7 @@ def overrides(options: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}={_text(value)}"
         for key, value in options.items()
-        if key not in (CONFIG, LORA_ALPHA) and not key.startswith(UPKEEP)
+        if key not in (CONFIG, LORA_ALPHA, NUM_SEQUENCES) and not key.startswith(UPKEEP)
     ]
 
 
@@ -75,6 +76,14 @@ def upkeep(options: Mapping[str, Any], temperature: float = 1.0) -> UpkeepRun:
     settings = UPKEEP_DEFAULTS | {"loss.temperature": float(temperature or 1.0)} | chosen
     arguments = [f"{key}={_text(value)}" for key, value in settings.items()]
     return loader.load(None, arguments, UpkeepRun)
+
+
+def num_sequences(options: Mapping[str, Any]) -> int:
+    """Returns the number of sequences that were drawn before; raises ConfigError if it is none."""
+    number = options.get(NUM_SEQUENCES, 0)
+    if type(number) is not int or number < 0:
+        raise errors.ConfigError(f"{NUM_SEQUENCES}: expected an integer >= 0, got {number!r}")
+    return number
 
 
 def defaults(options: Mapping[str, Any], rollout_config: Any) -> list[str]:

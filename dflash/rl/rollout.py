@@ -6,6 +6,7 @@ else.
 """
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import foreign_trees
 from dflash.llm import LLM, Completion
+from dflash.parallel import distributed
 from dflash.rl import options as options_lib
 from dflash.rl.upkeep import Rollout, TokenLogps, Upkeep, has_fallen
 from dflash.sampling import Sampling
@@ -82,6 +84,8 @@ class DFlashRollout(base_rollout.BaseRollout):
       stats: Statistics of the rollouts with the present weights.
       history: Statistics of the rollouts with each of the earlier weights that had any.
       upkeep: Training of the drafter; None if `train.every` is 0.
+      num_sequences: Number of sequences drawn so far, each with noise of its own. A trainer with a
+        seed stores it, and gives it to the engine of a resumed run as the option `num_sequences`.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class DFlashRollout(base_rollout.BaseRollout):
           mesh: Mesh of the rollout role; unused, since `dflash` may state a mesh of its own.
           rollout_config: Sizes and sampling; may hold options, see `options.find`.
           dflash: Keys of our configs, such as {"target": {"checkpoint": …}, "drafter": {…}}, and
-            "config", the path of a config file, and "lora_alpha".
+            "config", the path of a config file, "lora_alpha" and "num_sequences".
           **ignored: Arguments for other engines, such as MaxText's `maxtext_config`.
         Raises:
           UserError: The options are unusable, or the tokenizer or weights do not fit the target.
@@ -119,7 +123,9 @@ class DFlashRollout(base_rollout.BaseRollout):
         self._actor, self._tokenizer = rollout_actor, tokenizer
         self._check_tokenizer()
         self.stats, self.history = RolloutStats(), []
-        self._num_sampled = 0  # Sequences so far; each draws with noise of its own.
+        self.num_sequences = options_lib.num_sequences(options)
+        # Without a seed, the engine of a resumed run draws with other noise.
+        self._own_seed = distributed.compute_on_first(lambda: secrets.randbits(63))
         self.upkeep = Upkeep(self.llm, upkeep) if upkeep.train.every else None
         layers = self.upkeep.feature_layers if self.upkeep else ()
         self._logps = TokenLogps(self.llm.target, layers)
@@ -146,7 +152,7 @@ class DFlashRollout(base_rollout.BaseRollout):
         begin = time.perf_counter()
         completions = self.llm.generate(ids, sampling)
         self.stats = self.stats.plus(completions, time.perf_counter() - begin)
-        self._num_sampled += len(prompts)
+        self.num_sequences += len(prompts)
         if self.upkeep is not None:
             self._rollouts += [
                 Rollout(completion.prompt_token_ids, completion.token_ids)
@@ -280,8 +286,8 @@ class DFlashRollout(base_rollout.BaseRollout):
             top_k=0 if top_k is None or top_k < 0 else int(top_k),
             top_p=1.0 if top_p is None else float(top_p),
             max_tokens=int(rollout_config.max_tokens_to_generate),
-            seed=_seed(rollout_config.seed),
-            first_sequence=self._num_sampled,
+            seed=self._own_seed if rollout_config.seed is None else _seed(rollout_config.seed),
+            first_sequence=self.num_sequences,
             stop_token_ids=list(rollout_config.eos_tokens or [self.eos_id()]),
             ignore_eos=True,
             logprobs=0 if rollout_config.return_logprobs else None,
@@ -313,9 +319,7 @@ def _only_lora(filter_types: tuple[Any, ...] | type) -> bool:
 
 
 def _seed(seed: Any) -> int:
-    """Returns a seed of ours for an integer, a jax key, or None."""
-    if seed is None:
-        return 0
+    """Returns a seed of ours for an integer or a jax key."""
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     words = [int(word) for word in np.atleast_1d(np.asarray(seed)).reshape(-1)[-2:]]

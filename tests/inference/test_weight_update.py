@@ -179,6 +179,10 @@ def _empty(tree):
     tree.clear()
 
 
+def _integers(tree):
+    tree["model.norm.weight"] = tree["model.norm.weight"].astype(jnp.int32)
+
+
 def _twice(tree):
     tree["model"] = {"norm.weight": tree["model.norm.weight"]}
 
@@ -192,6 +196,7 @@ def _twice(tree):
         (_unknown, r"1 unexpected tensors: 'model.layers.3.mlp.up_proj.weight'"),
         (_deleted, r"'model.norm.weight' was donated or deleted"),
         (_text, r"'model.norm.weight' has shape \[\], expected \[32\]"),
+        (_integers, r"'model.norm.weight' is int32, expected floating-point numbers"),
         (_twice, r"two arrays are named 'model.norm.weight'"),
         (_empty, r"no arrays: expected the names of Hugging Face"),
     ],
@@ -203,6 +208,21 @@ def test_an_unusable_tree_changes_nothing(spoil, message):
     with pytest.raises(errors.CheckpointError, match=message):
         weight_update.update(model, tree)
     check_equal(model, fresh())
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_tied_head_must_be_the_embedding(on_host):
+    model, source = fresh(tie_word_embeddings=True), fresh(seed=1, tie_word_embeddings=True)
+    tree, embedding = hf_tree(source), "model.embed_tokens.weight"
+    if not on_host:
+        tree = jax.device_put(tree)
+    tree["lm_head.weight"] = tree[embedding] + 1
+    with pytest.raises(errors.CheckpointError, match=r"'lm_head.weight' differs from 'model.embed"):
+        weight_update.update(model, tree)
+    check_equal(model, fresh(tie_word_embeddings=True))
+    for copy in (tree[embedding] + 0, tree[embedding]):
+        weight_update.update(model, tree | {"lm_head.weight": copy})
+    check_equal(model, source)
 
 
 def test_nan_elsewhere_changes_nothing():

@@ -142,6 +142,20 @@ def test_rollouts_are_the_same_with_a_drafter_and_without_one():
         check_logps(np.asarray(found), tunix_logps(model, drafted), drafted)
 
 
+def test_a_resumed_run_draws_with_other_noise():
+    def completions(engine, seed):
+        output = engine.generate(PROMPTS[:3], sampled(seed=seed))
+        return {tuple(map(int, ids)) for ids in output.tokens}
+
+    first, resumed = rollout(), rollout()
+    assert completions(first, None).isdisjoint(completions(resumed, None))
+    repeated, other = completions(first, 3), completions(resumed, 3)
+    assert first.num_sequences == 6
+    goes_on = rollout(num_sequences=first.num_sequences)
+    assert repeated == other
+    assert repeated.isdisjoint(completions(goes_on, 3))
+
+
 def test_prompts_are_padded_on_the_left():
     output = engines()["none"].generate(["ab", "a" * 70], sampled(max_tokens_to_generate=1))
     rows = output.left_padded_prompt_tokens
