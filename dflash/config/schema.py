@@ -147,6 +147,11 @@ class TargetArchitecture:
         """
         return {}
 
+    @property
+    def lent(self) -> tuple[float, float | None]:
+        """Factor on embeddings, and bound of logits or None, with which drafters get them."""
+        return 1.0, None
+
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yields (fields, message) for every inconsistency of the fields that a subclass adds."""
         return iter(())

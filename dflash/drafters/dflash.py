@@ -9,6 +9,7 @@ subset of the head's columns.
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -180,14 +181,34 @@ class DFlash(OnePassDrafter):
         return narrowed
 
     def _embed(self, tokens: jax.Array, heads) -> jax.Array:
-        x = (heads.embed if self.embed_tokens is None else self.embed_tokens)(tokens)
+        x = self._rows(tokens, heads)
         if self.mask_embedding is None:
             return x
         is_mask = (tokens == self.shape.mask_token_id)[..., None]
         return jnp.where(is_mask, self.mask_embedding[...].astype(x.dtype), x)
 
+    def _rows(self, tokens: jax.Array, heads) -> jax.Array:
+        """Returns rows of the embedding table, scaled as the drafter's config.json says."""
+        if self.embed_tokens is None and self.shape.lends_embedding:
+            return heads.embed(tokens)
+        rows = (heads.table_rows if self.embed_tokens is None else self.embed_tokens)(tokens)
+        return rows * jnp.asarray(self.shape.input_embedding_scale, rows.dtype)
+
     def _unembed(self, hidden: jax.Array, heads) -> jax.Array:
-        return (heads.unembed if self.lm_head is None else self.lm_head.attend)(hidden)
+        return self._head(heads, self.lm_head)(hidden)
+
+    def _head(self, heads, own: Linear | None) -> Callable[[jax.Array], jax.Array]:
+        """Returns the function from hidden states to logits, with an output head of its `own`."""
+        if own is None and self.shape.lends_logits:
+            return heads.unembed
+        head = heads.head_products if own is None else own.attend
+        factor, bound = self.shape.output_multiplier, self.shape.final_logit_softcapping
+
+        def unembed(hidden):
+            logits = head(hidden) * factor
+            return bound * jnp.tanh(logits / bound) if bound else logits
+
+        return unembed
 
     def among(self, sampler: Sampler) -> Sampler:
         """Returns a sampler over the draft vocabulary, or the same one if there is none."""
@@ -299,10 +320,8 @@ class DFlash(OnePassDrafter):
         return block_loss(self._score(hidden, blocks, batch, heads, options), blocks, options)
 
     def _score(self, hidden, blocks, batch, heads, options) -> TokenScores:
-        unembed = heads.unembed
-        if self.lm_head is not None:
-            unembed = parameters.gathered(self.lm_head, self.sharding).attend
-        return self.score_drafted(hidden, blocks, batch, unembed, options)
+        own = self.lm_head and parameters.gathered(self.lm_head, self.sharding)
+        return self.score_drafted(hidden, blocks, batch, self._head(heads, own), options)
 
     def score_drafted(self, hidden, blocks, batch, unembed, options, **how) -> TokenScores:
         """Returns `score_blocks`, restricted to the draft vocabulary if there is one."""

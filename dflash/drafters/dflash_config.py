@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from dflash import errors
-from dflash.checkpoints import hf_config
+from dflash.checkpoints import defaults_config, hf_config
 from dflash.config.schema import TargetArchitecture, option, option_like
 from dflash.drafters import base_config, layouts_config
 from dflash.drafters.base_config import (
@@ -23,11 +23,12 @@ from dflash.drafters.layouts_config import GROUP
 WINDOWS = (64, 256, 1024, 4096)  # Values of `drafter.window` to choose from.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Fields that some published drafters have, with the only value that is supported.
-_SUPPORTED = {"draft_shift": False}
+_SUPPORTED = {"draft_shift": False, "logit_scale": 1.0}
 # Fields that config.json omits if they have their defaults.
 _OPTIONAL_FIELDS = (
     *("partial_rotary_factor", "attention_bias", "attention_sink_bias", "attention_value_scale"),
     *("draft_vocab_size", "target_hidden_size", "mask_embedding"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
 # Fields of the drafter, which files have at the top level or in their group.
 _FILE_FIELDS = (
@@ -96,6 +97,11 @@ class DFlashShape(BlockSizes, DrafterShape):
       target_hidden_size: Width of the target, if it is not the drafter's; the drafter then has an
         embedding and an output head of its own. None for the same width.
       mask_embedding: Whether the drafter has an embedding of its own for the mask token.
+      input_embedding_scale: Factor on the rows of the target's embedding table. It replaces that of
+        the target, and the two fields below replace those of the target's logits.
+      output_multiplier: Factor on the logits.
+      final_logit_softcapping: Bound of the logits, which a scaled tanh enforces; None for none.
+      lent: Factor on embeddings and bound of logits with which the target lends its own.
     """
 
     layout: ClassVar[Mapping[str, Any]] = {"projector": "dflash"}
@@ -111,6 +117,21 @@ class DFlashShape(BlockSizes, DrafterShape):
     attention_value_scale: float = option(1.0, minimum=0.0, maximum=1e3)
     target_hidden_size: int | None = option(None, minimum=1, maximum=MAX_WIDTH)
     mask_embedding: bool = False
+    input_embedding_scale: float = option(1.0, minimum=0.0)
+    output_multiplier: float = option(1.0, minimum=0.0)
+    final_logit_softcapping: float | None = option(None, minimum=0.0)
+    lent: tuple[float, float | None] = (1.0, None)
+
+    @property
+    def lends_embedding(self) -> bool:
+        """Returns whether the target's scaled embeddings are the inputs of the drafter."""
+        return self.input_embedding_scale == self.lent[0]
+
+    @property
+    def lends_logits(self) -> bool:
+        """Returns whether the target's output head returns the logits of the drafter."""
+        own = self.output_multiplier, self.final_logit_softcapping or None
+        return own == (1.0, self.lent[1])
 
     @property
     def rotary(self) -> TargetArchitecture:
@@ -128,6 +149,13 @@ class DFlashShape(BlockSizes, DrafterShape):
         """Fields that a descendant adds to DFlash's."""
         names = hf_config.added_fields(type(self), DFlashShape)
         return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def _known_fields(cls) -> set[str]:
+        """Returns the fields of the drafter that are read from files, or change nothing."""
+        schemas = BlockSizes, _GroupViews, layouts_config.SpeculatorsFields
+        read = {name for schema in schemas for name in schema.__dataclass_fields__}
+        return read | {*_FILE_FIELDS, *_SUPPORTED, *hf_config.added_fields(cls, DFlashShape)}
 
     @property
     def attention_form(self) -> dict[str, bool]:
@@ -163,7 +191,8 @@ class DFlashShape(BlockSizes, DrafterShape):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        shape = cls(**cls._read(layouts_config.to_zlab(config, **cls.layout)))
+        zlab = layouts_config.to_zlab(config, known=cls._known_fields(), **cls.layout)
+        shape = cls(**cls._read(zlab))
         base_config.check_file(shape._problems())
         return shape
 
@@ -173,7 +202,8 @@ class DFlashShape(BlockSizes, DrafterShape):
 
         Newer files have the drafter's fields in the group, which takes precedence.
         """
-        decoder = hf_config.read_architecture(config)
+        defaults = defaults_config.of(config, "qwen3", sizes=False)
+        decoder = hf_config.read_architecture(config, defaults=defaults)
         group = hf_config.read_group(config, GROUP)
         for fields in (config, group):
             for name, supported in _SUPPORTED.items():
@@ -195,7 +225,7 @@ class DFlashShape(BlockSizes, DrafterShape):
             | hf_config.read_some({**config, **group}, cls, added, cls.file_defaults)
             | {
                 "decoder": decoder,
-                "views": _views(config, group, decoder.num_hidden_layers),
+                "views": _views(config, group, decoder),
                 "draft_vocab_size": _partial(fields["draft_vocab_size"], decoder.vocab_size),
                 "target_hidden_size": _partial(fields["target_hidden_size"], decoder.hidden_size),
             }
@@ -211,6 +241,7 @@ class DFlashShape(BlockSizes, DrafterShape):
         return (
             hf_config.write_architecture(self.decoder)
             | optional
+            | ({"use_sliding_window": True} if windows else {})  # As transformers reads it.
             | {
                 "model_type": "qwen3",
                 "block_size": self.block_size,
@@ -239,7 +270,9 @@ class DFlashShape(BlockSizes, DrafterShape):
         options = options or cls.architecture()
         names = cls.__dataclass_fields__.keys() & options.__dataclass_fields__.keys()
         sizes = {name: getattr(options, name) for name in names}
-        shape = cls(**sizes | options.shape_fields(target))
+        lent = target.lent
+        heads = {"input_embedding_scale": lent[0], "final_logit_softcapping": lent[1], "lent": lent}
+        shape = cls(**sizes | options.shape_fields(target) | heads)
         base_config.check_options(shape._problems())
         return shape
 
@@ -255,7 +288,7 @@ class DFlashShape(BlockSizes, DrafterShape):
                 f"{self.mask_token_id}, but the target has {depth} layers and "
                 f"{target.vocab_size} tokens"
             )
-        return dataclasses.replace(self, num_target_layers=depth)
+        return dataclasses.replace(self, num_target_layers=depth, lent=target.lent)
 
     def _problems(self) -> Iterable[base_config.Problem]:
         yield from base_config.vocabulary_problems(self.draft_vocab_size, self.decoder.vocab_size)
@@ -311,6 +344,7 @@ class _FileViews:
     sliding_window: int | None = option_like(_GroupViews, "swa_window_size", None)
     sliding_window_non_causal: bool | None = None
     is_causal: bool | None = None
+    use_sliding_window: bool = True  # False: sliding layers see all positions.
 
 
 def _partial(size: int | None, usual: int) -> int | None:
@@ -319,7 +353,7 @@ def _partial(size: int | None, usual: int) -> int | None:
 
 
 def _views(
-    config: Mapping[str, Any], group: Mapping[str, Any], num_layers: int
+    config: Mapping[str, Any], group: Mapping[str, Any], decoder: TargetArchitecture
 ) -> tuple[LayerView, ...]:
     """Returns the views that the window and causality fields of published files describe.
 
@@ -328,6 +362,7 @@ def _views(
     """
     beside = hf_config.read_fields(config, _FileViews)
     within = hf_config.read_fields(group, _GroupViews, group=GROUP)
+    num_layers = decoder.num_hidden_layers
     types = beside.layer_types or (_FULL,) * num_layers
     if len(types) != num_layers:
         raise errors.CheckpointError(
@@ -335,6 +370,8 @@ def _views(
             f"{num_layers}"
         )
     window = beside.sliding_window
+    if not beside.use_sliding_window:
+        window = decoder.max_position_embeddings
     slides_causally = True
     if within.use_swa:
         window = within.swa_window_size or window

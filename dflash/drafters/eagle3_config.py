@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from dflash import errors
-from dflash.checkpoints import hf_config
+from dflash.checkpoints import defaults_config, hf_config
 from dflash.config.schema import TargetArchitecture, option
 from dflash.drafters import base_config
 from dflash.drafters.base_config import (
@@ -18,8 +18,9 @@ from dflash.drafters.base_config import (
     TapSizes,
 )
 
-_ROPE_THETA = 10000.0  # Default for published files, which omit it.
 _NUM_TAPS = 3
+# Variants of the norms around the projection of features and the residual stream.
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,12 @@ class Eagle3Shape(TapSizes, DrafterShape):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        for key in ("attention_bias", "mlp_bias"):
+        for key in ("attention_bias", "mlp_bias", *_NORMS):
             hf_config.check_only(config, key, False)
         names = ("draft_vocab_size", "target_layer_ids", "num_target_layers")
         sizes = hf_config.read_some(config, cls, names, dict.fromkeys(names))
         eagle = hf_config.read_group(config, "eagle_config")
+        hf_config.check_only(eagle, "use_aux_hidden_state", True)
         ambiguous = eagle.get("eagle_aux_hidden_state_layer_ids")
         if ambiguous is not None and sizes["target_layer_ids"] is None:
             # Implementations disagree on whether the ids mean the layers' inputs or outputs.
@@ -85,10 +87,9 @@ class Eagle3Shape(TapSizes, DrafterShape):
                 f"{hf_config.FILE}: eagle_aux_hidden_state_layer_ids are ambiguous; state the "
                 "layers whose outputs the drafter reads, counted from 0, as target_layer_ids"
             )
-        if not hf_config.read_group(config, "rope_parameters").get("rope_theta"):
-            fields = {key: value for key, value in config.items() if value is not None}
-            config = {"rope_theta": _ROPE_THETA} | fields
-        decoder = hf_config.read_architecture(config)
+        fields = {key: config[key] for key in config if (key, config[key]) != ("rope_theta", None)}
+        defaults = defaults_config.of(config, "llama", sizes=False)
+        decoder = hf_config.read_architecture(fields, defaults=defaults)
         sizes["draft_vocab_size"] = sizes["draft_vocab_size"] or decoder.vocab_size
         shape = cls(decoder=decoder, **sizes)
         base_config.check_file(shape._problems())

@@ -6,7 +6,7 @@ the drafter's fields at the top level and the decoder's in a group.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dflash import errors
@@ -16,11 +16,23 @@ from dflash.drafters.base_config import MAX_LAYERS, BlockSizes
 
 GROUP = "dflash_config"  # Group of the drafter's fields in z-lab's layout.
 _DECODER = "transformer_layer_config"  # Group of the decoder's fields in files of speculators.
+# Fields of files of speculators that do not describe the drafter.
+_GENERAL = {
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type"),
+    *("tie_word_embeddings", "quantization_config", "speculators_config", "speculators_version"),
+    *("speculators_model_type", _DECODER),
+}
+# Fields of the drafter that are checked below, or belong to its training alone.
+_CHECKED = {
+    *("projector_type", "is_neox_style", "attention_mode", "sample_from_anchor", "shift_label"),
+    *("lilicorr_enabled", "training_block_size", "num_anchors", "loss_decay_gamma"),
+    "confidence_head_alpha",
+}
 _DEFAULT_SIZES = {"block_size": 8, "draft_vocab_size": 32_000}  # Of speculators.
 
 
 @dataclasses.dataclass(frozen=True)
-class _SpeculatorsFields:
+class SpeculatorsFields:
     """Fields of a speculators config.json; a layer id names the layer after the tap."""
 
     aux_hidden_state_layer_ids: tuple[int, ...] = option((), minimum=1, maximum=MAX_LAYERS)
@@ -31,6 +43,7 @@ def to_zlab(
     config: Mapping[str, Any],
     *,
     projector: str,
+    known: Collection[str],
     own_groups: Iterable[str] = (),
     anchor_drafts: bool = False,
     slides_causally: bool = True,
@@ -40,6 +53,7 @@ def to_zlab(
     Args:
       config: Contents of config.json.
       projector: Name of the strategy in the field `projector_type`.
+      known: Fields of the drafter that are read; others may change the drafts.
       own_groups: Groups whose fields belong in `dflash_config`, too.
       anchor_drafts: Whether the anchor's row drafts.
       slides_causally: Default causality of sliding layers in files of speculators.
@@ -47,23 +61,36 @@ def to_zlab(
       CheckpointError: A field is invalid, or selects what is not supported.
     """
     if _DECODER in config:
-        config = _from_speculators(config, anchor_drafts, slides_causally)
+        _check_known(config, {*known, *_GENERAL}, "")
+        config = _from_speculators(config, projector, slides_causally)
     group = dict(hf_config.read_group(config, GROUP))
     for name in own_groups:
         group |= hf_config.read_group(config, name)
+    _check_known(group, known, f"{GROUP}: ")
     for fields in (config, group):
         hf_config.check_only(fields, "projector_type", projector)
         hf_config.check_only(fields, "is_neox_style", True)
+        for name in ("sample_from_anchor", "shift_label"):
+            hf_config.check_only(fields, name, anchor_drafts)
     hf_config.check_only(group, "attention_mode", "gqa")
     return {**config, GROUP: group}
 
 
+def _check_known(fields: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    for name, value in fields.items():
+        if name not in known and name not in _CHECKED and value not in (None, False):
+            raise errors.CheckpointError(
+                f"{hf_config.FILE}: {place}{name}: unknown field, which may change the drafts; "
+                "remove it if it does not"
+            )
+
+
 def _from_speculators(
-    config: Mapping[str, Any], anchor_drafts: bool, slides_causally: bool
+    config: Mapping[str, Any], projector: str, slides_causally: bool
 ) -> dict[str, Any]:
     """Moves the decoder's fields to the top level; the target's depth stays unknown."""
-    fields = hf_config.read_fields(config, _SpeculatorsFields)
-    hf_config.check_only(config, "sample_from_anchor", anchor_drafts)
+    fields = hf_config.read_fields(config, SpeculatorsFields)
+    hf_config.check_only(config, "speculators_model_type", projector)
     if not fields.aux_hidden_state_layer_ids:
         raise errors.CheckpointError(
             f"{hf_config.FILE}: aux_hidden_state_layer_ids: expected at least one layer, got none"

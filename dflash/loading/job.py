@@ -235,6 +235,12 @@ class Job:
                 "decode.prefix_cache: off, because the target keeps recurrent state, which exists "
                 "at the end of a sequence only; every prompt is computed in full"
             )
+        decoder = getattr(getattr(self.drafter, "shape", None), "decoder", None)
+        if self.config.target.rope_scaling and decoder and decoder.rope_scaling is None:
+            lines.append(
+                "target.rope_scaling: the drafter's positions stay unscaled, and it accepts less; "
+                "set drafter.rope_scaling to the same"
+            )
         if longest is not None and longest < self.max_length:
             lines.append(
                 f"drafter.longest_context: of at most {self.max_length} tokens of a sequence, "

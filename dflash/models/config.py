@@ -112,6 +112,10 @@ class GemmaArchitecture(WindowedArchitecture):
     rope_local_base_freq: float = option(1e4, minimum=1.0)
     final_logit_softcapping: float | None = option(None, minimum=1e-3)
 
+    @property
+    def lent(self) -> tuple[float, float | None]:
+        return self.hidden_size**0.5, self.final_logit_softcapping
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Architecture(GemmaArchitecture):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.golden import FAMILY_CASES, GOLDEN_CASES, golden, golden_models
+from support.golden import FAMILY_CASES, GOLDEN_CASES, ZLAB_CASES, golden, golden_models
 from support.models import make_cache, zeros
 
 from dflash.config.schema import DecodeConfig
@@ -80,14 +80,24 @@ def run_cycles(case):
     return results
 
 
-@pytest.mark.parametrize("case", GOLDEN_CASES)
+@pytest.mark.parametrize("case", [*GOLDEN_CASES, *ZLAB_CASES])
 def test_drafter_hidden_states(case):
     for i, (_, hidden, _) in zip(CYCLES, run_cycles(case), strict=True):
         expected = golden(case)[f"cycle{i}_draft_hidden"]
         np.testing.assert_allclose(hidden, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", GOLDEN_CASES)
+@pytest.mark.parametrize("case", ZLAB_CASES)
+def test_draft_logits(case):
+    vectors, (target, drafter) = golden(case), golden_models(case)
+    for i, (_, hidden, drafts) in zip(CYCLES, run_cycles(case), strict=True):
+        logits = drafter._unembed(hidden[None, 1:], target)[0]
+        expected = vectors[f"cycle{i}_draft_logits"]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+        np.testing.assert_array_equal(drafts, vectors[f"cycle{i}_draft_tokens"])
+
+
+@pytest.mark.parametrize("case", [*GOLDEN_CASES, *ZLAB_CASES])
 def test_drafts_agree_with_the_output_as_far_as_they_were_accepted(case):
     vectors = golden(case)
     for i, (anchor, _, drafts) in zip(CYCLES, run_cycles(case), strict=True):
@@ -114,7 +124,7 @@ def decode(case, drafter, num_requests=1, **options):
         ("qwen3_b1", {"sync_every": 1, "page_size": 8, "prefill_chunk": 8}),
         ("qwen3_v12", {"sync_every": 8, "page_size": 16, "prefill_chunk": 8}),  # in two chunks
         ("qwen3_v64", {"batch_size": 2, "num_requests": 3}),  # defaults: one page, one chunk
-        *((case, {"page_size": 8, "prefill_chunk": 16}) for case in FAMILY_CASES),
+        *((case, {"page_size": 8, "prefill_chunk": 16}) for case in (*FAMILY_CASES, *ZLAB_CASES)),
     ],
 )
 def test_decoding(case, options):

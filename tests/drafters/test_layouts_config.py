@@ -108,6 +108,12 @@ REFUSED = {
     "aux_hidden_state_layer_ids: expected at least one layer, got none": {
         "aux_hidden_state_layer_ids": []
     },
+    "speculators_model_type: 'xpress' is not supported, only 'dflash'": {
+        "speculators_model_type": "xpress"
+    },
+    "xpress_rank: unknown field, which may change the drafts; remove it if it does not": {
+        "xpress_rank": 256
+    },
     "draft_vocab_size: 49 exceeds the vocabulary of 48": {"draft_vocab_size": 49},
 }
 
@@ -146,3 +152,39 @@ def test_weights_of_speculators(name, drafted, tmp_path):
     )
     for (path, mine), (_, other) in pairs:
         np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=path)
+
+
+OF_ZLAB = {"input_embedding_scale": 6.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_factors_of_the_embedding_and_of_the_logits(name, is_grouped):
+    kind, shape = STRATEGIES[name]
+    config = kind.config_to_hf(shape)
+    place = config.setdefault("dflash_config", {}) if is_grouped else config
+    place |= OF_ZLAB
+    expected = dataclasses.replace(shape, **OF_ZLAB)
+    assert kind.architecture_from_hf(config) == expected
+    assert kind.architecture_from_hf(kind.config_to_hf(expected)) == expected
+
+
+UNREAD = {
+    "dflash_config: token_shift: unknown field, which may change the drafts; remove it if it does "
+    "not": {"token_shift": 1},
+    "sample_from_anchor: true is not supported, only false": {"sample_from_anchor": True},
+    "shift_label: true is not supported, only false": {"shift_label": True},
+    "logit_scale: 0.5 is not supported, only 1.0": {"logit_scale": 0.5},
+    "dflash_config: output_multiplier: expected a number >= 0 or null, got 'x'": {
+        "output_multiplier": "x"
+    },
+}
+
+
+@pytest.mark.parametrize("message", UNREAD)
+def test_fields_of_the_group_that_are_not_read_are_refused(message):
+    config = DFlash.config_to_hf(BASE)
+    config["dflash_config"] |= UNREAD[message] | {"training_block_size": 16}
+    with pytest.raises(errors.CheckpointError) as caught:
+        DFlash.architecture_from_hf(config)
+    assert str(caught.value) == f"config.json: {message}"

@@ -107,3 +107,11 @@ def test_a_run_says_once_from_which_length_on_it_decodes_plainly():
         "decoded plainly"
     )
     assert not prepared(*adaptive, "drafter.longest_context=64").notes()
+
+
+def test_scaling_of_the_target_alone_is_noted():
+    keys = "rope_scaling.factor=4", "rope_scaling.original_max_position_embeddings=64"
+    target, drafter = ([f"{group}.{key}" for key in keys] for group in ("target", "drafter"))
+    (note,) = prepared(*target).notes()
+    assert note.startswith("target.rope_scaling: the drafter's positions stay unscaled")
+    assert not prepared(*target, *drafter).notes()

@@ -26,6 +26,8 @@ GOLDEN_CASES = (
     "qwen3yarn_v14",
     "deepseek_v14",
 )
+# Cases of z-lab's package, whose drafters scale the target's embeddings and bound their logits.
+ZLAB_CASES = ("dflash2_zlab_v96", "gemma3_zlab_v72")
 # Cases without arrays of single cycles.
 FAMILY_CASES = ("qwen2_v9", "gpt_oss_v9", "gemma3_v9", "qwen3_5_v9", "qwen3_next_v9")
 
@@ -40,7 +42,9 @@ def golden(case: str) -> dict[str, np.ndarray]:
 @functools.cache
 def golden_models(case: str) -> tuple[Decoder, DFlash]:
     """Target and drafter of a golden case, in float32."""
-    return load_target(GOLDEN / case / "target"), load(DFlash, GOLDEN / case / "draft")
+    target, directory = load_target(GOLDEN / case / "target"), GOLDEN / case / "draft"
+    hf = checkpoint.read_config(directory)
+    return target, load(models.find_class(hf, directory, registry.DRAFTERS)[1], directory)
 
 
 def load_target(directory: pathlib.Path, **options) -> Decoder:

@@ -35,7 +35,11 @@ _KEYS = {
     *(_CONFIDENCE, *(_PREFIX + name for name in _DFLASH2_FIELDS)),
 }
 _GROUP = "dflash_config"
-_UNKNOWN = "target_hidden_size", "mask_embedding"  # Fields that llama.cpp lacks.
+# Fields that llama.cpp lacks.
+_UNKNOWN = (
+    *("target_hidden_size", "mask_embedding"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
