@@ -235,9 +235,10 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise errors.CheckpointError(
             f"{FILE}: rope type {_show(kind)} is not supported, only one of {names}"
         )
-    if config.get("max_position_embeddings") is not None:
-        rope = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
-    missing = [field for field in _SCALING_FIELDS[kind].required if rope.get(field) is None]
+    required = _SCALING_FIELDS[kind].required
+    if _COMMON[1] in required and config.get("max_position_embeddings") is not None:
+        rope = {_COMMON[1]: config["max_position_embeddings"], **rope}
+    missing = [field for field in required if rope.get(field) is None]
     if missing:  # The schema's defaults are for configs; a checkpoint must have these fields.
         raise errors.CheckpointError(f"{FILE}: rope scaling lacks {', '.join(missing)}")
     return theta, read_fields({**rope, "rope_type": kind}, RopeScaling, group=name)
