@@ -139,7 +139,7 @@ class DraftLayers(RecordsKeys):
 
         Args:
           target: Architecture of the target. Only fields that every family has are read:
-            vocabulary, width, context length, end-of-sequence ids and tied embeddings.
+            vocabulary, width, context length, end-of-sequence ids, tied and lent embeddings.
           num_hidden_layers: Number of draft layers.
           hidden_size: Width of the drafter; None for the target's.
           tie_word_embeddings: Whether the embedding is also the output head; None as in the target.

@@ -117,7 +117,7 @@ def architecture_of(name: str) -> type:
 def test_nothing_follows_the_targets_attention(name):
     """A target of which there is nothing else, as if it had experts and latent attention."""
     known = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
-    known += ("tie_word_embeddings", "eos_token_id")
+    known += ("tie_word_embeddings", "eos_token_id", "lent")
     bare = types.SimpleNamespace(**{field: getattr(TARGET, field) for field in known})
     kind = kind_of(name)
     if kind.drafts_with_model:

@@ -216,7 +216,7 @@ def test_projections_in_one_tensor_have_their_part_of_its_scales(foreign, family
 
 
 def test_a_dry_run_checks_shapes_of_scales(foreign):
-    directory, _ = foreign("deepseek_v3", "compressed fp8 by blocks")
+    directory, _ = foreign("deepseek_v3", "compressed int8 by output")
     name = "model.layers.0.self_attn.kv_b_proj.weight_scale"
     damaged(directory, lambda tensors: tensors.update({name: tensors[name][1:]}))
     config = TargetConfig(checkpoint=str(directory))
