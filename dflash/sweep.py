@@ -74,6 +74,10 @@ def _sweep(command: cli.Command) -> int:
         columns = driver.columns(runner, outcome.rows.values())
         if outcome.rows:
             keys = sum(map(len, sweep.axes))
+            display.note(
+                f"{directory / driver.TABLE} has all figures; a sweep draws no plots, but "
+                "experiments/heat_maps.py of the repository does"
+            )
             display.table(driver.table(sweep, columns, outcome.rows), keys)
         with files.explained(directory):
             for name in runner.finish(sweep, outcome.rows, directory):

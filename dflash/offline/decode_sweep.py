@@ -25,6 +25,7 @@ class DecodePoints(Runner):
     metrics = (
         "tau",
         "tokens_per_second",
+        "speed_up",
         "ttft_ms",
         "tpot_ms",
         "cycles",
@@ -32,7 +33,7 @@ class DecodePoints(Runner):
         "output_tokens",
         "decode_seconds",
     )
-    shown = ("tau", "tokens_per_second")
+    shown = ("tau", "tokens_per_second", "speed_up")
 
     def __init__(self, display: Display):
         super().__init__(display)
@@ -51,7 +52,8 @@ class DecodePoints(Runner):
         if job is None or job.date != date:  # The point was started on another day.
             job = _prepare(config, date)
         with decode_run.open_records(directory, config, date) as records:
-            return decode_run.run(job, records, Display.silent(), load=self._weights)
+            results = decode_run.run(job, records, Display.silent(), load=self._weights)
+        return results | {"speed_up": results.get("baseline", {}).get("speed_up")}
 
 
 class Weights:

@@ -235,7 +235,7 @@ def _directory(directory: pathlib.Path, point: SweepPoint) -> pathlib.Path:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict | bool) or value is None else value
+    return label(value) if isinstance(value, list | dict | bool) or value is None else value
 
 
 def table(

@@ -211,7 +211,7 @@ def test_a_table_has_the_columns_of_all_points(tmp_path):
         path.write_text(json.dumps({**content, "config_hash": "h"}))
     sweeps.write_table(tmp_path)
     assert list(table(tmp_path).values()) == [
-        {"name": "p9", "x": "[1, 2]", "y": "true", "config_hash": "h", "text": ""},
+        {"name": "p9", "x": "1-2", "y": "true", "config_hash": "h", "text": ""},
         {
             "name": "p10",
             "x": "1",
