@@ -20,7 +20,13 @@ _DECODER = "transformer_layer_config"  # Group of the decoder's fields in files 
 _GENERAL = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type"),
     *("tie_word_embeddings", "quantization_config", "speculators_config", "speculators_version"),
-    *("speculators_model_type", _DECODER),
+    *("speculators_model_type", "_name_or_path", "has_no_defaults_at_init", _DECODER),
+    # Those of every config of transformers.
+    *("chunk_size_feed_forward", "id2label", "label2id", "return_dict", "use_cache"),
+    *("max_length", "min_length", "num_beams", "num_return_sequences", "temperature", "top_k"),
+    *("top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
+    *("num_beam_groups", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "pruned_heads"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
 }
 # Fields of the drafter that are checked below, or belong to its training alone.
 _CHECKED = {
