@@ -14,9 +14,10 @@ _WIDTH = 80  # Columns of the help.
 _LABEL_WIDTH = 24
 CONFIG = "CONFIG"
 _ABOUT_CONFIGS = (
-    "CONFIG is a YAML file, looked up as given, then among the shipped configs. Arguments of the "
-    "form key=value override it; keys are dotted, and values are YAML. --print_config shows all "
-    "keys with their values. Models named hf:org/name need pip install 'dflash-jax[hf]'."
+    "CONFIG is a YAML file, or a Python file whose get_config() returns an "
+    "ml_collections.ConfigDict, looked up as given, then among the shipped configs. Arguments of "
+    "the form key=value override it; keys are dotted, and values are YAML. --print_config shows "
+    "all keys with their values. Models named hf:org/name need pip install 'dflash-jax[hf]'."
 )
 _STATUSES = (
     "exit status: 0: done; 1: the run failed; 2: invalid usage, config, input or checkpoint; 130: "

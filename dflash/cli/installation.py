@@ -11,7 +11,7 @@ from dflash.version import DISTRIBUTION
 # Distributions that every command needs, as in pyproject.toml.
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "absl-py", "jinja2"),
-    *("matplotlib", "pyarrow", "pyyaml", "rich", "safetensors"),
+    *("matplotlib", "ml-collections", "pyarrow", "pyyaml", "rich", "safetensors"),
     *("sentencepiece", "tensorboardX"),
 )
 # Extras: (name, distributions, purpose).

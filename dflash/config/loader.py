@@ -2,7 +2,8 @@
 
 The layers, of which later ones win: the dataclass's defaults, each file of `base: [..]` in order,
 the file itself, the command line. Mappings merge, lists replace. An error lists all problems at
-once. A file that another one names must be of type .yml or .yaml.
+once. A file that another one names must be of type .yml or .yaml. The main one may also be a Python
+file, as is usual with ml_collections.
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ from dflash.storage.paths import in_bucket, to_path
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yml", ".yaml")
+PYTHON = ".py"  # Suffix of a config that is a program; no other config can name one.
 _NO_CONFIG = f"expected a file of type {' or '.join(_SUFFIXES)}"
 _MAX_BYTES = 2**20  # Limit for a config file; the largest resolved config has a few thousand bytes.
 Path = tuple[str, ...]  # Path of a key, such as ("decode", "seed").
@@ -364,11 +365,32 @@ def _read_one(path: pathlib.Path, name: str) -> tuple[Node | None, list[str]]:
         content = read_regular(path, _MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             return None, [f"{name}: larger than {_MAX_BYTES:,} bytes, the limit for a config"]
-        return strict_yaml.parse(encoding.decode(content), name)
+        text = encoding.decode(content)
+        if path.suffix == PYTHON:
+            text, name = _as_yaml(text, name), f"{name} as YAML"
+        return strict_yaml.parse(text, name)
     except errors.InputError as error:
         return None, [f"{name}: {error}"]
     except OSError as error:
         return None, [f"{name}: cannot be read: {error.strerror}"]
+
+
+def _as_yaml(program: str, name: str) -> str:
+    """Returns what `get_config()` of a Python file returns, an ml_collections.ConfigDict, as YAML.
+
+    Raises:
+      InputError: The program fails, or has no such function.
+    """
+    scope = {"__name__": name}
+    try:
+        exec(compile(program, name, "exec"), scope)
+        get_config = scope.get("get_config")
+        text = None if get_config is None else strict_yaml.dump(get_config().to_dict())
+    except Exception as error:  # Whatever the user's program raises.
+        raise errors.InputError(f"{type(error).__name__}: {error}") from error
+    if text is None:
+        raise errors.InputError("defines no get_config(), which returns the config")
+    return text
 
 
 def _base_names(bases: Node | None, problems: list[str]) -> list[Node]:

@@ -181,3 +181,38 @@ def test_a_checkpoint_in_place_of_a_config_is_the_target(schema_class, tmp_path)
         assert (config.prompts.chat, config.decode.seed) == (None, 3)
         with pytest.raises(errors.ConfigError, match=r"CONFIG target\.checkpoint="):
             loader.load(path, (), train_schema.TrainRun)
+
+
+def test_a_python_file_returns_a_config_dict(tmp_path):
+    path = tmp_path / "c.py"
+    path.write_text(
+        "import ml_collections\n\ndef get_config():\n"
+        "    config = ml_collections.ConfigDict({'base': ['tiny_dflash.yml']})\n"
+        "    config.decode = ml_collections.ConfigDict({'seed': 3, 'stop_ids': (1, 2)})\n"
+        "    return config\n"
+    )
+    config = loader.load(path, ["decode.top_k=5"])
+    assert (config.decode.seed, config.decode.stop_ids, config.decode.top_k) == (3, (1, 2), 5)
+    assert config == loader.load(
+        "tiny_dflash.yml", ["decode.seed=3", "decode.stop_ids=[1,2]", "decode.top_k=5"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("x = 1", "c.py: defines no get_config(), which returns the config"),
+        ("1 / 0", "c.py: ZeroDivisionError: division by zero"),
+        ("def get_config(): return {}", "c.py: AttributeError: "),
+        (
+            "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({'a': 1})",
+            "c.py as YAML:1: a: unknown key",
+        ),
+    ],
+)
+def test_a_python_file_that_is_no_config_is_one_line(tmp_path, program, message):
+    path = tmp_path / "c.py"
+    path.write_text(program)
+    with pytest.raises(errors.ConfigError) as caught:
+        loader.load(path)
+    assert any(message in problem for problem in caught.value.problems)
