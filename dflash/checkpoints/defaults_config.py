@@ -65,7 +65,6 @@ def of(config: Mapping[str, Any], model_type: str, *, sizes: bool = True) -> Map
     """Returns the defaults of the fields of a config.json.
 
     Args:
-      config: Contents of config.json.
       model_type: Type whose defaults apply if the file states none that is known.
       sizes: Whether the sizes have defaults.
     """

@@ -167,7 +167,6 @@ def check_names(
     """Checks that the stored tensors are exactly the expected ones.
 
     Args:
-      stored: Names of the stored tensors, without those to ignore.
       listing: File or tree that lists the stored tensors, for messages.
       misfit: What a difference means, for messages; such as `MISFIT`.
       file_of: Function from a stored name to its file; None if it is the listing.

@@ -123,7 +123,6 @@ def restore(
     """Reads arrays of an Orbax tree.
 
     Args:
-      checkpointer: Checkpointer with a `PyTreeCheckpointHandler`.
       abstract: Arrays to read, abstract and with shardings, by dotted path.
     """
     tree = traverse_util.unflatten_dict(abstract, sep=".")

@@ -56,12 +56,7 @@ class OutgoingTensor:
 
 
 def tensors_of(module: nnx.Module, dtype=None) -> list[OutgoingTensor]:
-    """Returns the tensors of `module` under their checkpoint names.
-
-    Args:
-      module: Module with `checkpoint_name(path)`, whose parameters and buffers hold arrays.
-      dtype: Dtype of the weights in the file; None keeps each parameter's own.
-    """
+    """Returns the tensors of `module` under their checkpoint names."""
     leaves = dict(parameters.named_arrays(module))
     shapes = ((path, leaf.get_value().shape) for path, leaf in leaves.items())
     return [

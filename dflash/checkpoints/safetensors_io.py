@@ -158,8 +158,6 @@ def save(
 
     Args:
       module: Module with `checkpoint_name(path)`, whose parameters and buffers hold arrays.
-      dtype: Dtype of the stored weights; None keeps each parameter's own.
-      max_shard_bytes: Size limit of a file; larger models are split into several, with an index.
     Returns:
       Number of tensors written.
     """

@@ -55,7 +55,6 @@ class TensorPiece:
     """Rows of a stored tensor that are contiguous in a parameter, too.
 
     Attributes:
-      shape: Shape of the whole tensor.
       first: First row of the piece within the tensor.
       count: Number of rows; None for a tensor without dimensions.
       lead: Leading index into the parameter; () for the whole parameter.

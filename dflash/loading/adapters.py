@@ -75,7 +75,6 @@ def declare(target: Decoder, references: Mapping[str, str]) -> dict[str, Adapter
     Sequences choose among them by number: 1 for the first adapter, and 0 for none.
 
     Args:
-      target: Abstract target.
       references: Directories, or references to the hub, by the names of the adapters.
     Returns:
       The adapters by name, for `fill`.

@@ -25,8 +25,6 @@ class Plan:
     """The cost of a decode run before it starts.
 
     Attributes:
-      mesh: Number of devices along each mesh axis.
-      target_parameters: Number of weights of the target.
       drafter_parameters: Number of weights of the drafter; 0 if the strategy has none.
       memory: Bytes by kind of array, on the devices of the mesh.
       drafter_devices: Number of devices that hold only the drafter.
@@ -63,9 +61,6 @@ def make_plan(
 
     Args:
       engine: Engine over the two models, which may be abstract.
-      target: Target model.
-      drafter: Drafter.
-      prompt_lengths: Lengths of the prompts, in tokens.
     """
     state = engine.abstract_state()
     cache = state.cache

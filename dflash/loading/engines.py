@@ -33,10 +33,6 @@ def make_engine(
     """Returns an engine over two models, which may be abstract.
 
     Args:
-      decode: Shape of the loop and verification.
-      drafting: Strategy.
-      target: Target model.
-      drafter: Drafter.
       max_length: Length of the longest sequence in tokens, prompt and output together.
       num_stop_ids: Number of stop ids that a request may have.
     """

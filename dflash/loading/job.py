@@ -44,12 +44,8 @@ class Job:
     """Checked decode run: config, models and prompts.
 
     Attributes:
-      config: Config of the run.
       target: Target; abstract until `load_weights`.
       drafter: Drafter; abstract until `load_weights`.
-      target_source: Source of the target's weights.
-      drafter_source: Source of the drafter's weights.
-      tokenizer: Tokenizer of the target.
       prompts: All prompts; empty if a dry run cannot know them.
       max_length: Length of the longest sequence, prompt and output, in tokens.
       date: Date that chat templates print; None for today.
@@ -137,8 +133,6 @@ class Job:
     def grade(self, records: Mapping[int, Record]) -> dict[str, int]:
         """Compares final answers with those of the prompts' data set.
 
-        Args:
-          records: Records of finished prompts, by index.
         Returns:
           The counts "checked" and "correct"; empty if there is nothing to check.
         """
@@ -267,7 +261,6 @@ def prepare(
     """Finds, builds, reads and checks everything that a run needs.
 
     Args:
-      config: Config of the run.
       stdin: Stream to read prompts from if the config names none.
       date: Date of the run, which chat templates may print; None for today.
       dry: Prepare only a plan: use no device, download nothing, and do not wait for stdin.
@@ -323,7 +316,6 @@ def find_graders(source: PromptsConfig, examples: Sequence[Example] | None = Non
     """Returns graders of final answers, one per prompt; empty if the data set has no answers.
 
     Args:
-      source: Prompts group of the config.
       examples: Result of `find_examples`; None to read the examples.
     Returns:
       Functions of the answer's text; they return None if there is no reference answer.

@@ -49,7 +49,6 @@ class Source:
     Attributes:
       directory: Directory of the checkpoint; None for random weights, or without a download.
       hf: Content of the checkpoint's config.json, or None.
-      seed: Seed of random weights.
       adapter: Adapter to merge into the weights, or None.
       is_dry: The weights will not be read, so building checks the headers of their files.
     """
@@ -65,7 +64,6 @@ def find_target(config: TargetConfig, *, download: bool = True) -> Source:
     """Finds the target's checkpoint, and reads the adapter to merge into it.
 
     Args:
-      config: Target group of the run's config.
       download: Fetch what is not on this machine; otherwise use random weights, and no adapter.
     Raises:
       CheckpointError: The checkpoint or the adapter is missing or cannot be read.
@@ -213,7 +211,6 @@ def load_weights(module: nnx.Module, source: Source) -> None:
     Args:
       module: Abstract module. The checkpoint holds the module itself, or its attribute
         `checkpointed` if there is one. A method `check_weights` is called after loading.
-      source: Source of the weights.
     Raises:
       CheckpointError: The checkpoint is damaged, or does not fit the module.
     """
@@ -232,8 +229,6 @@ def load(model: nnx.Module, source: Source, sharding: Sharding) -> None:
 
     Args:
       model: Abstract target or drafter; see `load_weights`.
-      source: Source of the weights.
-      sharding: Sharding of the models.
     Raises:
       CheckpointError: The checkpoint is damaged, or does not fit the model.
     """

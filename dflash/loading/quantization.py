@@ -41,8 +41,6 @@ def follow(model: nnx.Module, tensors: Mapping[str, StoredTensor], stored: Store
 
     Args:
       model: Abstract model that the checkpoint belongs to.
-      tensors: Tensors of the checkpoint by name.
-      stored: Format of the quantized weights.
     Raises:
       CheckpointError: A tensor has no scales, or only some tensors of a kernel are quantized.
     """

@@ -71,8 +71,6 @@ class GptOssArchitecture(WindowedArchitecture):
     slides, beginning with the first.
 
     Attributes:
-      num_local_experts: Number of experts per layer.
-      num_experts_per_tok: Number of experts that each token is routed to.
       swiglu_limit: Bound on the gate and up projections of an expert.
       swiglu_alpha: Factor on the gate in the sigmoid.
     """
@@ -142,10 +140,6 @@ class Gemma4Architecture(GemmaArchitecture):
         None for `num_key_value_heads`.
       attention_k_eq_v: Whether full layers compute values from the projection of keys.
       partial_rotary_factor: Fraction of the head of full layers that is rotated.
-      enable_moe_block: Whether layers have routed experts beside their dense MLP.
-      num_experts: Number of routed experts per layer.
-      top_k_experts: Number of experts that each token is routed to.
-      moe_intermediate_size: Hidden width of a routed expert.
     """
 
     HF_FIXED = (
@@ -190,9 +184,6 @@ class Qwen3MoeArchitecture(TargetArchitecture):
     """Architecture of a Qwen3 MoE target.
 
     Attributes:
-      num_experts: Number of experts per layer.
-      num_experts_per_tok: Number of experts that each token is routed to.
-      moe_intermediate_size: Hidden width of an expert.
       norm_topk_prob: Whether the routing weights of a token are normalized to sum to 1.
       decoder_sparse_step: Interval of layers with experts; every layer whose number, counted from
         1, is a multiple has them.
@@ -222,8 +213,6 @@ class Qwen3NextArchitecture(Qwen3MoeArchitecture):
       full_attention_interval: Interval of layers with full attention.
       linear_num_key_heads: Number of query and key heads of linear attention.
       linear_num_value_heads: Number of value heads, a multiple of the key heads.
-      linear_key_head_dim: Width of a query or key head.
-      linear_value_head_dim: Width of a value head.
       linear_conv_kernel_dim: Rows that the convolution reads, the new one included.
       partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
       num_experts: Number of routed experts per layer; 0 for dense MLPs.
@@ -289,15 +278,9 @@ class DeepseekV3Architecture(TargetArchitecture):
       q_lora_rank: Rank of the query projection; None for a projection of full rank.
       kv_lora_rank: Width of the latent row that keys and values are projected from.
       qk_nope_head_dim: Width of the part of each query and key head that is not rotated.
-      qk_rope_head_dim: Width of the rotated part.
-      v_head_dim: Width of a value head.
       rope_interleave: Whether rotated pairs are adjacent dimensions, not half a head apart.
-      n_routed_experts: Number of routed experts per layer.
       n_shared_experts: Number of experts per layer that process every token.
-      num_experts_per_tok: Number of routed experts per token.
-      moe_intermediate_size: Hidden width of an expert.
       first_k_dense_replace: Number of first layers with a dense MLP instead of experts.
-      n_group: Number of groups that the routed experts are divided into.
       topk_group: Number of groups that a token's experts are chosen from.
       norm_topk_prob: Whether the routing weights of a token are normalized to sum to 1.
       routed_scaling_factor: Factor on the output of the routed experts.

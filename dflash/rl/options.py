@@ -67,7 +67,6 @@ def upkeep(options: Mapping[str, Any], temperature: float = 1.0) -> UpkeepRun:
     """Returns the options of the drafter's training.
 
     Args:
-      options: Options by dotted key; see `find`.
       temperature: Temperature of the rollouts; 0 is greedy.
     Raises:
       ConfigError: An option is unknown or invalid.

@@ -101,7 +101,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         """Loads the drafter and the policy's config, and copies the policy's weights.
 
         Args:
-          tokenizer: Tunix's tokenizer, in which prompts and outputs are written.
           mesh: Mesh of the rollout role; unused, since `dflash` may state a mesh of its own.
           rollout_config: Sizes and sampling; may hold options, see `options.find`.
           dflash: Keys of our configs, such as {"target": {"checkpoint": …}, "drafter": {…}}, and
@@ -188,7 +187,6 @@ class DFlashRollout(base_rollout.BaseRollout):
         Args:
           prompt_tokens: int32 [B, P]; padded on the left.
           completion_tokens: int32 [B, T]; padded on the right.
-          temperature: Divisor of the logits.
         """
         scores = self._logps(prompt_tokens, completion_tokens, self.pad_id(), temperature)
         if self.upkeep is not None:

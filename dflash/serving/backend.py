@@ -26,11 +26,7 @@ class Backend:
     """Engines behind a server, and the facts about the model that they serve."""
 
     def __init__(self, job: Job, config: ServeRun, display: Display, *, loaded: bool = False):
-        """Creates the backend without loading anything.
-
-        Args:
-          job: Job with room for the longest request.
-        """
+        """Creates the backend without loading anything."""
         self.config = config
         self._job, self._display, self._loaded = job, display, loaded
 

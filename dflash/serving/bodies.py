@@ -316,8 +316,6 @@ class ToolChoice:
     """Tools that an answer may call.
 
     Attributes:
-      allowed: Whether it may call any.
-      required: Whether it must call one.
       name: Name of the only function that it may call; None for all.
     """
 

@@ -52,9 +52,7 @@ class CompletionRequest:
       sampling: Sampling parameters; output i of a prompt is sequence i under the seed.
       max_new_tokens: Maximum number of output tokens; None is the config's maximum, reduced to the
         room that the prompt leaves.
-      min_new_tokens: Number of output tokens before which nothing ends an output.
       stop_ids: Tokens that end an output, those of the model and the config included.
-      structure: Constraint on the outputs; None leaves them unconstrained.
       grammar: Compiled form of `structure`; None until it is compiled.
       drafting: Decode with drafts; False selects plain decoding, for comparison.
       cache_salt: Salt of the prefix cache; see `inference.request.Request`.

@@ -55,7 +55,6 @@ def encode_prompts(
     """Encodes a field that holds one prompt or several, as texts or token ids.
 
     Args:
-      value: JSON value of the field: a prompt or a list of prompts.
       kinds: Accepted types of a prompt, with their names in errors.
       add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
     Returns:

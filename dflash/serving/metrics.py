@@ -121,7 +121,6 @@ class Totals:
     Attributes:
       prompt_tokens: Prompt tokens of requests that have their first token.
       cycles: Cycles in which drafts were verified.
-      drafted: Tokens drafted in these cycles.
       committed: Output tokens of these cycles.
       accepted: Output tokens that are accepted drafts.
       accepted_at: Accepted tokens by position in the draft, from 0.
@@ -137,11 +136,7 @@ class Totals:
 
 
 class Metrics:
-    """Prometheus metrics of the server.
-
-    Attributes:
-      totals: Plain counts, for the log and for /server_info.
-    """
+    """Prometheus metrics of the server."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -194,11 +189,7 @@ class Metrics:
     def stepped(
         self, events: Sequence[Event], stats: Mapping[str, SchedulerStats], seconds: float
     ) -> None:
-        """Records an engine step.
-
-        Args:
-          seconds: Duration of the step; 0 if the engine was idle.
-        """
+        """Records an engine step."""
         tokens = sum(len(event.ids) for event in events if isinstance(event, Tokens))
         if tokens:
             self._observe("vllm:iteration_tokens_total", tokens)

@@ -23,7 +23,6 @@ class TokenText:
     """A token of an output, with its text and log-probabilities.
 
     Attributes:
-      text: Text that the token adds to the output.
       logprob: Log-probability under the target's raw logits.
       top: (id, log-probability) of the likeliest tokens at this position.
     """
@@ -278,11 +277,7 @@ class StopFinder:
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):
-        """Creates a finder with an empty text.
-
-        Args:
-          stops: Stop strings, none of them empty.
-        """
+        """Creates a finder with an empty text."""
         self._stops, self._include = stops, include
         self._held, self._visible = "", b""  # Text that is held back; a byte 0 hides a character.
         self._exempt = 0  # Characters of `_held` with which no stop string may end.

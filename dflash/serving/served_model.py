@@ -52,7 +52,6 @@ class ServedModel:
       decode: Defaults for fields that are absent from a request.
       max_length: Maximum number of tokens of a prompt and its output together.
       drafts: Most tokens that the strategy drafts in a cycle; 0 if it drafts none.
-      special_tokens: Whether text prompts may contain special tokens.
       compares: Whether requests can also be decoded without drafting.
       shares_prefixes: Whether requests without a cache salt share cached pages.
       chat_format: How the target writes reasoning and tool calls.

@@ -66,7 +66,6 @@ def run(
     """Serves until SIGTERM or SIGINT, or until the engine fails.
 
     Args:
-      listener: Socket that `listen` has opened.
       on_ready: Function that is called with the URL once requests are served.
       profile_dir: Directory of profiler traces; None disables profiling.
     Returns:

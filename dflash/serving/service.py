@@ -64,15 +64,10 @@ class Service(Listener):
       created: Time of creation, in seconds since 1970.
       model: Facts about the served model; None until the service is ready.
       is_ready: Set once requests are served, or once it is certain that they never will be.
-      error: Exception that ended the engine's thread; None if it has not failed.
     """
 
     def __init__(self, backend: Backend, profile_dir: str | None = None):
-        """Creates the service without starting its engine.
-
-        Args:
-          profile_dir: Directory of profiler traces; None disables profiling.
-        """
+        """Creates the service without starting its engine."""
         self.config: ServeConfig = backend.config.serve
         self.profile_dir = profile_dir
         self._is_profiling = False

@@ -36,9 +36,6 @@ class StructuredOutput:
     ) -> Grammar:
         """Compiles the constraint, which may block for seconds.
 
-        Args:
-          vocabulary: Function that returns the target's vocabulary; may raise InputError.
-          is_abandoned: Returns True once nobody waits for the result.
         Raises:
           RequestError: The constraint cannot be used, or cannot be compiled now.
         """

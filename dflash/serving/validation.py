@@ -40,7 +40,6 @@ class RequestError(Exception):
 
     Attributes:
       param: Name of the invalid field; None if the error does not concern a single field.
-      code: Machine-readable error code; None if there is none.
       retry_after_s: Seconds after which a retry may succeed; None if it would not.
     """
 

@@ -59,7 +59,6 @@ class ChatTemplate:
         """Renders a conversation as text.
 
         Args:
-          messages: Messages in the form of the template.
           add_generation_prompt: Whether to end with the text that begins an answer.
           **variables: Variables that replace those of the constructor.
         """

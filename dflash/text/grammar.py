@@ -98,7 +98,6 @@ class Grammar:
     """Constraint on an output; built and checked by the functions of this module.
 
     Attributes:
-      kind: Language of `source`.
       source: JSON schema, regular expression or Lark grammar; "" for any JSON object.
     """
 

@@ -83,7 +83,6 @@ def form_of(fields_read: set[str], render: Render) -> MessageForm:
     """Returns the form of a template: the first one in which it renders a call as JSON would be.
 
     Args:
-      fields_read: Names of the fields that the template may read.
       render: Renders messages; raises InputError if the template rejects them.
     """
     names = [name for name in jsonl.REASONING_FIELDS if name in fields_read]

@@ -32,8 +32,6 @@ class Prompt:
     Attributes:
       index: Index in the run, from 0. Later turns have the indices after it, so the index of the
         next prompt is index + 1 + len(later_turns).
-      text: Text of a plain prompt, else None.
-      messages: Messages of a conversation, else None.
       source: Place for error messages, such as "prompts.jsonl:7".
       later_turns: Further messages of the user, each of which follows an answer of the model.
       dropped_answer: The line of a file ended with a reference answer, which is not a part of the
@@ -78,7 +76,6 @@ def read_prompts(
     Args:
       config: Source of the prompts, and whether the chat template is applied to plain text.
       tokenizer: Tokenizer of the target; may be None if all prompts are token ids.
-      vocab_size: Upper bound of the token ids, exclusive.
       stdin: Stream that is read to its end if the config names no prompts.
       conversations: Messages before the first answer of each example of `config.dataset`.
       later_turns: Further messages of the user in each conversation; empty for none.
@@ -113,13 +110,7 @@ def from_values(
     *,
     vocab_size: int,
 ) -> list[Prompt]:
-    """Tokenizes prompts that a program passes as Python values.
-
-    Args:
-      values: Prompts, each a text, token ids, or the messages of a conversation.
-      config: Whether the chat template is applied to plain text.
-      vocab_size: Upper bound of the token ids, exclusive.
-    """
+    """Tokenizes prompts that a program passes as Python values."""
     entries = (
         (f"prompts[{index}]", functools.partial(_fields, value))
         for index, value in enumerate(values)
@@ -198,8 +189,6 @@ def continued(
     Args:
       turn: Number of the later turn; 1 after the first answer.
       so_far: Messages before the answer.
-      tokenizer: Tokenizer with a chat template.
-      vocab_size: Upper bound of the token ids, exclusive.
     """
     # Decoded tokens may contain lone surrogates, which no tokenizer accepts.
     answer = answer.encode("utf-8", "replace").decode("utf-8")

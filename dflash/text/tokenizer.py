@@ -61,7 +61,6 @@ class Tokenizer(abc.ABC):
         `special_tokens`.
 
         Args:
-          messages: Messages with "role" and "content".
           add_generation_prompt: Whether to end with the text that begins an answer.
           **variables: Variables of the template, such as `enable_thinking`; they replace those that
             the tokenizer was loaded with.

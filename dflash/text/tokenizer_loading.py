@@ -37,7 +37,6 @@ def load_tokenizer(
     Args:
       date: Date that chat templates print; None for today. All processes of a run share one date,
         also after it resumes, so that its prompts stay the same.
-      **template_variables: Variables of the chat template, such as `enable_thinking`.
     """
     date = date or datetime.date.today()
     for file, kind in _CLASSES.items():
@@ -55,7 +54,6 @@ def for_target(
       directory: Directory of the checkpoint; None for random weights, whose tokens are bytes.
       thinking: Whether the chat template asks for reasoning before the answer; None leaves that to
         the template.
-      date: Date that chat templates print; None for today.
     """
     if directory is None:
         return ByteTokenizer()

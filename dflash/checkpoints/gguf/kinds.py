@@ -12,7 +12,6 @@ class Kind(NamedTuple):
     """Kind of a model.
 
     Attributes:
-      family: Its tensors.
       config_of: Function from a header to the contents of config.json.
       metadata_of: Function from config.json, as `config_to_hf` writes it, to metadata.
     """

@@ -63,8 +63,6 @@ def as_stored(name: str, shape: Shape, config: Config) -> TensorLayout:
 def paired_rope(name: str, shape: Shape, config: Config) -> TensorLayout:
     """Returns the layout of families whose queries and keys rotate neighbors instead of halves.
 
-    Args:
-      shape: Shape of the tensor in the file.
     Raises:
       ValueError: The shape does not fit the config; the message continues one that names the
         tensor.

@@ -23,7 +23,6 @@ class _Tensor(NamedTuple):
     """Tensor of the file.
 
     Attributes:
-      name: Name in ggml.
       parts: The tensor itself, or those that it stacks.
       rows: Row of the file that holds each row; None to keep their order.
       num_rows: Number of rows of the file, of which the others are zeros; None for no others.

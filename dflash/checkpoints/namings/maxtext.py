@@ -93,7 +93,6 @@ class MaxTextForm:
     """Converts between an array of MaxText, of one layer, and a parameter.
 
     Attributes:
-      shape: Shape of the parameter.
       interleaved: The halves of each head alternate in the array.
       scale: Factor from the array to the parameter.
     """

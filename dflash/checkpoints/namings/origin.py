@@ -30,7 +30,6 @@ class Origin:
     """Arrays of a tree that form a parameter.
 
     Attributes:
-      names: Names of the arrays in the tree.
       shapes: Shape of each array; None accepts any.
       form: Function from the arrays to the parameter, or to its transpose.
       layer: Layer to take from stacked arrays; None if they hold one layer.

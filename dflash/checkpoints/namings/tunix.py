@@ -112,7 +112,6 @@ class TunixForm:
     """Converts an array of Tunix to a parameter.
 
     Attributes:
-      shape: Shape of the parameter.
       part: Dimension that counts the parameters of an array, and the parameter's index in it; None
         for an array of its own.
       swapped: Two dimensions of the array, without that of parts, to swap; None to keep the order.

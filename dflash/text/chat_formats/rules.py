@@ -37,11 +37,7 @@ THINK = Marks("<think>", "</think>")
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """Function that the model may call.
-
-    Attributes:
-      parameters: JSON schema of its arguments, an object.
-    """
+    """Function that the model may call."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -70,7 +66,6 @@ class AnswerRules:
     """Contents that an answer may have.
 
     Attributes:
-      parallel: Whether it may have several calls.
       thinking: Reasoning at its beginning; None for none.
       marks: Texts around it.
       max_thinking_tokens: Maximum number of tokens of the reasoning; None for no limit.
