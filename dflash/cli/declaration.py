@@ -40,7 +40,6 @@ class Subcommand:
       load: Reads the config from its path and the overrides, in place of `schema`.
       configs: Returns the configs of the runs within the loaded object.
       shared: Names of the shared flags that the subcommand takes.
-      define_flags: Adds the subcommand's own flags.
       overrides: Returns the key=value arguments that its own flags stand for.
       cpu_only: The subcommand never needs an accelerator.
       statuses: Exit statuses beside the usual ones, for the help.

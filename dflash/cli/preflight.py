@@ -91,7 +91,6 @@ def check_bucket(
     """Raises if a URL's bucket cannot be reached; paths pass.
 
     Args:
-      location: Path, URL or None.
       find_problem: Returns the problem of a bucket or None; see `paths.find_problem`.
     Raises:
       ConfigError: The bucket is missing or does not answer, or the scheme is unsupported.

@@ -58,8 +58,6 @@ def compile_programs(
     """Compiles every program of a run and reads the compiler's figures.
 
     Args:
-      config: Config of the run.
-      machine: Topology to compile for.
       progress: Called before each program is compiled.
       keep: Called after each program with the report so far.
     Raises:

@@ -69,10 +69,8 @@ def summarize(
     """Sums operations by component.
 
     Args:
-      operations: Operations of the program or of its loop.
       ideals: Lower bounds on the bytes that each component reads; a missing component has none.
       chip: Chip with the peak rates, and the clock rate that converts cycles to time.
-      rates: Rates of the compiler's roofline.
     """
     grouped: dict[str, list[ScheduledOperation]] = {name: [] for name in COMPONENTS}
     for operation in operations:

@@ -29,7 +29,6 @@ class ScheduledOperation:
     """Operation of a compiled program, with the cost of a single execution.
 
     Attributes:
-      instruction: Instruction of the program.
       scope: Path of jax scopes. An operation that the compiler added has the scope of its reader.
       times: Number of executions, loops multiplied by their trip counts.
       flops: Multiplications and additions of its matmuls.
@@ -68,7 +67,6 @@ def operations(
     """Returns every operation that a run of the program schedules.
 
     Args:
-      module: Program.
       trips: Trip counts of loops that neither the compiler nor `hlo` knows; None counts as 1.
       branch: Branches of conditionals; None selects the branch with the most cycles.
     """

@@ -29,7 +29,6 @@ class HloArray:
 
     Attributes:
       dtype: XLA's name of the dtype, such as "bf16".
-      dims: Shape.
       in_hbm: The array is in HBM, not in VMEM, SMEM or another memory space.
     """
 
@@ -54,7 +53,6 @@ class Instruction:
 
     Attributes:
       name: Name, unique in the module.
-      opcode: Opcode, such as "fusion".
       results: Arrays of the result; several if the result is a tuple.
       operands: Names of the operands, instructions of the same computation.
       called: Names of the called computations by attribute; "branch_computations" in branch order.
@@ -231,8 +229,6 @@ def trip_count(
     annotation, such as those that overlap a matmul with the all-gather of its weights.
 
     Args:
-      module: Program that contains the loop.
-      loop: The `while` instruction.
       by_name: Instructions of the loop's computation, by name.
     Returns:
       The trip count; None if the bounds or the step are not constant.

@@ -36,7 +36,6 @@ class CompiledProgram:
     Attributes:
       name: `CYCLE`, `PREFILL` or `TRAIN`.
       title: Description of what one execution does.
-      compiled: Compiled program.
       seconds: Compile time in seconds.
       context: Tokens per sequence that attention reads.
       ideals: Lower bounds on the bytes read per device, by component. The head counts once.

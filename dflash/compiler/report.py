@@ -84,7 +84,6 @@ class ProgramReport:
       copies: Copies of at least 1 MiB inside the loop: (name, executions, bytes, ms by cycles).
       kernels: Number of executions of each Pallas kernel, for which the compiler has no cycles.
       temporary_bytes: Memory for temporaries, without arguments and results.
-      code_bytes: Size of the compiled program.
       compiler: The compiler's own totals, which count the body of a loop and each branch once.
     """
 
@@ -111,13 +110,10 @@ class CompileReport:
     """Report of a run on a topology.
 
     Attributes:
-      topology: Topology that the run was compiled for.
       mesh: Number of devices by mesh axis.
-      rates: Rates of the compiler's roofline.
       memory: Bytes used on each device, by kind.
       capacity_bytes: Memory of each device in bytes.
       refused: The compiler's message about a program that does not fit, or None.
-      programs: Reports of the programs by name.
     """
 
     topology: Topology
@@ -159,14 +155,7 @@ class CompileReport:
 def examine(
     program: CompiledProgram, assumptions: RunAssumptions, chip: Chip, rates: RooflineRates
 ) -> ProgramReport:
-    """Reads the figures of a compiled program.
-
-    Args:
-      program: Program that was compiled for a TPU.
-      assumptions: Assumptions that determine its trip counts and branches.
-      chip: Chip that it was compiled for.
-      rates: Rates of the compiler's roofline.
-    """
+    """Reads the figures of a compiled program."""
     module = hlo.parse(program.compiled.as_text())
     operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
     # The figures of a program that is a loop are those of one iteration.

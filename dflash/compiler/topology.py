@@ -34,7 +34,6 @@ class Topology:
       name: Name, such as "v5p:2x2x1".
       chip: Peak rates of one chip, with the number of devices per chip in this topology.
       slices: Number of slices, connected by the data center network.
-      devices: Devices of all slices.
     """
 
     name: str
@@ -92,7 +91,6 @@ def find(name: str | None, slices: int = 1) -> Topology:
 
     Args:
       name: Chip and shape, such as "v5p:2x2x1", or an accelerator type, such as "v5p-8".
-      slices: Number of slices.
     Raises:
       ConfigError: The chip is unknown, or the compiler has no such shape.
     """
@@ -129,7 +127,6 @@ def make_sharding(
     """Returns the sharding of a run whose mesh covers a topology.
 
     Args:
-      topology: Topology, all of whose devices are used.
       axis_sizes: Number of devices along each mesh axis.
       rules: Mesh axes by logical axis.
     Raises:
@@ -182,13 +179,7 @@ def compiler_rates(topology: Topology) -> RooflineRates:
 
 @dataclasses.dataclass(frozen=True)
 class TpuMachine:
-    """TPU topology that a run is compiled for.
-
-    Attributes:
-      topology: Chips and their devices.
-      sharding: Sharding over these devices.
-      rates: Rates of the compiler's roofline.
-    """
+    """TPU topology that a run is compiled for."""
 
     topology: Topology
     sharding: Sharding

@@ -26,8 +26,6 @@ def hbm_bytes(module: HloModule, instruction: Instruction, by_name: Names) -> tu
     """Returns the HBM traffic of a single execution of an instruction.
 
     Args:
-      module: Program.
-      instruction: Instruction of the program.
       by_name: Instructions of the same computation, by name.
     Returns:
       (Bytes read, bytes written). For a kernel with a cost estimate, all traffic counts as read.

@@ -104,7 +104,6 @@ def resolve(
       files: Files from `merging.read`, of which later ones win; None for an unreadable one.
       over: Layers on top of the files, such as the command line.
       origin: Name of the main file.
-      schema: Dataclass to fill.
       earlier_run: See `load`.
     Returns:
       An instance of `schema`, or None if none can be built; every problem, one line each.
@@ -155,7 +154,6 @@ def check_command(
     Args:
       files: Mappings of the main file and its bases.
       origin: Name of the main file.
-      schemas: Schemas of the current command.
       of: Name of the current command, for the message.
     Raises:
       ConfigError: The schemas of another command know more of the files' groups.
@@ -309,7 +307,6 @@ def known_keys(declared: type, node: Node | None, path: Path = ()) -> Iterator[P
     Args:
       declared: Schema of the config or group.
       node: Content of the config or group so far. Names in it choose schemas.
-      path: Path of the group.
     """
     content = node.value if node is not None and isinstance(node.value, dict) else {}
     cls = _chosen_schema(declared, content) or declared

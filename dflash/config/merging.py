@@ -181,7 +181,6 @@ def inherit(
     the path of a config file, whose `group` is then used.
 
     Args:
-      tree: All layers, merged.
       mapping: Top-level key of the entries.
       group: Top-level key of the group that they override.
       names: Valid names of `group`.

@@ -50,7 +50,6 @@ class Entries(Mapping[str, Entry]):
 
         Args:
           group: Name of the group of entry points.
-          built_in: Entries of dflash itself.
         """
         self._group, self._built_in = group, built_in
 
@@ -258,7 +257,6 @@ def suggest(name: str, known: Iterable[str], *, prefix: str = "", exhaustive: bo
     """Returns "; did you mean 'x'?" if a known name is similar, else "; expected one of …".
 
     Args:
-      name: Unknown name.
       known: Valid names; sorted unless they are a sequence.
       prefix: Text before the suggested name, such as the name of its group and a dot.
       exhaustive: List all valid names if none is similar; otherwise return an empty string.

@@ -40,9 +40,6 @@ def option(
     A field without a default is required. An integer without a maximum is at most `INT32_MAX`.
 
     Args:
-      default: Default value.
-      minimum: Lower bound; None for none.
-      maximum: Upper bound; None for none.
       hf_aliases: Other names of the field in JSON files of Hugging Face; see
         `checkpoints.hf_config.read_fields`.
     """

@@ -106,7 +106,6 @@ def parse(text: str, name: str) -> tuple[Node | None, list[str]]:
     """Parses a YAML document that is a mapping.
 
     Args:
-      text: Text of the document.
       name: Name of the document in sources and problems.
     Returns:
       The mapping, None if the text cannot be parsed; every problem found.
@@ -155,7 +154,6 @@ def _convert(
     """Converts PyYAML's node to ours.
 
     Args:
-      node: Node of PyYAML.
       where: Maps a line number to a source.
       problems: List to which problems are appended.
       typed: Keep the text of scalars as `raw`.

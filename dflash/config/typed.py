@@ -201,7 +201,6 @@ class Builder:
         """Starts without problems.
 
         Args:
-          tree: All layers, merged.
           complete: Every layer could be read. Otherwise missing keys are not reported.
           known: Paths of all keys, for suggestions in messages.
           earlier_run: Ignore removed keys without effect.

@@ -25,7 +25,6 @@ def write(
 
     Args:
       lengths: Tokens of each answer in the training data, without its question.
-      trained: Results of training.
       test: Results of decoding by data set; see `outputs.Summary` and `outputs.Comparison`.
     """
     target = hub.pinned(config.target.checkpoint)

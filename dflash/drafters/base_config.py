@@ -299,7 +299,6 @@ def check_same_target(target: TargetArchitecture, trained_for: Any, num_layers: 
     """Checks that a drafter was trained for a target of the same size.
 
     Args:
-      target: Architecture of the target at hand.
       trained_for: Object with `hidden_size` and `vocab_size` of the drafter's target.
       num_layers: Depth of the drafter's target; None if not stated.
     Raises:

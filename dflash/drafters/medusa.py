@@ -67,7 +67,6 @@ class Medusa(OnePassDrafter):
         """Builds an abstract drafter.
 
         Args:
-          shape: Shape of the heads.
           block_size: 1 + the number of heads to use, at most the trained size; None for all heads.
           tree_budget: Number of drafts in a tree; None for a chain.
         Raises:

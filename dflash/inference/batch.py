@@ -29,7 +29,6 @@ class Batch:
       prefilling: Requests in prefill by prefill slot, in the order of admission.
       running: Requests that decode by slot, in the order of admission.
       pool: Pages of the target's cache.
-      state: Device state of the batch.
     """
 
     def __init__(self, engine: Engine):

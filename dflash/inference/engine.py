@@ -230,9 +230,7 @@ class Engine:
         """Prefills a whole prompt and inserts it into a slot, in one call; consumes `state`.
 
         Args:
-          state: State of the batch.
           slot: Empty slot, with the pages that the next dispatch may fill.
-          request: Request of the sequence.
           output_ids: Output so far, whose last token becomes the anchor; empty for a new sequence.
         Raises:
           ValueError: The prompt is empty or leaves no room for output, or the slot has more pages
@@ -265,7 +263,6 @@ class Engine:
         """Runs up to sync_every cycles; consumes `state`.
 
         Args:
-          state: State of the batch.
           bucket: Batch bucket, one of the layout's: only the first `bucket` slots of each replica
             are computed, and the others must be empty. None computes all slots.
           greedy: Each request in the batch `is_greedy`, see `controls`. A program without sampling

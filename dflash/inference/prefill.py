@@ -210,11 +210,9 @@ def observe_chunk(
     """Lets the drafter observe a chunk, and returns its state.
 
     Args:
-      prefill_state: The drafter's state of the n sequences.
       chunk: Chunks that the target has run.
       following: Token after each chunk, int32 [n].
       features: Features of the chunk's rows; see `Drafter.observe`.
-      heads: The target's embedding and output head.
     """
     rows = jnp.arange(chunk.tokens.shape[1] + 1)
     padded = jnp.pad(chunk.tokens, ((0, 0), (0, 1)))
@@ -228,9 +226,7 @@ def replay_chunk(drafter: Drafter, prefill_state: Any, chunk: ChunkInputs, heads
     """Lets a drafter whose state depends only on tokens observe cached tokens.
 
     Args:
-      prefill_state: The drafter's state of the n sequences.
       chunk: Cached tokens, whose `following` is known.
-      heads: The target's embedding and output head.
     """
     width = len(drafter.feature_layers) * heads.arch.hidden_size
     features = jnp.zeros((*chunk.tokens.shape, width), heads.dtype)

@@ -36,7 +36,6 @@ class Program:
 
     Attributes:
       function: Function, bound to what is static.
-      arguments: Abstract arguments.
       results: Shardings of the results, or a pytree prefix of them. None: the results are the
         donated arguments, changed, with one more result for each of `extra`.
       donated: Indices of the arguments whose buffers the results take over, so that caches are
@@ -121,7 +120,6 @@ class Programs:
         """Compiles programs in parallel threads; the compiler works while others are traced.
 
         Args:
-          names: Names of the programs.
           progress: Called before the first and after each program with the number of programs that
             are ready, and of all.
         """
@@ -150,7 +148,6 @@ def names(
     """Returns the names of the programs that prompts of some lengths need.
 
     Args:
-      shapes: Shapes of the engine.
       prompt_lengths: Lengths of the prompts, in tokens.
       grammars: Include the programs of sequences with grammars.
       greedy: Whether all requests are greedy, see `Engine.generate`.

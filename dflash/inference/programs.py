@@ -61,11 +61,8 @@ def insert(
 
     Args:
       drafter: The drafter, whose state is copied from the prefill slot.
-      state: State of the batch.
       prefill_state: The drafter's state of the prompts in prefill.
       anchors: Token after the last chunk of each prompt, int32 [n].
-      prefill_slot: Prefill slot of the sequence.
-      slot: Slot to fill.
       table: Pages of the sequence, int32 [M].
       length: Committed tokens, the anchor included.
       limit: Length at which the sequence ends.
@@ -189,7 +186,6 @@ def store(shapes: Shapes, context: Any, state: Any, slot, pages, end) -> Any:
     """Copies a slot's rows of the drafter's state to pages.
 
     Args:
-      shapes: Shapes of the engine.
       context: Pages of the drafter's rows.
       state: The drafter's state.
       slot: Slot to copy from.
@@ -211,7 +207,6 @@ def restore(shapes: Shapes, prefill_state: Any, context: Any, prefill_slot, page
     """Copies pages to the first rows of a prefill slot.
 
     Args:
-      shapes: Shapes of the engine.
       prefill_state: The drafter's state of the prompts in prefill.
       context: Pages of the drafter's rows.
       prefill_slot: Prefill slot to copy to.

@@ -54,7 +54,6 @@ class Scheduler:
         """Allocates an empty batch.
 
         Args:
-          engine: Engine that decodes.
           fill_at_once: Prefill for all free slots before each dispatch. This keeps the most slots
             busy, but running requests wait meanwhile; use it when nobody waits for single tokens.
         """

@@ -31,13 +31,9 @@ class Shapes:
     Attributes:
       target: The target, for its shape and placement. Its weights are arguments of programs.
       drafter: The drafter, for its shape and placement. Its weights are arguments of programs.
-      config: Shape of the loop.
-      layout: Sizes of slots, pages and prefill chunks.
       rules: How a cycle drafts and verifies.
       num_stop_ids: Stop ids that a request may have.
-      sharding: Placement of arrays on the mesh.
       dtype: Dtype of the target, which decides the precision of products.
-      vocab_size: Number of the target's token ids.
       weights: Abstract weights of the target and of the drafter.
     """
 

@@ -42,9 +42,6 @@ def occupy(
       state: Any state of the batch.
       seconds: float32 [W, 2, S]; times of cycles, see `ChosenRows`.
       length: int32 []; length of the sequences.
-      layout: Layout of the batch.
-      sampling: Sampling parameters of the sequences.
-      vocab_size: Vocabulary size of the target.
     """
     table = jnp.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
     params = state.sampling.filled(sampling)
@@ -86,7 +83,6 @@ def measure(
     """Measures an engine's seconds per cycle in every batch bucket.
 
     Args:
-      shapes: Shapes of the engine's programs.
       program: Returns a compiled program by name; `Engine.program`.
       generate: Runs a dispatch; `Engine.generate`.
     Returns:
@@ -129,8 +125,6 @@ def cycle_seconds(
       lengths: Two lengths of the sequences, ascending.
       state: Any state of the batch; consumed.
       occupied: Compiled `occupy`, given a table for one length and batch bucket, and the length.
-      generate: Runs a dispatch.
-      rounds: Largest number of rounds.
     Returns:
       Seconds per cycle by length and choice, float32 [2, S]; all processes return those of the
       first one.

@@ -175,7 +175,6 @@ def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:
     The score products of each head overlap with the exponentials of the head before it.
 
     Args:
-      softmax: Online softmax of all heads.
       stream: `TileStream` of the context.
       slot: Buffer of the stream that holds the tile.
       score: Function from (head, keys [S, H], plain or quantized) to scores [R, S].

@@ -61,7 +61,6 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
     Args:
       rows: [R, D] if `fits_vmem` is true for them; otherwise the rows of each tile, [N, tile, D].
       weights: [E, D, F].
-      tiles: Tiles of the rows.
       scales: Scales of 8-bit weights; see `grouped_matmul`.
       block: Inputs and outputs per scale; None for one scale per output.
       read: Fraction of the weights that is expected to be read.

@@ -52,8 +52,6 @@ def run(
       unsupported: Reason why the kernel does not support this case, which makes "pallas" and
         "interpret" errors; None if it does.
       cpu: Kernel in C++, called as `cpu(*arrays)`; None if there is none for this case.
-    Returns:
-      Result of the implementation.
     Raises:
       ValueError: The implementation is unknown or does not support the case.
     """

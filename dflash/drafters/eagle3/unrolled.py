@@ -75,7 +75,6 @@ def score_steps(
     Args:
       hidden: Outputs of the steps, S arrays [B, T, D].
       batch: Packed rows, with the target's hidden states if the loss uses them.
-      vocabulary: Draft vocabulary.
       draft_logits: Function [..., D] -> logits float32 [..., Q] of the drafter.
       unembed: Output head of the target, [B, m, D] -> logits float32 [B, m, V].
     Raises:

@@ -50,7 +50,6 @@ def grow(first: Candidates, carried: Any, extend: Extend, options: BeamTree) -> 
       first: Candidates after the anchor, [B, 1, k].
       carried: State of the drafter before level 1.
       extend: Runs the drafter over a beam; see `Extend`.
-      options: Width, depth and size of the tree.
     Returns:
       A proposal, with probabilities if `first` has them. Each draft then has probability 1, because
       the tree does not depend on the noise of the verification.
@@ -102,7 +101,6 @@ def check(options: BeamTree, vocab_size: int, *, depth_key: str = "depth") -> No
     """Raises ConfigError if a vocabulary of this size is too small for the tree.
 
     Args:
-      options: Width, depth and size of the tree.
       vocab_size: Number of tokens that can be drafted at each position.
       depth_key: Config key that sets the depth, for the message.
     """

@@ -33,7 +33,6 @@ class Blocks:
     """Blocks of R = G + 1 rows: the anchor's token, then G mask tokens.
 
     Attributes:
-      anchors: First rows of the blocks.
       tokens: Input tokens, int32 [B, A, R]; only mask tokens in invalid blocks.
       positions: Positions for rotary embedding, int32 [B, A, R].
       labels: True tokens at draft positions 1 … G, int32 [B, A, G].
@@ -52,10 +51,8 @@ def sample_anchors(batch: TrainBatch, count: int, key: jax.Array) -> Anchors:
     """Draws anchors uniformly and without replacement, of tokens whose successor is supervised.
 
     Args:
-      batch: Packed rows.
       count: Maximum number of anchors per sequence. The number A is at most one less than the
         length of a row, whose last token has no successor.
-      key: PRNG key.
     Returns:
       Anchors in ascending order, with invalid ones last.
     """
@@ -120,7 +117,6 @@ def score_blocks(
 
     Args:
       hidden: Hidden states of the drafter after its final norm, [B, A, R, D].
-      blocks: Drafted blocks.
       batch: Packed rows, with the target's hidden states if the loss uses them.
       unembed: Function [B, m, D] -> logits float32 [B, m, V].
       frozen_head: Whether `unembed` has no parameters to train.
@@ -156,7 +152,6 @@ def block_loss(
 
     Args:
       scores: Scores of the draft positions, each [B, A, G].
-      blocks: Drafted blocks.
       options: Config group of the loss, which sets the weights of draft positions.
     Returns:
       loss float32 [], and metrics, each float32 []: "loss"; "token_loss", the

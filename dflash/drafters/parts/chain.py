@@ -32,7 +32,6 @@ def draft(
       logits: Function hidden -> logits float32 [B, 1, V].
       extend: Function (hidden, tokens int32 [B, 1], cache, step) -> (hidden, cache) that runs the
         model over the draft of a step.
-      sampler: Draws the drafts.
     Returns:
       The chain, and the cache with all drafts except the last.
     """

@@ -78,7 +78,6 @@ class OnePassDrafter(WeightedDrafter):
           hidden: Hidden states of the draft positions, [B, D, width].
           positions: int32 [B, D]; absolute positions.
           unembed: Function from hidden states [B, D, width] to logits float32 [B, D, V].
-          sampler: Draws the tokens.
           count: Number of drafts; D for a chain.
         """
         logits = unembed(hidden)

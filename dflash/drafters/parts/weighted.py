@@ -22,7 +22,6 @@ class WeightedDrafter(Drafter):
     Attributes:
       shape_class: Class of the strategy's shapes.
       option_names: Keys of the config group `drafter` that `__init__` takes.
-      shape: Shape of this drafter.
     """
 
     shape_class: ClassVar[type[DrafterShape]]

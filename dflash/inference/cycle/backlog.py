@@ -63,12 +63,10 @@ class Backlog:
         """Lets the drafter observe all rows.
 
         Args:
-          drafter: Drafter that observes the rows.
           state: State of the drafter, which covers the positions before position - count.
           anchor: int32 [B]; the token after the last row.
           position: int32 [B]; position of each anchor.
           active: bool [B]; rows of other sequences are ignored.
-          heads: The target's embedding and output head.
         Returns:
           The drafter's state, covering the positions before `position`, and an empty backlog.
         """
@@ -95,8 +93,6 @@ def abstract(batch: int, width: int, dtype: jnp.dtype, sharding: Sharding) -> Ba
     Args:
       batch: Batch size B.
       width: Width C·D of the features.
-      dtype: Dtype of the features.
-      sharding: Sharding of the arrays.
     """
     return Backlog(
         count=sharding.abstract((batch,), ("batch",), jnp.int32),

@@ -45,7 +45,6 @@ class Block:
         """Returns the block that verifies a whole proposal.
 
         Args:
-          proposal: Drafts of every sequence.
           anchor: int32 [B]; last committed tokens.
           position: int32 [B]; their positions.
           longest_path: Rows on the longest path that the drafter proposes, anchor included.
@@ -68,7 +67,6 @@ class Block:
           active: bool [B]; the other sequences verify nothing.
           room: int32 [B]; tokens that each sequence may commit.
           mean_rows: Mean number of rows per slot.
-          choices: Choices of rows.
         """
         replicas, (batch, rows) = choices.num_replicas, self.tokens.shape
         chances = division.survival(self.proposal.confidence, active, room, trees=choices.trees)
@@ -108,9 +106,6 @@ class Block:
 
         Packed rows are sampled as they are, since padding logits would copy them.
 
-        Args:
-          sampler: Sampler of the sequences.
-          logits: The target's logits.
         Returns:
           Tokens int32 [B, R], and which rows have finite logits, bool [B, R].
         """

@@ -100,8 +100,6 @@ class FixedRows:
         """Learns from the outcome of the cycle that was chosen.
 
         Args:
-          block: Block of the cycle.
-          result: What was accepted of it.
           num_committed: int32 [B]; tokens committed by the cycle, 0 for an empty slot.
           room: int32 [B]; tokens until each one's limit, before the cycle.
         """
@@ -137,7 +135,6 @@ class ChosenRows(FixedRows):
       trial: The best choice and the one to try; its loss and credit are in seconds.
       promise: float32 []; expected tokens per second of the best choice, of all sequences together.
       backlog: Rows that the drafter has not observed yet.
-      choices: What is chosen from.
     """
 
     by_sequence: Counts
@@ -289,11 +286,9 @@ def abstract(
     """Returns the abstract state; zeros mean no statistics, and `starting` must be called.
 
     Args:
-      choices: What is chosen from.
       batch: Batch size B.
       width: Width C·D of the features that the drafter observes.
       dtype: Dtype of the features.
-      sharding: Sharding of the arrays.
       num_buckets: Number W of batch buckets.
     """
     if len(choices) == 1:

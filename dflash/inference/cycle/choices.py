@@ -37,7 +37,6 @@ class Choices:
         """Returns the choices for a drafter.
 
         Args:
-          drafter: The drafter.
           layout: Layout of the batch. A single slot has nothing to divide.
           adaptive: Choose between plain decoding, the drafter's block size, and sizes between them,
             rather than always take its block size.

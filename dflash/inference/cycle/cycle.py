@@ -99,11 +99,7 @@ def conclude(
     """Verifies a block, commits, and lets the drafter observe: the second part of `cycle`.
 
     Args:
-      target: Model that verifies.
-      drafter: Strategy that proposed.
       state: State returned by `propose`.
-      block: Rows to verify.
-      rules: Static settings of the loop.
       allowed: int32 [B, R, ceil(V / 32)] or None; bit mask of the tokens that may follow each row,
         see `controls.shape_logits`.
     """
@@ -168,9 +164,7 @@ def judge(
 
     Args:
       state: State that the block was drafted in.
-      block: Rows to verify.
       logits: Logits of the target, float32 [B, R, V] or packed as the block is.
-      rules: Static settings of the loop.
       allowed: Bit masks of the tokens after each row, or None; see `controls.shape_logits`.
     Returns:
       The result of verification, and a mask of rows with finite logits, bool [B, R].

@@ -90,13 +90,10 @@ def conclude(
     `run_cycles` runs the remaining cycles.
 
     Args:
-      target: Model that verifies.
-      drafter: Strategy that proposed.
       state: State returned by `propose`.
       proposal: Proposal returned by `propose`.
       allowed: int32 [B, R, ceil(V / 32)]; all ones for unconstrained sequences.
       ready: bool [B]; constrained sequences whose masks are valid. Other constrained ones wait.
-      rules: Static settings of the loop.
     """
     waiting = state.active & state.controls.constrained & ~ready
     state = dataclasses.replace(state, active=state.active & ~waiting)

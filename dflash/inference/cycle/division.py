@@ -27,7 +27,6 @@ def divide(chances: jax.Array, active: jax.Array, mean_rows: int, num_replicas: 
       chances: float32 [B, G]; see `survival`.
       active: bool [B]; each of these sequences has a row for its anchor.
       mean_rows: Mean number of rows per slot.
-      num_replicas: Number of replicas.
     Returns:
       Rows of each sequence, int32 [B], anchor included; 0 for inactive ones.
     """

@@ -50,7 +50,6 @@ def accepted_path(tree: Tree, matches: jax.Array) -> tuple[jax.Array, jax.Array]
     """Returns the longest path from the anchor along which every draft matches.
 
     Args:
-      tree: Token tree of the rows.
       matches: bool [B, G]; draft g equals the target's token after its parent.
     Returns:
       path int32 [B, max_depth + 1] and num_accepted int32 [B]; see `path_to`.

@@ -50,7 +50,6 @@ class VerifyResult(NamedTuple):
 
         Args:
           num_accepted: int32 [B]; number of drafts of the path to count.
-          count: Number of drafts of each sequence.
         """
         if self.path is None:
             return jnp.arange(count) < num_accepted[:, None]
@@ -97,7 +96,6 @@ def coupled_tree(draft: jax.Array, sampled: jax.Array, tree: Tree) -> VerifyResu
     Args:
       draft: int32 [B, G].
       sampled: int32 [B, G + 1]; the target's token after each row.
-      tree: The parents of the drafts.
     """
     matches = draft == jnp.take_along_axis(sampled, tree.parents, axis=1)
     path, num_accepted = accepted_path(tree, matches)
@@ -122,7 +120,6 @@ def rejection_chain(
       draft_probs: float32 [B, G, V]; the distributions that the drafts were drawn from.
       logits: float32 [B, G + 1, V]; the target's, after each row.
       positions: int32 [B, G + 1]; of the tokens that the rows predict.
-      params: Sampling parameters of the sequences.
     Raises:
       ValueError: G differs between the arguments.
     Source: Leviathan et al. 2023, algorithm 1.
@@ -260,8 +257,6 @@ def rejection_tree(
       drawn_from: int32 [B, G]; row of `draft_probs` of each draft.
       logits: float32 [B, G + 1, V]; the target's, after each row.
       positions: int32 [B, G + 1]; of the tokens that the rows predict.
-      params: Sampling parameters of the sequences.
-      tree: The parents of the drafts.
     Raises:
       ValueError: G differs between the arguments.
     Source: recursive rejection sampling without replacement, Jeon et al. 2024, arXiv 2402.14160.

@@ -24,7 +24,6 @@ class DrafterSide:
     Attributes:
       heads: The target's embedding and output head, if the drafter needs them, as a model without
         layers.
-      sharding: Placement of arrays on these devices.
     """
 
     def __init__(self, drafter: Drafter, sharding: Sharding, target: Shapes):

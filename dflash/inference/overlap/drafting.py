@@ -130,7 +130,6 @@ def advance(
     Args:
       rows: Committed rows, at most `count` of each sequence; none where the cycle did not run,
         which keeps the sequence's drafts.
-      anchors: Anchors after the verification.
     Returns:
       The state with the next drafts, and the counts of the cycle; see `Report.events`.
     """
