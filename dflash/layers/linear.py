@@ -111,7 +111,13 @@ class Kernel(nnx.Module):
             stddev=stddev,
             conversion=None
             if stored
-            else _quantizer(form.dtype, plain.dtype, places, sharding.axes(self.axes[-2])),
+            else _quantizer(
+                form.dtype,
+                plain.dtype,
+                places,
+                sharding.axes(self.axes[-2]),
+                sharding.platform,
+            ),
         )
         self.format = form
 
@@ -134,7 +140,9 @@ class Kernel(nnx.Module):
 
 
 @functools.cache  # Layers of equal shapes share one compiled program.
-def _quantizer(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parameters.Conversion:
+def _quantizer(
+    dtype: str, plain: jnp.dtype, places: tuple, across: tuple, platform: str
+) -> parameters.Conversion:
     """Returns the conversion of a plain kernel to values and scales."""
     kernel_place, scale_place = places
     if kernel_place.mesh.size == 1:
@@ -154,7 +162,7 @@ def _quantizer(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> pa
             out_specs=(kernel_place.spec, scale_place.spec),
             check_vma=False,
         )
-    options = NARROW_IN_LOOPS if kernel_place.mesh.devices.flat[0].platform == "cpu" else None
+    options = NARROW_IN_LOOPS if platform == "cpu" else None
     compiled = jax.jit(program, out_shardings=places, compiler_options=options)
     return parameters.Conversion(plain, compiled, SCALE_SUFFIX)
 

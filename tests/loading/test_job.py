@@ -42,6 +42,12 @@ def test_speculation_needs_two_drafts_and_other_tokens(overrides, message):
         prepared("drafter.overlap=ssd", *overrides.split())
 
 
+def test_quantized_weights_are_planned_without_devices():
+    narrow = "target.quantization=int8", "drafter.quantization=int8", "decode.kv_dtype=int8"
+    plain, quantized = prepared().plan().memory, prepared(*narrow).plan().memory
+    assert quantized["target weights"].total_bytes < plain["target weights"].total_bytes
+
+
 def test_a_drafter_of_its_own_devices_is_planned_apart():
     beside, together = prepared("drafter.overlap=ssd", "drafter.devices=2"), prepared()
     plan = beside.plan()
