@@ -55,7 +55,7 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
     """
     decoding = _decode_job(config.answer_run(PromptsConfig()), dry)
     training = training_jobs.prepare(config.train_run(answers), dry=True)
-    described = list(_questions(config, decoding))  # Raises before steps are traced.
+    described = list(describe_questions(config, decoding))  # Raises before steps are traced.
     machine = _machine(config, None if dry else decoding)
     stages = [
         _answers(config, decoding, machine),
@@ -80,7 +80,7 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
 _SHOWN_CHARACTERS = 1000
 
 
-def _questions(config: DistillRun, job: Job) -> Iterator[str]:
+def describe_questions(config: DistillRun, job: Job) -> Iterator[str]:
     """Yields the sources of the questions, how texts are formatted, and one rendered prompt.
 
     Args:

@@ -6,7 +6,7 @@ import pytest
 
 from dflash.config import distill_schema, loader, merging
 from dflash.config.schema import PromptsConfig
-from dflash.distillation import distill_plan, questions, stages
+from dflash.distillation import distill_plan, stages
 from dflash.loading import job as decode_jobs
 
 SMALL = (
@@ -22,7 +22,7 @@ def described(*overrides, base=None) -> list[str]:
     """Returns the lines about the questions of a distillation of the embedded target."""
     config = loader.load(base, (*SMALL, *overrides), distill_schema.DistillRun)
     job = decode_jobs.prepare_models(config.answer_run(PromptsConfig()), dry=True)
-    return list(questions.describe(config, job))
+    return list(distill_plan.describe_questions(config, job))
 
 
 def test_the_plan_tells_how_questions_are_asked(tmp_path):
