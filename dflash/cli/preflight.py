@@ -73,11 +73,7 @@ def check_writable(*directories: str | None) -> None:
 
 
 def check_local(location: str | None) -> None:
-    """Raises if a place that must be on a file system is in a bucket.
-
-    Raises:
-      ConfigError: The place is the URL of a bucket.
-    """
+    """Raises ConfigError if a place that must be on a file system is the URL of a bucket."""
     if location is not None and paths.in_bucket(location):
         raise errors.ConfigError(
             f"{location}: must be on a file system, not in a bucket: give a directory on a disk, "
@@ -104,12 +100,7 @@ def check_bucket(
 
 
 def check_file(file: str) -> None:
-    """Raises if a file cannot be read.
-
-    Raises:
-      InputError: The file is missing, a directory, or unreadable; the message suggests a similar
-        name.
-    """
+    """Raises InputError, which suggests a similar name, if a file cannot be read."""
     path = paths.to_path(file)
     try:
         path.stat()

@@ -29,11 +29,7 @@ def decode(content: bytes) -> str:
 
 
 def check(beginning: bytes) -> None:
-    """Raises if the beginning of a file shows another encoding.
-
-    Raises:
-      InputError: The file is UTF-16 or UTF-32, with or without a byte order mark.
-    """
+    """Raises InputError if the beginning of a file shows UTF-16 or UTF-32."""
     encoding = next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), None)
     # English text in UTF-16 without a byte order mark: every other byte is zero.
     looked_at = beginning[:_LOOKED_AT]

@@ -161,11 +161,7 @@ def make_plan(target: Decoder, tree: Any, lora_alpha: float | None) -> Plan:
 def _entries(
     target: Decoder, variables: Mapping[str, nnx.Variable], naming: Naming
 ) -> tuple[Entry, ...]:
-    """Returns the entries of all parameters.
-
-    Raises:
-      CheckpointError: The naming has no name for a parameter.
-    """
+    """Returns the entries of all parameters; raises CheckpointError if the naming lacks one."""
     packed = getattr(target, "packed", ())
     entries, unarranged = [], None
     for path, leaf in parameters.readable_of(variables).items():

@@ -57,11 +57,7 @@ class GatedDeltaNet(nnx.Module):
     def __init__(
         self, width: int, shape: DeltaShape, *, eps: float, dtype: jnp.dtype, sharding: Sharding
     ):
-        """Builds abstract projections.
-
-        Raises:
-          ConfigError: The heads do not divide over the devices.
-        """
+        """Builds abstract projections; raises ConfigError if devices cannot divide the heads."""
         # Columns would divide even where heads do not, and a device computes whole heads.
         sharding.named((shape.linear_num_key_heads,), ("heads",))
         build = {"dtype": dtype, "sharding": sharding}

@@ -71,11 +71,7 @@ class Bench:
         return {name: job.drafter.longest_path for name, job in self.jobs.items()}
 
     def divide(self, shard: Shard) -> None:
-        """Keeps only a shard's prompts of every task.
-
-        Raises:
-          ConfigError: There are fewer prompts than shards.
-        """
+        """Keeps only a shard's prompts of every task; raises ConfigError if there are too few."""
         self.workload = self.workload.of_shard(shard)
         if not self.workload.tasks:
             raise errors.ConfigError(

@@ -342,11 +342,7 @@ def _made_up(
 
 
 def _check_size(config: BenchmarkRun, recording: Recording, job: jobs.Job) -> int:
-    """Returns the number of tokens of a random prompt, after checking that it fits.
-
-    Raises:
-      InputError: Prompt and output exceed the cache or the model's context.
-    """
+    """Returns the number of tokens of a random prompt; raises InputError if it does not fit."""
     size = config.prompt_tokens or recording.prompt_tokens
     job.check_length(Prompt(0, range(min(size, sys.maxsize)), source=recording.where))
     return size

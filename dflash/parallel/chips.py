@@ -79,11 +79,7 @@ _DEVICE_KINDS: Mapping[str, str] = {
 
 
 def find(name: str) -> Chip:
-    """Returns the chip of this name, ignoring case.
-
-    Raises:
-      ConfigError: No chip has this name; the message suggests the nearest one.
-    """
+    """Returns the chip of this name, ignoring case; raises ConfigError if there is none."""
     if name.lower() in CHIPS:
         return CHIPS[name.lower()]
     raise errors.ConfigError(f"unknown chip {name!r}{registry.suggest(name.lower(), CHIPS)}")

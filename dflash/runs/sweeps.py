@@ -146,11 +146,7 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
 
 
 def _read_row(path: pathlib.Path) -> dict[str, Any]:
-    """Returns values, metrics and config_hash of a finished point.
-
-    Raises:
-      WorkdirError: The file is damaged.
-    """
+    """Returns values, metrics and config_hash of a point; raises WorkdirError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         hashed = {"config_hash": content["config_hash"]}

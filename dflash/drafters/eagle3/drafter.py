@@ -221,11 +221,7 @@ class Eagle3(WeightedDrafter):
         return (head or self.lm_head).attend(self.norm(hidden))
 
     def check_weights(self, directory: pathlib.Path) -> None:
-        """Checks the tables that were loaded from a checkpoint.
-
-        Raises:
-          CheckpointError: A token in `d2t` is not in the target's vocabulary, or appears twice.
-        """
+        """Raises CheckpointError if `d2t` has a token twice, or one that the target lacks."""
         vocab_size = self.shape.decoder.vocab_size
         draft_vocabulary.check(np.asarray(self.d2t.get_value()), vocab_size, directory)
 

@@ -139,11 +139,7 @@ def choose(size: int, count_tokens: Callable[[], np.ndarray]) -> dict[str, np.nd
 
 
 def check(d2t: np.ndarray, vocab_size: int, directory: pathlib.Path) -> None:
-    """Checks a table `d2t` that was loaded from a checkpoint.
-
-    Raises:
-      CheckpointError: A token is not in the target's vocabulary, or appears twice.
-    """
+    """Raises CheckpointError if `d2t` has a token twice, or one that the target lacks."""
     ids = np.arange(d2t.size) + np.asarray(d2t, np.int64)
     order = np.argsort(ids, kind="stable")
     wrong = (ids < 0) | (ids >= vocab_size)

@@ -121,11 +121,7 @@ def _enough(items: Sequence[Item], count: int) -> list[Item]:
 
 
 def _drive(plan: LoadPlan) -> list[Answer]:
-    """Carries out a plan in a process of its own.
-
-    Raises:
-      UserError: A request failed.
-    """
+    """Carries out a plan in a process of its own; raises UserError if a request failed."""
     done = subprocess.run(
         [sys.executable, "-m", "dflash.measure.load_client"],
         input=json.dumps(dataclasses.asdict(plan)),
