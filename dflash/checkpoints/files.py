@@ -112,12 +112,7 @@ def staged(destination: pathlib.Path, marker: str = CONFIG) -> Iterator[pathlib.
 
 
 def check_vacant(destination: pathlib.Path) -> None:
-    """Raises if writing to `destination` would overwrite anything.
-
-    Raises:
-      CheckpointError: `destination` is a file or a directory that is not empty.
-      WorkdirError: The directory cannot be read.
-    """
+    """Raises CheckpointError if `destination` is not new or empty, WorkdirError if unreadable."""
     try:
         if destination.is_dir() and not any(destination.iterdir()):
             return

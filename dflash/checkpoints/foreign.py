@@ -56,11 +56,7 @@ def file_kind(path: pathlib.Path) -> str:
 
 
 def quantization(config: Mapping[str, Any]) -> tuple[str, str | None, Mapping[str, Any]] | None:
-    """Returns the declaration of quantized weights in config.json; None if there is none.
-
-    Returns:
-      Name of the field, its quantization method if stated, and its content if it is a mapping.
-    """
+    """Returns name, method and mapping of the field that declares quantized weights, or None."""
     key = next((key for key in _QUANTIZED if config.get(key)), None)
     if key is None:
         return None

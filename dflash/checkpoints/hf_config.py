@@ -128,11 +128,7 @@ def read_architecture(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> Architecture:
-    """Reads an architecture from config.json.
-
-    Args:
-      defaults: Values of fields that the file leaves out; see `defaults_config`.
-    """
+    """Reads an architecture from config.json; `defaults` are of fields that the file leaves out."""
     config = {key: config[key] for key in config if (key, config[key]) != (_NEW_ROPE, None)}
     config = {**(defaults or {}), **_renamed(config, schema)}
     for name, supported in schema.HF_FIXED:

@@ -39,12 +39,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 @dataclasses.dataclass(frozen=True)
 class LowRankUpdate:
-    """Update of one linear map: W + scale · B A, for W [out, in].
-
-    Attributes:
-      a: A, float32 [rank, in].
-      b: B times the scale, float32 [out, rank].
-    """
+    """Update W + b a of a linear map: a [rank, in], b [out, rank] with the scale, in float32."""
 
     a: "np.ndarray"
     b: "np.ndarray"
@@ -56,11 +51,7 @@ class LowRankUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """Adapter of a model.
-
-    Attributes:
-      updates: Updates by the name of the base model's tensor, such as "….q_proj.weight".
-    """
+    """Adapter of a model; updates are by name of the base tensor, such as "….q_proj.weight"."""
 
     directory: pathlib.Path
     updates: Mapping[str, LowRankUpdate]
@@ -90,21 +81,16 @@ def _read_config(directory: pathlib.Path) -> Mapping[str, Any]:
         )
     config = files.read_json(path)
     for field, supported in _FIXED.items():
-        value = config.get(field)
-        if value is not None and not any(_is_same(value, choice) for choice in supported):
-            expected = " or ".join(json.dumps(choice) for choice in supported)
+        value, choices = json.dumps(config.get(field)), [*map(json.dumps, supported)]
+        if value not in ("null", *choices):
             raise errors.CheckpointError(
-                f"{path}: {field}: {json.dumps(value)} is not supported, only {expected}; "
+                f"{path}: {field}: {value} is not supported, only {' or '.join(choices)}; "
                 "merge the adapter with peft (merge_and_unload), and give the merged model"
             )
     for field in ("r", "lora_alpha"):
         if type(config.get(field)) not in (int, float) or not 0 < config[field] < math.inf:
             raise errors.CheckpointError(f"{path}: {field}: expected a number above 0")
     return config
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and value == other
 
 
 def _headers(directory: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -120,11 +120,7 @@ def _group(expected: dict[str, jax.ShapeDtypeStruct]) -> list[tuple[list[str], i
 def restore(
     checkpointer: ocp.Checkpointer, directory: pathlib.Path, abstract: dict[str, Any]
 ) -> dict[str, jax.Array]:
-    """Reads arrays of an Orbax tree.
-
-    Args:
-      abstract: Arrays to read, abstract and with shardings, by dotted path.
-    """
+    """Reads the arrays of an Orbax tree that `abstract` has, with shardings, by dotted path."""
     tree = traverse_util.unflatten_dict(abstract, sep=".")
     args = ocp.args.PyTreeRestore(
         item=tree,

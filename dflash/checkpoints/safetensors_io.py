@@ -67,12 +67,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
 def load_tensors(
     module: nnx.Module, tensors: Mapping[str, StoredTensor], listing: pathlib.Path
 ) -> None:
-    """Fills the abstract parameters of `module`; see `load`.
-
-    Args:
-      tensors: Every stored tensor, by the name that the module gives it.
-      listing: File that lists the tensors, for messages.
-    """
+    """Fills the abstract parameters of `module` from its tensors, by name; see `load`."""
     leaves = dict(parameters.named_arrays(module))
     expected = parameters.readable(module)
     tensors = find_tensors(module, tensors, listing)
@@ -108,7 +103,7 @@ def find_tensors(
         module, ((path, leaf.shape) for path, leaf in expected.items())
     )
     tensors = fused_tensors.split(
-        tensors, {name: _shape(pieces) for name, pieces in by_tensor.items()}
+        tensors, {name: piece.shape for name, ((_, piece), *_) in by_tensor.items()}
     )
     plain = {
         name for name, ((path, _), *_) in by_tensor.items() if expected[path].dtype.itemsize > 1
@@ -174,11 +169,6 @@ def save(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         files.write_json(directory / INDEX, index)
     return len(weight_map)
-
-
-def _shape(named_pieces: Sequence[tuple[str, TensorPiece]]) -> tuple[int, ...]:
-    """Returns the shape of the tensor that holds the pieces of these parameters."""
-    return named_pieces[0][1].shape
 
 
 def _check(tensors, expected, names, module, listing) -> None:

@@ -57,11 +57,7 @@ class Plan:
 def make_plan(
     engine: Engine, target: nnx.Module, drafter: nnx.Module, prompt_lengths: Sequence[int]
 ) -> Plan:
-    """Returns the plan of a run.
-
-    Args:
-      engine: Engine over the two models, which may be abstract.
-    """
+    """Returns the plan of a run by an engine, whose models may be abstract."""
     state = engine.abstract_state()
     cache = state.cache
     recurrent = {"recurrent state": measure(cache.states)} if cache.states else {}

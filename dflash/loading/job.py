@@ -15,14 +15,21 @@ from dflash import errors
 from dflash.checkpoints import vocabulary
 from dflash.checkpoints.lora import Adapter
 from dflash.config import loader
-from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig, TargetConfig
+from dflash.config.schema import (
+    DecodeConfig,
+    DecodeRun,
+    DrafterConfig,
+    PromptsConfig,
+    TargetConfig,
+)
 from dflash.config.train_schema import DataConfig
 from dflash.data import datasets
 from dflash.data.example import Example
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import NUM_STOP_IDS, Engine
+from dflash.inference.overlap.engine import OverlappedEngine
 from dflash.inference.request import Request, RequestSampling, max_length
-from dflash.loading import adapters, decode_plan, engines, models
+from dflash.loading import adapters, decode_plan, models
 from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.parallel import agreement, distributed, sharding
@@ -68,7 +75,7 @@ class Job:
     @property
     def drafter_sharding(self) -> Sharding:
         """Returns the placement of the drafter."""
-        return engines.drafter_sharding(self.config.drafter, self.target)
+        return _drafter_sharding(self.config.drafter, self.target)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -118,11 +125,7 @@ class Job:
             )
 
     def follow(self, prompt: Prompt, turn: int, before: Record) -> Prompt:
-        """Returns the prompt of a later turn, from the record of the turn before it.
-
-        Raises:
-          InputError: The chat template rejects the conversation, or it has grown too long.
-        """
+        """Returns the prompt of a later turn; raises InputError if it is rejected or too long."""
         vocab_size = self.target.arch.vocab_size
         following = prompts.continued(
             prompt, turn, before.prompt, before.text, self.tokenizer, vocab_size=vocab_size
@@ -131,11 +134,7 @@ class Job:
         return following
 
     def grade(self, records: Mapping[int, Record]) -> dict[str, int]:
-        """Compares final answers with those of the prompts' data set.
-
-        Returns:
-          The counts "checked" and "correct"; empty if there is nothing to check.
-        """
+        """Returns how many final answers were "checked" and are "correct"; empty if none can be."""
         graders = self.shard.of(find_graders(self.config.prompts))
         if not graders:
             return {}
@@ -152,11 +151,7 @@ class Job:
         return dataclasses.replace(self, prompts=shard.of(self.prompts), shard=shard)
 
     def load_weights(self) -> None:
-        """Loads the weights of both models.
-
-        Raises:
-          CheckpointError: A checkpoint is damaged, or does not fit its model.
-        """
+        """Loads both models; raises CheckpointError if weights are damaged or do not fit."""
         models.load(self.target, self.target_source, self.target.sharding)
         adapters.fill(self.target, tuple(self.adapters.values()))
         self.load_drafter()
@@ -166,11 +161,7 @@ class Job:
         models.load(self.drafter, self.drafter_source, self.drafter_sharding)
 
     def with_adapters(self, references: Mapping[str, str]) -> "Job":
-        """Returns the job with adapters, read from references by name, which its target gets too.
-
-        Raises:
-          CheckpointError: An adapter cannot be read, or does not fit the target.
-        """
+        """Returns the job with adapters for its target; raises CheckpointError if one misfits."""
         return dataclasses.replace(self, adapters=adapters.declare(self.target, references))
 
     def with_drafter(self, config: DecodeRun) -> "Job":
@@ -182,7 +173,7 @@ class Job:
           UserError: The drafter cannot be found or built, or does not fit the target.
         """
         source, drafter = _find_drafter(config.drafter, self.target, self.target_source)
-        engines.check_drafter(config.decode, config.drafter, self.target, drafter)
+        _check_drafter(config.decode, config.drafter, self.target, drafter)
         return dataclasses.replace(self, config=config, drafter=drafter, drafter_source=source)
 
     def without_drafting(self) -> "Job":
@@ -204,25 +195,22 @@ class Job:
         return dataclasses.replace(self, max_length=length or min(positions, _USUAL_LENGTH))
 
     def engine(self, prompts: Sequence[Prompt] = (), *, num_stop_ids: int = NUM_STOP_IDS) -> Engine:
-        """Returns an engine over the current models.
-
-        Args:
-          prompts: Prompts of later turns that must fit too.
-          num_stop_ids: Number of stop ids that a request may have.
-        """
+        """Returns an engine over the current models, with room for prompts of later turns, too."""
         longest = [max_length(self.requests(prompts))] if prompts else []
-        return engines.make_engine(
-            self.config.decode,
-            self.config.drafter,
-            self.target,
-            self.drafter,
-            max_length=max([self.max_length, *longest]),
-            num_stop_ids=max(num_stop_ids, len(self.stop_ids)),
-        )
+        sizes = {
+            "max_length": max([self.max_length, *longest]),
+            "num_stop_ids": max(num_stop_ids, len(self.stop_ids)),
+        }
+        parts, drafting = (self.target, self.drafter, self.config.decode), self.config.drafter
+        if drafting.overlaps:
+            options = {"fan_out": drafting.fan_out, "drafter_sharding": self.drafter_sharding}
+            return OverlappedEngine(*parts, **options, **sizes)
+        options = {"adaptive_blocks": drafting.adaptive, "divide_rows": drafting.divides_rows}
+        return Engine(*parts, **options, **sizes)
 
     def notes(self) -> list[str]:
         """Returns lines on settings that apply to a part of the run, or not at all."""
-        lines = engines.notes(self.config.decode) if self.config.drafter.overlaps else []
+        lines = _overlap_notes(self.config.decode) if self.config.drafter.overlaps else []
         longest = self.drafter.longest_context
         if self.config.decode.prefix_cache and self.target.has_recurrent_state:
             lines.append(
@@ -288,7 +276,7 @@ def prepare_models(
     target_source = models.find_target(config.target, download=not dry)
     target = models.build_target(config.target, target_source, dtype=config.dtype, sharding=placed)
     drafter_source, drafter = _find_drafter(config.drafter, target, target_source, download=not dry)
-    engines.check_drafter(config.decode, config.drafter, target, drafter)
+    _check_drafter(config.decode, config.drafter, target, drafter)
     words = tokenizer_loading.for_target(
         target_source.directory, thinking=config.prompts.thinking, date=date
     )
@@ -330,11 +318,7 @@ def find_graders(source: PromptsConfig, examples: Sequence[Example] | None = Non
 
 
 def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
-    """Returns the job with these prompts, after checking that they fit.
-
-    Raises:
-      UserError: A prompt or a stop id does not fit.
-    """
+    """Returns the job with these prompts; raises UserError if one, or a stop id, does not fit."""
     length = job.config.decode.max_length or max_length(job.requests(prompts))
     job = dataclasses.replace(job, prompts=tuple(prompts), max_length=length)
     for prompt in prompts:
@@ -355,11 +339,7 @@ def _prompts_are_known(prompts: PromptsConfig, target: TargetConfig, source: Sou
 
 
 def find_examples(config: PromptsConfig) -> list[Example]:
-    """Returns the examples behind the prompts of a data set; empty for prompts from elsewhere.
-
-    Raises:
-      UserError: The data set cannot be read; see `datasets.task_examples`.
-    """
+    """Returns the examples behind a data set's prompts, see `datasets.task_examples`, or none."""
     if config.dataset is None:
         return []
     return datasets.task_examples(config.dataset, config.limit, raw_dir=config.raw_dir)
@@ -370,8 +350,58 @@ def _find_drafter(
 ) -> tuple[Source, Drafter]:
     """Finds and builds the drafter of a config, abstract; its tokens are those of the target."""
     source = models.find_drafter(config, download=download)
-    placed, dtype = engines.drafter_sharding(config, target), target.dtype.name
+    placed, dtype = _drafter_sharding(config, target), target.dtype.name
     drafter = models.build_drafter(config, source, target.arch, dtype=dtype, sharding=placed)
     if target_source.directory and source.directory:
         vocabulary.check_same(target_source.directory, source.directory)
     return source, drafter
+
+
+def _drafter_sharding(config: DrafterConfig, target: Decoder) -> Sharding:
+    """Returns the drafter's placement: on the target's devices, or on devices of its own."""
+    if not config.overlaps:
+        return target.sharding
+    return sharding.beside(target.sharding, config.devices)
+
+
+def _check_drafter(
+    decode: DecodeConfig, drafting: DrafterConfig, target: Decoder, drafter: Drafter
+) -> None:
+    """Raises ConfigError if a drafter does not draft what the run's way of decoding needs."""
+    if decode.verify != "coupled" and drafter.num_draft_tokens and not drafter.has_probs:
+        raise errors.ConfigError(
+            f"decode.verify: {decode.verify} weighs drafts by their probabilities, and "
+            f"drafter.name={drafting.name} has none; use decode.verify=coupled"
+        )
+    if decode.lookup and drafter.drafts_trees:
+        raise errors.ConfigError(
+            f"decode.lookup: copies replace chains, and drafter.name={drafting.name} drafts "
+            "trees; leave decode.lookup out"
+        )
+    if drafting.overlaps:
+        _check_speculation(drafting.fan_out, target, drafter)
+
+
+def _check_speculation(fan_out: int, target: Decoder, drafter: Drafter) -> None:
+    """Raises ConfigError if a drafter cannot draft for the outcomes of a verification."""
+    if drafter.num_draft_tokens < 2:
+        raise errors.ConfigError(
+            "drafter.overlap: ssd verifies all drafts but the last, and there is only one; draft "
+            "more, or leave it out"
+        )
+    if fan_out >= target.arch.vocab_size:
+        raise errors.ConfigError(
+            f"drafter.fan_out: {fan_out} is not below the target's vocabulary of "
+            f"{target.arch.vocab_size}; lower it"
+        )
+
+
+def _overlap_notes(decode: DecodeConfig) -> list[str]:
+    """Returns lines on settings that have no effect on overlapped decoding."""
+    keys = {
+        "prefix_cache": "drafter.overlap=ssd does not support it",
+        "partial_dispatches": "drafter.overlap=ssd computes all slots",
+    }
+    return [
+        f"decode.{key}: off, because {why}" for key, why in keys.items() if getattr(decode, key)
+    ]

@@ -149,11 +149,7 @@ def build_drafter(
 
 
 def _with_tensors(source: Source) -> Mapping[str, Any] | None:
-    """Returns a drafter's config.json with the field that only the name of a tensor states.
-
-    Raises:
-      CheckpointError: The tensor is in a pickle.
-    """
+    """Returns config.json with the field that a tensor's name states; raises if it is a pickle."""
     if source.hf is None or not safetensors_header.source_of(source.directory).exists():
         return source.hf
     if _MASK_EMBEDDING in safetensors_header.read_headers(source.directory):
@@ -251,11 +247,7 @@ def arrange(model: nnx.Module, sharding: Sharding) -> None:
 def find_class(
     hf: Mapping[str, Any], directory: pathlib.Path, entries: Mapping[str, registry.Entry]
 ) -> tuple[str, type]:
-    """Returns the registered name and class of a checkpoint's architecture.
-
-    Raises:
-      CheckpointError: No entry has this architecture.
-    """
+    """Returns name and class of an architecture; raises CheckpointError if none is registered."""
     classes = hf_config.read_classes(hf, file=str(directory / files.CONFIG))
     known = []
     for name, entry in entries.items():
@@ -350,11 +342,7 @@ def _is_dense(entry: registry.Entry) -> bool:
 
 
 def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
-    """Returns the directory of a reference; None if it needs a download that is not allowed.
-
-    Raises:
-      CheckpointError: The reference cannot be resolved; see `checkpoint.resolve`.
-    """
+    """Resolves a reference, see `checkpoint.resolve`; None if that needs a download not allowed."""
     blocked = not download and checkpoint.is_remote(reference)
     return None if blocked else checkpoint.resolve(reference)
 

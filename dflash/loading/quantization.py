@@ -20,12 +20,7 @@ _BY_CODE = {"I8": INT8, "F8_E4M3": FLOAT8}
 
 
 def quantize(model: nnx.Module, scheme: str | None) -> None:
-    """Declares the projections of an abstract model as quantized.
-
-    Args:
-      model: Abstract model whose checkpoint is not quantized.
-      scheme: INT8, FLOAT8 or W8A8, as in the config; None leaves the model unchanged.
-    """
+    """Declares projections of an unquantized model as quantized; None changes nothing."""
     if scheme is None:
         return
     form = WeightFormat(INT8, int8_products=True) if scheme == W8A8 else WeightFormat(scheme)

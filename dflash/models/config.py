@@ -117,11 +117,7 @@ class GemmaArchitecture(WindowedArchitecture):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Architecture(GemmaArchitecture):
-    """Architecture of a Gemma 3 target.
-
-    Attributes:
-      query_pre_attn_scalar: Attention scores are divided by its square root.
-    """
+    """Architecture of Gemma 3; attention scores are divided by √`query_pre_attn_scalar`."""
 
     HF_FIXED = (*GemmaArchitecture.HF_FIXED, ("use_bidirectional_attention", False))
 

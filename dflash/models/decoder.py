@@ -323,11 +323,7 @@ class Decoder(nnx.Module):
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> TargetArchitecture:
-        """Reads a checkpoint's config.json, as `architecture_class` describes its fields.
-
-        Raises:
-          CheckpointError: A field is missing, invalid, or selects an unsupported option.
-        """
+        """Reads config.json by `architecture_class`; raises CheckpointError for unusable fields."""
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             hf_config.check_only(config, key, False)
         defaults = defaults_config.of(config, cls.hf_model_type)

@@ -182,12 +182,7 @@ class DFlashRollout(base_rollout.BaseRollout):
         temperature: float = 1.0,
         **kwargs: Any,
     ) -> jax.Array:
-        """Returns the policy's log-probabilities of completion tokens, float32 [B, T].
-
-        Args:
-          prompt_tokens: int32 [B, P]; padded on the left.
-          completion_tokens: int32 [B, T]; padded on the right.
-        """
+        """Returns log-probabilities, float32 [B, T], of tokens after left-padded prompts [B, P]."""
         scores = self._logps(prompt_tokens, completion_tokens, self.pad_id(), temperature)
         if self.upkeep is not None:
             with jax.transfer_guard("allow"):

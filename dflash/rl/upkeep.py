@@ -200,7 +200,8 @@ class Upkeep:
         ):
             if len(self._scored) == self.num_rows:
                 return
-            rollout = Rollout(tuple(prompt[starts[i] :].tolist()), _trimmed(completion, pad_id))
+            end = len(completion) - np.argmax(completion[::-1] != pad_id)
+            rollout = Rollout(tuple(prompt[starts[i] :].tolist()), tuple(completion[:end].tolist()))
             self._scored[rollout] = {
                 name: _window(outputs[name], i, starts[i], length) for name in names
             }
@@ -332,8 +333,3 @@ def has_fallen(taus: Sequence[float], below: float) -> bool:
 def _window(array: jax.Array, row: int, start: int, length: int) -> jax.Array:
     """Returns rows `start` to `start + length` of array[row], [length, …]; padded with the last."""
     return jnp.take(array[row], start + jnp.arange(length), axis=0, mode="clip")
-
-
-def _trimmed(completion: np.ndarray, pad_id: int) -> tuple[int, ...]:
-    length = len(completion) - np.argmax(completion[::-1] != pad_id)
-    return tuple(completion[:length].tolist())

@@ -23,11 +23,7 @@ _THINKING_LIMITS = ("max_thinking_tokens", "thinking_budget", "thinking_token_bu
 
 
 def template_variables(fields: ChatPromptBody, model: ServedModel) -> dict[str, Any]:
-    """Returns the variables of the chat template that come from fields of their own.
-
-    Raises:
-      RequestError: The template does not read a field that the request has.
-    """
+    """Returns variables of the chat template; raises RequestError for a field that it ignores."""
     variables: dict[str, Any] = {}
     if fields.tool_choice.allowed and fields.tools:
         variables["tools"] = [tool.for_template() for tool in fields.tools]

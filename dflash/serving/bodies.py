@@ -79,11 +79,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _constraint(kind: Kind, param: str) -> Any:
-    """Returns the type of a field whose value becomes a `StructuredOutput`.
-
-    Args:
-      kind: Language of the constraint. A JSON schema may be an object or its text.
-    """
+    """Returns the type of a field that becomes a `StructuredOutput`; a schema may be its text."""
     source = Annotated[Any, AfterValidator(_schema_text)] if kind == "json_schema" else Text
     return Annotated[source, AfterValidator(lambda text: StructuredOutput(kind, text, param))]
 
@@ -313,11 +309,7 @@ class GenerateBody(Body):
 
 @dataclasses.dataclass(frozen=True)
 class ToolChoice:
-    """Tools that an answer may call.
-
-    Attributes:
-      name: Name of the only function that it may call; None for all.
-    """
+    """Tools that an answer may call; `name` is the only one, and None stands for all."""
 
     allowed: bool = True
     required: bool = False
@@ -329,15 +321,15 @@ _CHOICES = {"none": ToolChoice(allowed=False), "auto": AUTO, "required": ToolCho
 
 
 def _text_parts(content: Any) -> list[Any]:
+    """Returns the parts of a content, refusals of OpenAI's models as texts."""
     if isinstance(content, str):
         return [{"type": "text", "text": check_unicode(content)}]
-    return list(map(_text_part, listed(content)))
-
-
-def _text_part(part: Any) -> Any:
-    """Returns a refusal of OpenAI's models as a text, and any other part unchanged."""
-    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
-    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+    return [
+        {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, dict) and part.get("type") == "refusal"
+        else part
+        for part in listed(content)
+    ]
 
 
 def _arguments(value: Any) -> Any:

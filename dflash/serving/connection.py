@@ -116,11 +116,7 @@ class Server(uvicorn.Server):
     """Server of uvicorn over `Connection`; it installs no signal handlers."""
 
     def __init__(self, app, limits: ServeConfig, closing_s: float):
-        """Creates the server without starting it.
-
-        Args:
-          closing_s: Time in which connections must close at the end.
-        """
+        """Creates the server without starting it; at its end, connections close in `closing_s`."""
         limits = _within_file_limit(limits)
         super().__init__(
             uvicorn.Config(

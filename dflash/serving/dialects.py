@@ -55,11 +55,7 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
 def read_response(
     body: Mapping[str, Any], model: ServedModel
 ) -> tuple[CompletionRequest, ResponsesBody]:
-    """Reads the body of /v1/responses.
-
-    Returns:
-      The request, and the validated body, which the response repeats.
-    """
+    """Returns the request of a body of /v1/responses, and the body, which the response repeats."""
     fields = _parse(ResponsesBody, body, model)
     try:
         return read_chat(chat_of(fields, body), model), fields
@@ -90,11 +86,7 @@ def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
 
 
 def render_chat(fields: ChatPromptBody, model: ServedModel) -> str:
-    """Renders messages in the chat template.
-
-    Raises:
-      RequestError: The template rejects the messages, or does not read a field.
-    """
+    """Renders a chat; raises RequestError if the template rejects it or does not read a field."""
     settings = fields.chat_template_kwargs
     variables = {name: value for name, value in settings.items() if value is not None}
     for name in ("messages", "add_generation_prompt", "tools"):
@@ -114,11 +106,7 @@ def render_chat(fields: ChatPromptBody, model: ServedModel) -> str:
 
 
 def encode_chat(prompt: str, model: ServedModel) -> tuple[int, ...]:
-    """Encodes a rendered chat.
-
-    Raises:
-      RequestError: The prompt is too long.
-    """
+    """Encodes a rendered chat; raises RequestError if it is too long."""
     try:
         ids = encoding.encode_within(
             prompt, model.tokenizer.encode_rendered, "messages", model.max_length
@@ -165,11 +153,7 @@ def _request(
 
 
 def read_generate(body: Mapping[str, Any], model: ServedModel) -> tuple[CompletionRequest, bool]:
-    """Reads the body of /generate.
-
-    Returns:
-      The request, and whether the response is a list, as it is for several prompts or outputs.
-    """
+    """Returns the request of a body of /generate, and whether the response is a list of outputs."""
     fields = validation.parse(GenerateBody, body)
     if (fields.text is None) == (fields.input_ids is None):
         raise RequestError("text: give either text or input_ids", param="text")

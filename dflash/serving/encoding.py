@@ -23,11 +23,7 @@ _DIRECTORY = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/:'"]+/)+""")
 
 
 def token_ids(value: Any, param: str, model: ServedModel) -> tuple[int, ...]:
-    """Validates a JSON value as a list of token ids, which may be empty.
-
-    Raises:
-      RequestError: The value is not a list, or an item is not an id of the vocabulary.
-    """
+    """Returns a list of token ids, which may be empty; raises RequestError for another value."""
     if not isinstance(value, list | tuple):
         message = f"{param}: expected a list of token ids; got {jsonl.quote(value)}"
         raise RequestError(message, param=param)
@@ -115,12 +111,7 @@ def encode_text(
 
 
 def check_prompt(ids: tuple[int, ...], param: str, model: ServedModel) -> tuple[int, ...]:
-    """Returns a prompt's ids unchanged if the target can decode them.
-
-    Raises:
-      RequestError: The prompt is empty, contains out-of-vocabulary ids, or leaves no room for
-        output.
-    """
+    """Returns a prompt's ids unchanged; raises RequestError if the target cannot decode them."""
     if not ids:
         raise RequestError(f"{param}: empty; expected at least one token", param=param)
     if max(ids) >= model.vocab_size:
@@ -163,11 +154,6 @@ def encode_within(
 
 
 def input_error(error: errors.InputError, param: str, root: str) -> RequestError:
-    """Returns the error for the client of a text that cannot be encoded.
-
-    Args:
-      error: Error of the tokenizer or the chat template, which may name files of the server.
-      root: Name of the target's checkpoint, often a path.
-    """
+    """Returns the client's error of a text, without the paths of the server that it may name."""
     message = str(error).replace(root, pathlib.PurePath(root).name)
     return RequestError(_DIRECTORY.sub("", message), param=param)

@@ -106,11 +106,7 @@ class Listener:
 
 
 class EngineThread(threading.Thread):
-    """Thread that runs one scheduler per decoding mode.
-
-    Attributes:
-      error: Exception that ended the thread; None if it has not failed.
-    """
+    """Thread with a scheduler per decoding mode; `error` is the exception that ended it."""
 
     def __init__(
         self, backend: Backend, listener: Listener, post: Callable[..., None] = lambda *_: None

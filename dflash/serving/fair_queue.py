@@ -32,11 +32,7 @@ class FairQueue:
     """
 
     def __init__(self, places: int, clock: Callable[[], float] = time.monotonic):
-        """Creates an empty queue.
-
-        Args:
-          places: Number of requests that may be taken and not yet removed.
-        """
+        """Creates an empty queue; at most `places` requests are taken and not yet removed."""
         self._places, self._clock = places, clock
         self._waiting: dict[int, Sequence[Hashable]] = {}  # Owners by id, in order of arrival.
         self._priorities: dict[int, int] = {}  # Of waiting requests.

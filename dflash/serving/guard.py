@@ -46,11 +46,7 @@ class ServedNames:
 
 
 def served_names(address: str, names: Sequence[str]) -> ServedNames:
-    """Returns the names of a server.
-
-    Args:
-      names: Further names; "*" accepts every name.
-    """
+    """Returns the names of a server, further ones included; "*" accepts every name."""
     all_names = {*_LOOPBACK, address, *filter(None, names)}
     if not ipaddress.ip_address(address).is_loopback:
         all_names.add(socket.gethostname())

@@ -61,11 +61,7 @@ class BodyReader:
     """Reads the bodies of requests, within limits for each and for all of them together."""
 
     def __init__(self, *, max_bytes: int, timeout_s: float):
-        """Creates a reader.
-
-        Args:
-          max_bytes: Maximum size of a body; large ones may take `LARGE_BODIES` times as much.
-        """
+        """Creates a reader of bodies; large ones may take `LARGE_BODIES` times `max_bytes`."""
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._held = 0  # Size of all large bodies, in bytes.
 

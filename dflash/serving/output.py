@@ -99,12 +99,7 @@ class OutputStatistics:
 
 
 class Output:
-    """Text and statistics of one request, updated by its events.
-
-    Attributes:
-      finish_reason: Reason why the output ended; None until it ends.
-      stop_reason: Stop string or token that ended the output; None otherwise.
-    """
+    """Text and statistics of one request, updated by its events; reasons are None until it ends."""
 
     def __init__(
         self,
@@ -267,13 +262,10 @@ def _with_origin(event: Tokens) -> Iterator[tuple[int, Origin, tuple[int, ...]]]
 
 
 class StopFinder:
-    """Incremental search that truncates a text at its first stop string.
+    """Incremental search that truncates a text at its first stop string, its `found`.
 
     While the end of the text may be the beginning of a stop string, `push` holds it back. So text
     that `push` has returned is final.
-
-    Attributes:
-      found: Stop string that ended the text; None if there was none so far.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):

@@ -34,11 +34,7 @@ ADVISE_AFTER = 1000  # Cycles after which acceptance is known well enough to adv
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket; called first, so that a bad address fails before weights load.
-
-    Raises:
-      ConfigError: The address is invalid or in use.
-    """
+    """Opens a socket before weights load; raises ConfigError if the address is bad or in use."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=connection.BACKLOG)
@@ -154,11 +150,7 @@ def _keys(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def in_background(backend: Backend) -> Iterator[str]:
-    """Runs a server on a thread, at a free port of this machine, and yields its URL.
-
-    Raises:
-      BaseException: The exception with which the engine failed.
-    """
+    """Runs a server on a thread, at a free port, and yields its URL; raises the engine's error."""
     listener, ready = listen("127.0.0.1", 0), threading.Event()
     shared: dict[str, Any] = {}
 

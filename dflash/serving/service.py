@@ -112,11 +112,7 @@ class Service(Listener):
         return len(self._requests)
 
     def served(self) -> ServedModel:
-        """Returns the facts about the served model.
-
-        Raises:
-          RequestError: The service is not ready.
-        """
+        """Returns facts about the served model; raises RequestError while it is not ready."""
         if self.state is not ServiceState.READY:
             raise unavailable(self.state.value)
         return self.model
@@ -202,12 +198,7 @@ class Service(Listener):
             raise RequestError(f"path: {problem}", param="path")
 
     def profile(self, running: bool) -> None:
-        """Starts or stops a profiler trace.
-
-        Raises:
-          RequestError: The server was started without --profile_dir, a trace is already running
-            (on start), or no trace is running (on stop).
-        """
+        """Starts or stops a trace; raises RequestError if that is impossible or already so."""
         if self.profile_dir is None:
             raise RequestError("profiling is off; start the server with --profile_dir", status=404)
         if running == self._is_profiling:

@@ -20,11 +20,7 @@ _MAX_WAITING = 8
 
 @dataclasses.dataclass(frozen=True)
 class StructuredOutput:
-    """Constraint on an output, in source form.
-
-    Attributes:
-      parts: Constraints that `source` consists of, one of which an error may name instead.
-    """
+    """Constraint in source form; an error may name one of its `parts` instead of the whole."""
 
     kind: Kind
     source: str
@@ -34,11 +30,7 @@ class StructuredOutput:
     def compile(
         self, vocabulary: Callable[[], Vocabulary], is_abandoned: Callable[[], bool]
     ) -> Grammar:
-        """Compiles the constraint, which may block for seconds.
-
-        Raises:
-          RequestError: The constraint cannot be used, or cannot be compiled now.
-        """
+        """Compiles the constraint, which may take seconds; raises RequestError if it fails."""
         try:
             return grammar.compiled(Grammar(self.kind, self.source, vocabulary()), is_abandoned)
         except errors.InputError as error:

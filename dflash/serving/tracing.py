@@ -167,11 +167,7 @@ class RequestTrace:
 
 
 def _phases(served: ServedRequest, queued_s: float) -> Iterator[tuple[str, float, float]]:
-    """Yields the name, the begin and the end of each phase that an output has reached.
-
-    Args:
-      queued_s: Time that it has waited in the scheduler; 0 if unknown.
-    """
+    """Yields name, begin and end of each phase so far; `queued_s` is the wait in the scheduler."""
     now = time.perf_counter()
     begins = [("queue", served.submitted_at)]
     if served.taken_at is not None:

@@ -41,11 +41,7 @@ def make_private(directory: pathlib.Path) -> None:
 
 
 def read_regular(path: pathlib.Path, max_bytes: int = -1) -> bytes:
-    """Returns the content of a file, or its first `max_bytes`.
-
-    Raises:
-      OSError: The file cannot be read, or is a pipe or device, from which reading may not end.
-    """
+    """Returns a file, or its first `max_bytes`; raises OSError if it is unreadable or a device."""
     if paths.in_bucket(path):
         with path.open("rb") as file:
             return file.read(max_bytes)

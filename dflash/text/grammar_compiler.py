@@ -166,12 +166,8 @@ def _plain_schema(schema: Any) -> Any:
 
 def unusable(kind: Kind, problem: str) -> errors.InputError:
     """Returns the error for an unusable grammar."""
-    return errors.InputError(f"{kind}: {_first_line(problem)}")
-
-
-def _first_line(problem: str) -> str:
     line = " ".join(problem.split("<state>")[0].split())
-    return line if len(line) <= 200 else f"{line[:199]}…"
+    return errors.InputError(f"{kind}: {line if len(line) <= 200 else f'{line[:199]}…'}")
 
 
 def import_llguidance() -> Any:

@@ -78,7 +78,7 @@ def decode(line: bytes) -> str:
 def parse_json(line: str) -> Mapping[str, Any]:
     """Parses a line of a JSONL file: an object of finite numbers that is not nested too deep."""
     try:
-        fields = json.loads(line, parse_constant=_reject_constant, parse_float=_finite)
+        fields = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except _NotFinite as error:
         raise errors.InputError(
             f"{_place_of_not_finite(line)}{error} is not a valid JSON number"
@@ -98,10 +98,6 @@ def parse_json(line: str) -> Mapping[str, Any]:
 
 class _NotFinite(Exception):
     """Non-finite number such as NaN, which only Python accepts in JSON."""
-
-
-def _reject_constant(constant: str) -> float:
-    raise _NotFinite(constant)
 
 
 def _finite(digits: str) -> float:
@@ -180,11 +176,7 @@ def check_unicode(text: str, where: str) -> str:
 
 
 def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Checks that a field is a non-empty list of messages with role and content.
-
-    Returns:
-      The messages in the form of `normalized`.
-    """
+    """Returns a non-empty list of messages with role and content, in the form of `normalized`."""
     if not isinstance(value, list):
         raise errors.InputError(f"messages: expected a list, not {quote(value)}")
     if not value:

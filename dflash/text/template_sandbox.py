@@ -24,12 +24,7 @@ MAX_TEXT = 20_000_000  # characters of a rendered conversation
 
 
 def render(source: str, date: datetime.date, variables: Mapping[str, Any]) -> str:
-    """Renders a template.
-
-    Args:
-      date: Date that the template may print.
-      variables: Variables of the template; values of JSON's types.
-    """
+    """Renders a template, which may print the date, with variables of JSON's types."""
     try:
         return _limited(_compiled(source, date), variables)
     except jinja2.TemplateError as error:

@@ -43,11 +43,7 @@ def _piece_bytes(model: Any, token: int) -> bytes | None:
 
 
 def of_tokenizer_json(content: Mapping[str, Any], size: int) -> TokenBytes | None:
-    """Returns the bytes of the tokens of a tokenizer.json; None if its decoder is unsupported.
-
-    Args:
-      size: Number of tokens, including the added ones.
-    """
+    """Returns bytes of all `size` tokens of a tokenizer.json; None for an unsupported decoder."""
     decoder = content.get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
     kinds = [step.get("type") for step in steps]

@@ -68,11 +68,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
-        """Encodes text from `render_chat`, or a part of it, without adding special tokens.
-
-        Args:
-          beginning: Whether this is the beginning of a text, where many tokenizers add a space.
-        """
+        """Encodes text from `render_chat` as it is; only a `beginning` may get a leading space."""
 
     def mark(self, text: str) -> str:
         """Marks the spellings of special tokens in a text, as `render_chat` does in messages."""
@@ -85,11 +81,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
-        """Decodes token ids; bytes that are not UTF-8 become U+FFFD.
-
-        Args:
-          special_tokens: Whether to include the spellings of special tokens.
-        """
+        """Decodes token ids, by default without special ones; what is not UTF-8 becomes U+FFFD."""
 
     @property
     def special_spellings(self) -> Mapping[int, str]:

@@ -383,13 +383,10 @@ class SentencePieceTokenizer(TemplateTokenizer):
                 ids += self._sign
             inner = ids or not beginning
             # If leading spaces are removed, the prefix of sentencepiece restores one of them.
-            keeps = not (self._drops_spaces and part[:1].isspace())
+            drops_spaces = self._specification.normalizer_spec.remove_extra_whitespaces
+            keeps = not (drops_spaces and part[:1].isspace())
             ids += (self._unprefixed if inner and keeps else self._model).encode(part)
         return ids
-
-    @functools.cached_property
-    def _drops_spaces(self) -> bool:
-        return self._specification.normalizer_spec.remove_extra_whitespaces
 
     @functools.cached_property
     def _unprefixed(self) -> Any:

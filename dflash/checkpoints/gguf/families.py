@@ -32,10 +32,6 @@ _GEMMA_INTERVAL, _GEMMA_27B_LAYERS = 6, 62
 _GEMMA_WINDOW_BASE = 10_000.0
 
 
-def _no_fields(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
-    return {}
-
-
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Architecture of llama.cpp that a target family here computes.
@@ -59,7 +55,7 @@ class Family:
     join: Callable[[Tensors, Fields], Tensors] = stored_values.unchanged
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     implied: Fields = dataclasses.field(default_factory=dict)
-    own: Own = _no_fields
+    own: Own = lambda header, prefix, config: {}
     own_keys: Collection[str] = ()
     is_written: bool = True
 

@@ -45,23 +45,14 @@ class TensorEntry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GgufHeader:
-    """Contents of a file's header.
-
-    Attributes:
-      metadata: Values by key: numbers, booleans, strings and lists of these.
-      tensors: Entries by the names of ggml.
-    """
+    """Header of a file: numbers, booleans, strings, lists by key, and tensors by ggml's names."""
 
     file: pathlib.Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns the value of a key; `default` if the file lacks it.
-
-        Args:
-          kind: Expected type: int, float (also for integers), bool, str or list.
-        """
+        """Returns the value of a key, `default` if there is none; integers count as floats, too."""
         value = self.metadata.get(key)
         if value is None:
             return default

@@ -9,12 +9,7 @@ from dflash.checkpoints.gguf.file_header import GgufHeader
 
 
 class Kind(NamedTuple):
-    """Kind of a model.
-
-    Attributes:
-      config_of: Function from a header to the contents of config.json.
-      metadata_of: Function from config.json, as `config_to_hf` writes it, to metadata.
-    """
+    """Kind of a model, with functions from a header to config.json, and from that to metadata."""
 
     family: Family
     config_of: Callable[[GgufHeader], dict[str, Any]] = architecture.config_of

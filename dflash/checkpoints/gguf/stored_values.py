@@ -143,11 +143,7 @@ def unchanged(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class _JoinedRows(StoredTensor):
-    """Rows of several tensors.
-
-    Attributes:
-      order: Row of the parts, one after another, that holds each row.
-    """
+    """Rows of several tensors; `order` has the row of the joined parts that holds each row."""
 
     parts: tuple[GgufTensor, ...]
     order: np.ndarray

@@ -18,11 +18,7 @@ _UNUSED_SCORE = -1e4
 
 
 def values_of(directory: pathlib.Path, vocab_size: int) -> dict[str, Any]:
-    """Returns the metadata of a tokenizer, by key.
-
-    Args:
-      vocab_size: Number of tokens of the model; ids beyond the tokenizer's become unused tokens.
-    """
+    """Returns the metadata of a tokenizer, by key; ids from its size to `vocab_size` are unused."""
     if (directory / hf_tensors.WEIGHTS).exists():
         values = _copied(directory)
     elif (directory / TOKENIZER_JSON).exists():

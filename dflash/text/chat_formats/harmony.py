@@ -85,11 +85,7 @@ def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
 def _read_head(
     reader: Reader, marker: str, head: Mapping[str, str]
 ) -> Steps[tuple[dict[str, str], str]]:
-    """Parses a part of a head, and yields what it has besides as text.
-
-    Returns:
-      The names in the head so far, of which the latest count, and the next marker or END.
-    """
+    """Yields what a part of a head has besides as text; returns all names and the next marker."""
     if marker == _START or (marker == _CHANNEL and "channel" in head):
         head = {}  # It begins again.
     text, following = yield from reader.take(*_MARKERS)

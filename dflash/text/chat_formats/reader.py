@@ -176,9 +176,6 @@ def merged(parts: Iterator[OutputPart] | tuple[OutputPart, ...]) -> tuple[Output
 def unfinished(text: str, markers: Sequence[str]) -> int:
     """Returns the length of the longest end of a text that begins a marker, without being one."""
     longest = max(map(len, markers), default=1) - 1
-    starts = range(max(0, len(text) - longest), len(text))
-    return next((len(text) - at for at in starts if _begins(text[at:], markers)), 0)
-
-
-def _begins(end: str, markers: Sequence[str]) -> bool:
-    return any(len(end) < len(marker) and marker.startswith(end) for marker in markers)
+    ends = (text[at:] for at in range(max(0, len(text) - longest), len(text)))
+    begins = (end for end in ends if any(mark.startswith(end) and mark != end for mark in markers))
+    return len(next(begins, ""))

@@ -92,11 +92,7 @@ class TargetTokens:
     """Tokens of a target as grammars name them."""
 
     def __init__(self, special: Mapping[int, str], vocabulary: Vocabulary):
-        """Stores the tokens.
-
-        Args:
-          special: Spellings of the special tokens by id, which text never matches.
-        """
+        """Stores the spellings of special tokens by id, which text never matches."""
         self._special = {spelling: token for token, spelling in special.items()}
         self._texts = vocabulary.tokens.tokens
 
@@ -108,7 +104,8 @@ class TargetTokens:
         """Returns the Lark expression of a text with special tokens in it."""
         pattern = "|".join(map(re.escape, self._special)) or "(?!)"
         parts = re.split(f"({pattern})", text)
-        return " ".join(self._one(part) for part in parts if part)
+        ids = {spelling: f"<[{token}]>" for spelling, token in self._special.items()}
+        return " ".join(ids.get(part) or json.dumps(part) for part in parts if part)
 
     def until(self, rule: str, marker: str, text: str = "TEXT") -> str:
         """Returns the Lark rule of a text up to the end of its first marker."""
@@ -127,9 +124,6 @@ class TargetTokens:
         ranges = ",".join(f"{first}-{last}" for first, last in _ranges(texts))
         repeated = f"<[{ranges}]>{{0,{limit}}}" if limit else ""
         return f"{rule}: {repeated} <[{end}]>"
-
-    def _one(self, part: str) -> str:
-        return f"<[{self._special[part]}]>" if part in self._special else json.dumps(part)
 
 
 Call = Callable[[Tool, int, TargetTokens], Sequence[str]]
