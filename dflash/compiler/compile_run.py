@@ -77,11 +77,12 @@ def compile_programs(
     def report_so_far() -> CompileReport:
         return CompileReport(tpu, mesh, rates, memory, capacity, refused, dict(reports))
 
-    steps = (
-        programs.compile_training(config, machine.sharding, on_start)
-        if trains
-        else programs.compile_decoding(config, config.tpu, machine.sharding, on_start)
-    )
+    if trains:
+        steps = programs.compile_training(config, machine.sharding, on_start)
+    else:
+        named = config.target, config.drafter, config.dtype
+        models = programs.decoding_models(*named, machine.sharding)
+        steps = programs.compile_decoding(*models, decode, config.tpu, on_start)
     try:
         for program in steps:
             assumptions = RunAssumptions.of(program.context, decode)

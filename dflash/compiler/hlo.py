@@ -123,11 +123,7 @@ class HloModule:
 
 
 def parse(text: str) -> HloModule:
-    """Parses the text of a compiled module, as `jax.stages.Compiled.as_text()` returns it.
-
-    Raises:
-      ValueError: The text contains no entry computation.
-    """
+    """Parses `jax.stages.Compiled.as_text()`; raises ValueError without an entry computation."""
     computations: dict[str, Computation] = {}
     entry = None
     header, lines = None, []

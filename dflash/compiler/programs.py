@@ -70,14 +70,6 @@ def count(config: DecodeRun | CompileTrain, tpu: TpuConfig) -> int:
     return sum(_is_selected(name, tpu) for name in names)
 
 
-def compile_decoding(
-    config: DecodeRun, tpu: TpuConfig, sharding: Sharding, on_start: OnStart
-) -> Iterator[CompiledProgram]:
-    """Yields the cycle and the largest prefill of a decoding run, each compiled on demand."""
-    target, drafter = decoding_models(config.target, config.drafter, config.dtype, sharding)
-    yield from _compile_decoding(target, drafter, config.decode, tpu, on_start)
-
-
 def decoding_models(
     verifying: TargetConfig, drafting: DrafterConfig, dtype: str, sharding: Sharding
 ) -> tuple[Decoder, Drafter]:
@@ -101,16 +93,17 @@ def compile_training(
         yield _train_step(task, sharding, on_start)
     if task.drafts and config.evaluation.prompts:
         decode = config.evaluation_decode
-        yield from _compile_decoding(task.target, task.working, decode, config.tpu, on_start)
+        yield from compile_decoding(task.target, task.working, decode, config.tpu, on_start)
 
 
 def _is_selected(name: str, tpu: TpuConfig) -> bool:
     return tpu.only in ("all", name)
 
 
-def _compile_decoding(
+def compile_decoding(
     target, drafter, config: DecodeConfig, tpu: TpuConfig, on_start: OnStart
 ) -> Iterator[CompiledProgram]:
+    """Yields the cycle and the largest prefill of two models, each compiled on demand."""
     max_length = config.max_length or config.prefill_chunk + config.max_new_tokens
     engine = Engine(target, drafter, config, max_length=max_length)
     max_context = max_length - drafter.block_size

@@ -187,11 +187,7 @@ class TpuMachine:
 
 
 def find_machine(config: CompileDecode | CompileTrain) -> TpuMachine:
-    """Returns the topology of a run, with its sharding and the compiler's rates.
-
-    Raises:
-      ConfigError: The topology is unknown, or the mesh does not fit it.
-    """
+    """Returns the topology of a run with sharding and rates; raises ConfigError if none fits."""
     topology = find(config.tpu.topology, config.tpu.slices)
     axis_sizes = dataclasses.asdict(config.mesh)
     return TpuMachine(

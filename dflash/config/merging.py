@@ -55,11 +55,7 @@ def package_configs() -> pathlib.Path:
 
 
 def find_config(path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path of a config file, looked up as given, then among the shipped configs.
-
-    Raises:
-      ConfigError: There is no such file; the message suggests the nearest shipped config.
-    """
+    """Returns the path of a config file, as given or shipped; raises ConfigError if none exists."""
     candidate = to_path(path) if in_bucket(path) else pathlib.Path(path)
     if exists(candidate):
         if candidate.is_dir():
@@ -378,11 +374,7 @@ def _read_one(path: pathlib.Path, name: str) -> tuple[Node | None, list[str]]:
 
 
 def _as_yaml(program: str, name: str) -> str:
-    """Returns what `get_config()` of a Python file returns, an ml_collections.ConfigDict, as YAML.
-
-    Raises:
-      InputError: The program fails, or has no such function.
-    """
+    """Returns the `get_config()` of a Python file as YAML; raises InputError if it fails."""
     scope = {"__name__": name}
     try:
         exec(compile(program, name, "exec"), scope)

@@ -223,11 +223,7 @@ CONFIGS: Mapping[str, tuple[str, ...]] = {
 
 
 def load(reference: str) -> Any:
-    """Imports `reference` ("module:Class") and returns the object.
-
-    Raises:
-      ConfigError: The module cannot be imported, or it has no such class.
-    """
+    """Imports "module:Class" and returns the object; raises ConfigError if it cannot."""
     module, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -243,11 +239,7 @@ def load_schema(entry: Entry) -> type:
 
 
 def find(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
-    """Returns the entry called `name`.
-
-    Raises:
-      ConfigError: No entry has this name; the message suggests the nearest one.
-    """
+    """Returns the entry called `name`; raises ConfigError, which suggests the nearest one."""
     if name in entries:
         return entries[name]
     raise errors.ConfigError(f"{what}: unknown name {name!r}{suggest(name, entries)}")

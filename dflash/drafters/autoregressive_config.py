@@ -28,11 +28,7 @@ class DraftModelArchitecture(DraftLayers):
     tie_word_embeddings: bool | None = None  # None: as in the target.
 
     def for_target(self, target: TargetArchitecture) -> TargetArchitecture:
-        """Returns the complete architecture for a target.
-
-        Raises:
-          ConfigError: The sizes contradict one another.
-        """
+        """Returns the complete architecture for a target; raises ConfigError if none exists."""
         return self.decoder_for(
             target,
             num_hidden_layers=self.num_hidden_layers,

@@ -362,13 +362,11 @@ class Engine:
         weight_update.update(self.target, tree, lora_alpha=lora_alpha)
 
     def set_drafter(self, drafter: Drafter) -> None:
-        """Replaces the drafter's weights without compiling anything again.
-
-        Raises:
-          ValueError: The weights differ in shape or dtype from the present ones.
-        """
+        """Replaces the drafter's weights, compiling nothing; raises ValueError if shapes differ."""
         params = nnx.state(self._wrapped(drafter))
-        if not weight_update.have_same_forms(params, self.drafter_params):
+        both = params, self.drafter_params
+        form, present = (jax.tree.map(lambda x: (x.shape, x.dtype), each) for each in both)
+        if form != present:
             raise ValueError("the drafter's weights differ in shape or dtype from those before")
         self.drafter_params = params
 

@@ -59,12 +59,6 @@ def update(target: Decoder, tree: Any, *, lora_alpha: float | None = None) -> No
             _write_apart(plan, dict(zip(plan.names, arrays, strict=True)))
 
 
-def have_same_forms(params: Any, like: Any) -> bool:
-    """Returns whether two states of parameters have the same paths, shapes and dtypes."""
-    forms, other = (jax.tree.map(lambda x: (x.shape, x.dtype), each) for each in (params, like))
-    return forms == other
-
-
 # --- checks of arrays ---------------------------------------------------------------------------
 
 

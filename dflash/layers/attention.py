@@ -102,11 +102,7 @@ class Attention(nnx.Module):
     def keys_values(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Projects rows to keys and values only; see `project`.
-
-        Raises:
-          ValueError: The module was built without `takes_context`.
-        """
+        """Projects rows to keys and values only; raises ValueError without `takes_context`."""
         if not self.takes_context:
             raise ValueError("keys_values: build the Attention with takes_context=True")
         return self._heads_of(self.products[1:], x, cos_sin)

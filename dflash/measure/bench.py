@@ -316,11 +316,7 @@ def prepare_models(
 
 
 def with_baseline(strategies: Mapping[str, DrafterConfig]) -> dict[str, DrafterConfig]:
-    """Returns the strategies, preceded by the baseline under its own name.
-
-    Raises:
-      ConfigError: Another strategy has the baseline's name.
-    """
+    """Returns the strategies after the baseline; raises ConfigError if another has its name."""
     if strategies.get(BASELINE.name, BASELINE) != BASELINE:
         raise errors.ConfigError(
             f"strategies.{BASELINE.name}: this is the name of the baseline, which drafts nothing; "

@@ -239,11 +239,7 @@ def save_shard(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound])
 
 
 def read_shards(directory: pathlib.Path) -> list[TaskRound]:
-    """Reads the measurements of all shards, sorted by round.
-
-    Raises:
-      WorkdirError: Some shards have not finished, or a file is damaged.
-    """
+    """Reads all shards' measurements, by round; raises WorkdirError if one is unfinished."""
     count = shards.shards_in(directory, ROUNDS)[0].count
     shards.check_count(directory, ROUNDS, Shard(0, count))
     shards.check_finished(directory, shards.missing(directory, ROUNDS, count))

@@ -133,11 +133,7 @@ class Workload:
 
 
 def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
-    """Reads, or draws, the prompts of a run.
-
-    Raises:
-      InputError: A file is unusable, or has no task of a given name.
-    """
+    """Reads, or draws, the prompts of a run; raises InputError if a file is unusable."""
     if config.trace is not None:
         tasks = _made_up(config, read_trace(config.trace, config.trace_tasks), job)
     elif config.acceptance:

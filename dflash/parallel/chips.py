@@ -38,17 +38,11 @@ class Chip:
         """
         return self.tflops * 1e3 / self.hbm_gb_per_s
 
-    def compute_ms(self, flops: float) -> float:
-        """Returns the time of `flops` operations on one device at peak rate, in ms."""
-        return flops / (self.tflops / self.devices * 1e9)
-
-    def stream_ms(self, size_bytes: float) -> float:
-        """Returns the time to move `size_bytes` to or from one device's memory at peak, in ms."""
-        return size_bytes / (self.hbm_gb_per_s / self.devices * 1e6)
-
     def ideal_ms(self, flops: float, size_bytes: float) -> float:
         """Returns a lower bound on the time of a program on one device, in ms."""
-        return max(self.compute_ms(flops), self.stream_ms(size_bytes))
+        compute_ms = flops / (self.tflops / self.devices * 1e9)
+        stream_ms = size_bytes / (self.hbm_gb_per_s / self.devices * 1e6)
+        return max(compute_ms, stream_ms)
 
 
 CHIPS: Mapping[str, Chip] = {

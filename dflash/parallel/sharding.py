@@ -77,11 +77,7 @@ class Sharding:
         return PartitionSpec(*entries)
 
     def named(self, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
-        """Returns the NamedSharding of an array of this shape.
-
-        Raises:
-          ConfigError: A dimension does not divide evenly over its mesh axes.
-        """
+        """Returns an array's NamedSharding; raises ConfigError if a dimension does not divide."""
         spec = self.spec(*names)
         for length, name in zip(shape, names, strict=True):
             if length % self.size(name):

@@ -167,11 +167,7 @@ def _check(
 
 
 def _read_config(path: pathlib.Path, schema: type) -> Any:
-    """Reads the config of an earlier run, possibly of an earlier version of dflash.
-
-    Raises:
-      WorkdirError: The file does not fit the current schema, or is not a config.
-    """
+    """Reads the config of an earlier run or version; raises WorkdirError if it is unusable."""
     try:
         return loader.load(path, schema=schema, earlier_run=True)
     except errors.ConfigError as error:

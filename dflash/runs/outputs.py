@@ -154,12 +154,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(line: bytes) -> Record:
-    """Parses a line of outputs.jsonl.
-
-    Raises:
-      ValueError: The line is not a record, or its fields are inconsistent; the message names the
-        field.
-    """
+    """Parses a line of outputs.jsonl; raises ValueError, which names the field, if damaged."""
     try:
         fields = json.loads(line.decode("utf-8"))
     except RecursionError as error:

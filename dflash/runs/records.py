@@ -204,11 +204,7 @@ def read(path: pathlib.Path) -> list[outputs.Record]:
 
 
 def _read_records(path: pathlib.Path, lines: Iterable[bytes]) -> tuple[list[outputs.Record], int]:
-    """Reads all complete lines; returns the records, and their size in bytes.
-
-    Raises:
-      WorkdirError: A complete line is damaged, or a prompt occurs twice.
-    """
+    """Returns all complete records, and their size in bytes; raises WorkdirError if damaged."""
     records: dict[int, outputs.Record] = {}
     complete_bytes = 0
     for number, line in enumerate(lines, start=1):

@@ -127,11 +127,7 @@ def run(
 
 
 def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Returns the rows of all finished points, by name.
-
-    Raises:
-      WorkdirError: A finished point has another config, or is damaged.
-    """
+    """Returns the rows of finished points, by name; raises WorkdirError if one is unusable."""
     rows = {}
     for point in sweep.points.values():
         path = _directory(directory, point) / POINT

@@ -84,11 +84,6 @@ def step_key_base(seed: int) -> jax.Array:
     return jax.random.key(seed, impl="threefry2x32")
 
 
-def step_key(state: TrainState) -> jax.Array:
-    """Returns the key of the next step."""
-    return jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
-
-
 def shardings(state: TrainState) -> TrainState:
     """Returns the sharding of each array of a state."""
     return jax.tree.map(lambda x: x.sharding, state)

@@ -48,7 +48,8 @@ def make_train_step(
 
     def step(state: TrainState, frozen: Params, batch: Batch):
         with jax.default_matmul_precision(matmul_precision(dtype)):
-            key = states.step_key(state)
+            key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
+            key = jax.random.fold_in(key, state.step)
             grads, metrics = _gradients(
                 loss, state.params, frozen, batch, key, dtype, accumulate_steps, sharding
             )

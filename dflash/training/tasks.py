@@ -72,11 +72,7 @@ class Task(abc.ABC):
         return self.learner_source.directory is None
 
     def fresh_params(self) -> Params:
-        """Returns the learner's initial weights in float32, random or from a checkpoint.
-
-        Raises:
-          CheckpointError: The checkpoint is damaged.
-        """
+        """Returns the learner's initial float32 weights; raises CheckpointError if damaged."""
         if self.from_scratch:
             key = jax.random.fold_in(states.step_key_base(self.config.train.seed), 2**31)
             parameters.initialize(self.learner, key)

@@ -17,20 +17,12 @@ def test_the_ridge_is_where_it_is_said_to_be(name, rows):
 def test_streaming_4b_weights_on_a_v5p():
     """Target and drafter in bfloat16 and the embedding once more: the published 3.6 ms floor."""
     weights = (4.02e9 + 0.54e9 + 151936 * 2560) * 2
-    assert chips.find("v5p").stream_ms(weights) == pytest.approx(3.6, abs=0.05)
-
-
-def test_computing_8192_cubed_on_a_v5p():
-    assert chips.find("v5p").compute_ms(2 * 8192**3) == pytest.approx(2.396, abs=0.001)
-    assert chips.find("v5p").ideal_ms(2 * 8192**3, 3 * 2 * 8192**2) == pytest.approx(
-        2.396, abs=1e-3
-    )
+    assert chips.find("v5p").ideal_ms(0, weights) == pytest.approx(3.6, abs=0.05)
 
 
 def test_a_device_has_its_share_of_the_chip():
     chip = chips.find("tpu7x")
-    assert chip.stream_ms(7380e6 / 2) == pytest.approx(1)
-    assert chip.compute_ms(2307e9 / 2) == pytest.approx(1)
+    assert chip.ideal_ms(0, 7380e6 / 2) == chip.ideal_ms(2307e9 / 2, 0) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +33,11 @@ def test_a_device_has_its_share_of_the_chip():
         ("TPU v6 lite", "v6e"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("cpu", None),
     ],
 )
 def test_devices_are_recognised(kind, name):
-    assert chips.of_device_kind(kind).name == name
-
-
-def test_unknown_devices_have_no_chip():
-    assert chips.of_device_kind("cpu") is None
+    assert getattr(chips.of_device_kind(kind), "name", None) == name
 
 
 def test_an_unknown_chip_is_named_with_the_nearest():
