@@ -66,4 +66,6 @@ class GptOss(Decoder):
 
     @classmethod
     def config_to_hf(cls, arch: GptOssArchitecture) -> dict[str, Any]:
-        return super().config_to_hf(arch) | {"attention_bias": True}
+        config = super().config_to_hf(arch) | {"attention_bias": True}
+        # A file without scaling has that of transformers' class.
+        return config | {"rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}

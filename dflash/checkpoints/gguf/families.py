@@ -109,7 +109,7 @@ def _gpt_oss(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
         "attention_bias": True,
         "layer_types": _alternating(config["num_hidden_layers"], 2),
         "intermediate_size": header.require(prefix + _EXPERT_WIDTH, int),
-        "rope_scaling": scaling and {**scaling, "truncate": False},
+        "rope_scaling": {**scaling, "truncate": False} if scaling else {"rope_type": "default"},
         **({"quantization_config": {"quant_method": "mxfp4"}} if packed else {}),
     }
 
