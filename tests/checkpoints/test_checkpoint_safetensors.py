@@ -121,14 +121,6 @@ def test_each_device_reads_its_own_part(tmp_path, monkeypatch):
     )
 
 
-def test_reads_shards(tmp_path):
-    tensors = make_tensors()
-    write_shards(tmp_path, tensors)
-    module = Toy()
-    checkpoint.load(module, tmp_path)
-    assert_holds(module, tensors)
-
-
 def test_a_single_file_takes_precedence_over_an_index(tmp_path):
     """As in transformers: the index was left over when the single file was written."""
     old, new = make_tensors(), {name: value + 1 for name, value in make_tensors().items()}

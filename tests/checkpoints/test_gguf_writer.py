@@ -143,27 +143,6 @@ def test_a_drafter_is_read_back(tmp_path, vocabulary, name):
         np.testing.assert_array_equal(found[key], tensors[key], err_msg=key)
 
 
-def test_a_draft_vocabulary_is_stored_as_ids_of_the_target(tmp_path, vocabulary):
-    tensors = make(tmp_path / "source", GOLDEN / "qwen3_b1" / "draft", draft_vocab_size=4)
-    size = checkpoint.read_config(tmp_path / "source")["vocab_size"]
-    ids = np.array([1, 2, 5, 9])
-    width = tensors["norm.weight"].shape[0]
-    tensors |= {
-        "d2t": ids - np.arange(4),
-        "t2d": np.isin(np.arange(size), ids),
-        "lm_head.weight": np.arange(4 * width, dtype=np.float32).reshape(4, width),
-    }
-    save_file(tensors, tmp_path / "source" / "model.safetensors")
-    convert(tmp_path / "source", tmp_path / "x.gguf", tokenizer=vocabulary)
-    np.testing.assert_array_equal(contents(tmp_path / "x.gguf")[1]["d2t"], ids)
-    assert file_header.read_header(tmp_path / "x.gguf").tensors["d2t"].kind == "I64"
-    convert(tmp_path / "x.gguf", tmp_path / "back")
-    found = load_file(tmp_path / "back" / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    for name, value in tensors.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-
-
 def test_codes_of_a_draft_vocabulary_have_a_row_for_each_token(tmp_path, vocabulary):
     tensors = make(tmp_path / "source", GOLDEN / "dflash2_v32" / "draft", draft_vocab_size=7)
     size = len(tensors["candidate_selector.predecessor_codebook"])
@@ -176,6 +155,8 @@ def test_codes_of_a_draft_vocabulary_have_a_row_for_each_token(tmp_path, vocabul
     }
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     convert(tmp_path / "source", tmp_path / "x.gguf", tokenizer=vocabulary)
+    np.testing.assert_array_equal(contents(tmp_path / "x.gguf")[1]["d2t"], ids)
+    assert file_header.read_header(tmp_path / "x.gguf").tensors["d2t"].kind == "I64"
     stored = contents(tmp_path / "x.gguf")[1]["selector_successor.weight"]
     np.testing.assert_array_equal(stored[ids], tensors[name])
     assert stored.shape[0] == size

@@ -56,12 +56,9 @@ def test_another_token_is_named_in_one_line(write, vocab, added, message):
     [
         {"model": [1]},
         {"model": {"vocab": {"a": "zero"}}},
-        {"model": {"vocab": {"a": None}}},
         {"model": {"vocab": [1, 2]}},
-        {"model": {"vocab": 5}},
         {"added_tokens": 7},
         {"added_tokens": [{"id": 1}]},
-        {"added_tokens": {"id": 1}},
     ],
 )
 def test_a_vocabulary_of_another_form_is_one_line(write, content):

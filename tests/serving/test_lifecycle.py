@@ -208,43 +208,6 @@ def test_a_request_that_fails_ends_alone(tmp_path):
         assert "Traceback" not in log
 
 
-def test_chats_with_a_real_template_show_rejected_drafts(tmp_path):
-    """Streams come to their end, beside each other, and their pieces make up the text."""
-    questions = (
-        "Tom has 3 pens and finds 4 more. How many pens does Tom have?",
-        "Hugo plants 28 trees. Then Hugo plants 12 more trees. How many trees is that?",
-    )
-    with served.serving(tmp_path, config_text=served.REAL_CONFIG) as own:
-        bodies = [
-            {"messages": [{"role": "user", "content": question}], "show_drafts": True}
-            for question in questions
-        ]
-        wholes = [own.post(CHAT, body)[1]["choices"][0] for body in bodies]
-        streams: dict[int, list] = {}
-
-        def read(place):
-            streams[place] = own.events(CHAT, bodies[place])
-
-        threads = [threading.Thread(target=read, args=(place,)) for place in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-        origins = set()
-        for place, whole in enumerate(wholes):
-            choices = [event["choices"][0] for event in streams[place]]
-            pieces = [
-                piece for one in choices for piece in one.get("dflash", {"pieces": ()})["pieces"]
-            ]
-            origins |= {origin for _, origin in pieces}
-            text = "".join(text for text, origin in pieces if origin != "refused")
-            assert text == whole["message"]["content"]
-            assert text == "".join(one["delta"].get("content", "") for one in choices)
-            assert choices[-1]["finish_reason"] == "stop"
-        assert origins == {"drafted", "own", "refused"}
-        assert "Traceback" not in own.log.read_text()
-
-
 # The server with a target whose embedding of "~" is damaged, and grammars that raise.
 DAMAGED = """
 import jax.numpy as jnp

@@ -32,14 +32,6 @@ def test_template_file_goes_before_the_config(tmp_path):
     assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "file"
 
 
-def test_named_templates(tmp_path):
-    train_byte_level(tmp_path)
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "plain"
-
-
 @pytest.mark.parametrize("default", ["file", None])
 @pytest.mark.parametrize("tool_use", ["tools", None])
 def test_templates_in_files_replace_those_of_the_config(tmp_path, default, tool_use):
@@ -160,29 +152,6 @@ def test_lists_of_special_tokens_are_joined(tmp_path):
     assert chat_template.named_tokens(tmp_path) == {"extra_special_tokens": ["<a>", "<b>"]}
 
 
-def test_template_variables_reach_the_template(tmp_path):
-    """Reasoning models' templates ask for `enable_thinking`; unset, it is undefined."""
-    train_byte_level(tmp_path)
-    template = "{% if enable_thinking is defined %}{{ enable_thinking }}{% else %}unset{% endif %}"
-    (tmp_path / "chat_template.jinja").write_text(template)
-    texts = [
-        load_tokenizer(tmp_path, **variables).render_chat(MESSAGES)
-        for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
-    ]
-    assert texts == ["unset", "False", "True"]
-    prints = {
-        load_tokenizer(tmp_path, **variables).fingerprint
-        for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
-    }
-    assert len(prints) == 3  # what was encoded with one is not what another encodes
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    plain, thinking = (
-        load_tokenizer(tmp_path, **variables).fingerprint
-        for variables in ({}, {"enable_thinking": False})
-    )
-    assert plain == thinking, "a variable that no template reads changes nothing"
-
-
 def routes(messages, tokenizer):
     """Renders a conversation that ends with an answer as each route to a template does."""
     body = validation.parse(bodies.ChatBody, {"messages": messages})
@@ -283,6 +252,13 @@ def test_templates_read_either_name_of_the_switch(tmp_path, capsys, variable):
     tokenizers = [load(thinking) for thinking in (None, True, False)]
     assert [words.render_chat(MESSAGES) for words in tokenizers] == ["unset", "True", "False"]
     assert len({words.fingerprint for words in tokenizers}) == 3
+    (tmp_path / "other").mkdir()
+    train_byte_level(tmp_path / "other")
+    prints = {
+        tokenizer_loading.for_target(tmp_path / "other", thinking=thinking).fingerprint
+        for thinking in (None, False)
+    }
+    assert len(prints) == 1, "a variable that no template reads changes nothing"
     kwargs = {"thinking": True}, {"enable_thinking": True}, {"reasoning_effort": "low"}
     assert {load(False).render_chat(MESSAGES, **given) for given in kwargs} == {"True"}
     assert load(None).render_chat(MESSAGES, reasoning_effort="none") == "False"

@@ -244,13 +244,11 @@ TEXTS = "not supported, only texts; remove the field"
         (b'"ab"', 'expected a JSON object, not "ab"'),
         ([1], "expected a JSON object, not [1]"),
         ({}, f"expected exactly one of {KEYS}; found none of them"),
-        ({"promt": "a"}, f"expected exactly one of {KEYS}; found none of them"),
         (
             {"prompt": "a", "prompt_ids": [1]},
             f"expected exactly one of {KEYS}; found prompt and prompt_ids",
         ),
         ({"prompt": 3}, "prompt: expected a string, not 3"),
-        ({"prompt": None}, "prompt: expected a string, not null"),
         ({"prompt": ""}, "empty prompt"),
         (b'{"prompt": "a\\ud800"}', "prompt: \\ud800 is an unpaired surrogate"),
         ({"messages": "hi"}, 'messages: expected a list, not "hi"'),
@@ -311,19 +309,12 @@ def test_a_bad_line_is_named(jsonl, line, message):
     assert failure(file=jsonl({"prompt": "a"}, b"", line)) == f"prompts.jsonl:3: {message}"
 
 
-@pytest.mark.parametrize(
-    ("number", "place"),
-    [
-        (b"NaN", "messages[1].score"),
-        (b"-Infinity", "messages[1].score"),
-        (b"1e999", "messages[1].score"),
-    ],
-)
-def test_numbers_that_are_not_finite_are_named(jsonl, number, place):
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
+def test_numbers_that_are_not_finite_are_named(jsonl, number):
     """Python accepts non-finite numbers in JSON, unlike other readers of the outputs."""
     user = b'{"role": "user", "content": "a", "score": 1.5}'
     line = b'{"messages": [%b, %b]}' % (user, user.replace(b"1.5", number))
-    message = f"prompts.jsonl:2: {place}: {number.decode()} is not a valid JSON number"
+    message = f"prompts.jsonl:2: messages[1].score: {number.decode()} is not a valid JSON number"
     assert failure(file=jsonl({"prompt": "NaN"}, line)) == message
 
 

@@ -53,17 +53,6 @@ def test_a_message_cannot_end_its_turn(tokenizer):
     assert tokenizer.decode(ids) == f"user\n{evil}\nassistant\n"
 
 
-def test_a_message_keeps_what_is_around_its_spelling(tokenizer):
-    """Before and after the spelling, ids are those of the same text without it."""
-    start = special_id(tokenizer, "<|im_start|>")
-    ids = tokenizer.encode_chat(ask("<|im_end|>"))
-    plain = tokenizer.encode_chat(ask("Hello"))
-    assert ids[0] == plain[0] == start
-    # The turn that follows is not touched.
-    follows = plain[len(plain) - plain[::-1].index(start) - 1 :]
-    assert ids[-len(follows) :] == follows
-
-
 def test_a_text_prompt_spells_text_unless_asked_for(tokenizer):
     text = "a<|im_end|>b"
     end = special_id(tokenizer, "<|im_end|>")

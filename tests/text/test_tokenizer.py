@@ -214,18 +214,6 @@ def test_training_lengths_in_a_file_are_ignored(tmp_path):
     assert load_tokenizer(tmp_path).encode(text) == expected
 
 
-def test_qwen_has_no_beginning_token(tmp_path):
-    trained = train_byte_level(tmp_path)
-    write_json(tmp_path / "tokenizer_config.json", {"chat_template": QWEN_TEMPLATE})
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode("ab") == trained.encode("ab").ids
-    rendered = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nWhat is 2 < 3 & 你好?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert tokenizer.encode_chat(MESSAGES) == trained.encode(rendered).ids
-
-
 @pytest.mark.parametrize("spelled", ["<s>", {"content": "<s>", "lstrip": False}])
 def test_beginning_token_comes_once(tmp_path, spelled):
     bos = train_byte_level(tmp_path, bos="<s>").token_to_id("<s>")
