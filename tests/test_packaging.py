@@ -71,11 +71,6 @@ def test_wheel_holds_every_module_and_config(wheel):
     assert files - modules - configs - others - assets == set()
 
 
-def test_every_folder_with_modules_is_a_package():
-    folders = {(ROOT / name).parent for name in tree("dflash", ".py")}
-    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
-
-
 def test_configs_have_one_suffix():
     """Others would not be installed."""
     assert [

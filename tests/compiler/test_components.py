@@ -58,10 +58,6 @@ def test_the_slower_of_arithmetic_and_memory_counts(operations):
     assert components.roofline_ms(scores, RooflineRates(1e9, 1e30)) == pytest.approx(flops / 1e6)
 
 
-def test_collectives(operations):
-    assert components.collectives(operations) == {"all-reduce": (3, 3 * 16 * 2560 * 2)}
-
-
 def test_big_copies_are_found(operations):
     found = {one.instruction.name: one.times for one in components.big_copies(operations)}
     assert found == {"copy.1": 1, "copy.9": 3}

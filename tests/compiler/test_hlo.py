@@ -59,24 +59,6 @@ def test_a_loop_has_a_body_and_a_trip_count(module):
     assert module.computations["body"].by_name()["while.1"].trip_count is None
 
 
-def test_branches_keep_their_order(module):
-    conditional = module.computations["body"].by_name()["conditional.1"]
-    assert conditional.called["branch_computations"] == ("greedy", "draw")
-
-
-def test_cycles_and_scopes_are_read(module):
-    fusion = module.computations["inner_body"].by_name()["fusion.7"]
-    assert fusion.cycles == 7561
-    assert fusion.op_name.endswith("kbrh,kbsh->kbrs/dot_general")
-    assert module.computations["body"].by_name()["copy-start.1"].cycles is None
-
-
-def test_parameters_have_numbers(module):
-    numbers = {one.name: one.parameter for one in module.computations["scores"].instructions}
-    assert numbers["param_2.2"] == 2
-    assert numbers["fusion.2"] is None
-
-
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [

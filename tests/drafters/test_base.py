@@ -36,10 +36,6 @@ def test_clear_empties_the_sequences_that_are_fresh():
     assert after["counts"].tolist() == [0, 0, 2]
 
 
-def test_a_strategy_that_says_nothing_is_not_found_in_a_prefix_cache():
-    assert Unfinished.prefix_cache_mode == "never"
-
-
 def test_none_proposes_nothing():
     drafter = NoDrafter()
     assert (drafter.block_size, drafter.feature_layers) == (1, ())

@@ -14,12 +14,6 @@ def test_the_ridge_is_where_it_is_said_to_be(name, rows):
     assert chips.find(name).ridge_rows == pytest.approx(rows, rel=0.01)
 
 
-def test_streaming_4b_weights_on_a_v5p():
-    """Target and drafter in bfloat16 and the embedding once more: the published 3.6 ms floor."""
-    weights = (4.02e9 + 0.54e9 + 151936 * 2560) * 2
-    assert chips.find("v5p").ideal_ms(0, weights) == pytest.approx(3.6, abs=0.05)
-
-
 def test_a_device_has_its_share_of_the_chip():
     chip = chips.find("tpu7x")
     assert chip.ideal_ms(0, 7380e6 / 2) == chip.ideal_ms(2307e9 / 2, 0) == pytest.approx(1)

@@ -1,13 +1,8 @@
 """Tables keep all columns at any width."""
 
-import io
-import re
-
 import pytest
 
-from dflash.config.sweep_points import Sweep
-from dflash.runs import sweeps, terminal
-from dflash.runs.display import Display
+from dflash.runs import terminal
 
 ROWS = [
     ["drafter.block_size", "decode.batch_size", *(f"figure_{n}" for n in range(12))],
@@ -28,21 +23,3 @@ def test_a_table_keeps_every_column_and_figure(width):
         assert len(lines) == 3
     # Every block names its rows.
     assert words.count("drafter.block_size") == words.count("figure_0") * (lines.count("") + 1)
-
-
-def test_columns_of_a_sweep_are_kept_on_a_terminal():
-    """A narrow terminal cut the last columns off, and figures in two."""
-    figures = [
-        f"cells.{task}.{name}" for task in ("math", "code", "chat") for name in ("tau", "speedup")
-    ]
-    rows = {str(n): {"decode.batch_size": n, **dict.fromkeys(figures, 12345.678)} for n in (1, 16)}
-    sweep = Sweep("decode", (("decode.batch_size",),), {})
-    err = io.StringIO()
-    err.isatty = lambda: True
-    display = Display(stdout=io.StringIO(), stderr=err)
-    display._console.width = 80
-    display.table(sweeps.table(sweep, figures, rows), 1)
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", err.getvalue())
-    assert set(figures) <= set(shown.split())
-    assert shown.split().count("1.235e+04") == 12
-    assert max(map(len, shown.splitlines())) <= 80

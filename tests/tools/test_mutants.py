@@ -17,9 +17,3 @@ def test_a_mutant_applies_and_its_tests_exist(mutant):
     paths = [word for word in mutant.tests if word.startswith("tests/")]
     assert paths
     assert all((ROOT / path.partition("::")[0]).exists() for path in paths)
-
-
-def test_a_text_that_does_not_occur_is_an_error():
-    mutant = run.Mutant("a:0", "errors.py", "nowhere to be found", "x", ("tests/",))
-    with pytest.raises(ValueError, match="occurs 0 times"):
-        mutant.apply((ROOT / mutant.path).read_text())
