@@ -100,11 +100,7 @@ class HfNames:
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """Joins rows of tensors.
-
-    Attributes:
-      rows: Leading index, first row and number of rows of each piece; None for one whole tensor.
-    """
+    """Joins rows of tensors; `rows` has leading index, first row and count of each, or None."""
 
     rows: tuple[tuple[tuple[int, ...], int, int], ...] | None
 

@@ -69,11 +69,7 @@ def convert(
 def _find_description(
     directory: pathlib.Path, items: pathlib.Path | None, like: str | None
 ) -> pathlib.Path:
-    """Returns the directory with the source's config.json and tokenizer.
-
-    Raises:
-      CheckpointError: `like` is missing for MaxText's layout, or given for another one.
-    """
+    """Returns the directory with config.json and tokenizer: `like` for MaxText's layout alone."""
     if items is None and like is None:
         return directory
     if items is None:

@@ -181,11 +181,7 @@ class Job:
         return self.with_drafter(dataclasses.replace(self.config, drafter=DrafterConfig()))
 
     def with_room(self) -> "Job":
-        """Returns the job with room for unknown prompts: `decode.max_length` tokens or a default.
-
-        Raises:
-          ConfigError: `decode.max_length` exceeds the positions of the target.
-        """
+        """Returns the job with room for any prompts; raises ConfigError above the positions."""
         positions, length = self.target.arch.max_position_embeddings, self.config.decode.max_length
         if length is not None and length > positions:
             raise errors.ConfigError(

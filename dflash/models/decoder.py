@@ -83,11 +83,7 @@ class Decoder(nnx.Module):
         return Linear(*sizes, ("embed", "vocab"), dtype=self.dtype, sharding=self.sharding)
 
     def make_layer(self, i: int, **build) -> nnx.Module:
-        """Returns layer `i`, a `TransformerLayer` or a module with the same members.
-
-        Args:
-          **build: `dtype` and `sharding` of its parameters.
-        """
+        """Returns layer `i`, a `TransformerLayer` or alike; `build` has `dtype` and `sharding`."""
         return self.layer_class(
             self.arch,
             attention=self.make_attention(i, **build),

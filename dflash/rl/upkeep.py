@@ -316,12 +316,7 @@ class Upkeep:
 
 
 def has_fallen(taus: Sequence[float], below: float) -> bool:
-    """Returns whether the drafter needs training; see `UpkeepConfig.below`.
-
-    Args:
-      taus: Mean acceptance length of each step so far.
-      below: Fraction of the highest mean of `MEAN_STEPS` steps.
-    """
+    """Returns whether τ has fallen, so that training is due; see `UpkeepConfig.below`."""
     if below > 1:
         return True
     count = len(taus) - MEAN_STEPS + 1

@@ -47,11 +47,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def application(service: Service, *, names: ServedNames, keys: Sequence[str] = ()) -> ASGIApp:
-    """Returns the server as an ASGI application.
-
-    Args:
-      keys: API keys, one of which clients must send; without any, every client is accepted.
-    """
+    """Returns the ASGI application; clients must send one of the `keys`, if there are any."""
     endpoints = Endpoints(service)
     table = [
         ("/", "GET", endpoints.page),

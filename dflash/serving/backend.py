@@ -88,12 +88,7 @@ class Backend:
         engines[DRAFTED].update_weights(tree)
 
     def vocabulary(self) -> Vocabulary:
-        """Returns the tokenizer's vocabulary, with which grammars are compiled.
-
-        Raises:
-          InputError: The config disables grammars, llguidance is not installed, or the tokens'
-            bytes are unknown.
-        """
+        """Returns the vocabulary for grammars; raises InputError if they are off or impossible."""
         if not self.config.serve.grammars:
             raise errors.InputError("not supported by this server: serve.grammars is false")
         return self._vocabulary

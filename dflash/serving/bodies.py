@@ -30,7 +30,6 @@ MAX_TOOLS = 512
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-ThinkingLimit = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -462,9 +461,9 @@ class ChatBody(OutputBody, ChatPromptBody):
     top_logprobs: NumLogprobs = None
     modalities: only(["text"]) = None
     parallel_tool_calls: bool = True
-    max_thinking_tokens: ThinkingLimit = None
-    thinking_budget: ThinkingLimit = None
-    thinking_token_budget: ThinkingLimit = None
+    max_thinking_tokens: Minimum = None
+    thinking_budget: Minimum = None
+    thinking_token_budget: Minimum = None
     include_reasoning: bool = True
 
 

@@ -84,11 +84,7 @@ class CompletionRequest:
         return sum(map(len, self.prompts))
 
     def requests(self, model: ServedModel, ids: Iterator[int]) -> list[Request]:
-        """Returns the engine's requests, ordered by prompt, then by output.
-
-        Raises:
-          RequestError: A prompt and its output exceed the context length.
-        """
+        """Returns requests by prompt, then output; raises RequestError for too long a prompt."""
         return [
             Request(
                 id=next(ids),

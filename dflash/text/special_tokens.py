@@ -36,12 +36,7 @@ class SpecialTokens:
     def __init__(
         self, ids: Mapping[str, int], *, strips: Mapping[str, tuple[bool, bool]] | None = None
     ):
-        """Compiles the patterns.
-
-        Args:
-          ids: Token ids by spelling.
-          strips: Whether a token absorbs the spaces before and after it, by spelling.
-        """
+        """Compiles the patterns; `strips` tells which tokens absorb spaces before and after."""
         self._ids = {spelling: token for spelling, token in ids.items() if spelling}
         spellings = sorted(self._ids, key=len, reverse=True)  # the longest match wins
         self._longest = max(map(len, spellings), default=0)
