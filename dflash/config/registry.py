@@ -46,11 +46,7 @@ class Entries(Mapping[str, Entry]):
     """
 
     def __init__(self, group: str, built_in: Mapping[str, Entry]):
-        """Creates the mapping.
-
-        Args:
-          group: Name of the group of entry points.
-        """
+        """Creates the mapping of a group of entry points."""
         self._group, self._built_in = group, built_in
 
     def __getitem__(self, name: str) -> Entry:

@@ -6,7 +6,7 @@ PAGE = "docs/results/tried_and_removed.md"
 
 
 class Removed(NamedTuple):
-    """What a user of a removed key, value or command is told.
+    """Advice to the user of a removed key, value or command.
 
     Attributes:
       instead: What to use instead; empty if there is nothing. None says nothing at all.

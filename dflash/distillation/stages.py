@@ -243,11 +243,7 @@ class _Progress(Display):
     """Display that counts finished prompts and text, with a line of progress now and then."""
 
     def __init__(self, name: str, total: int, done: int):
-        """Creates the display.
-
-        Args:
-          done: Number of prompts that earlier starts have finished.
-        """
+        """Creates the display; earlier starts have finished `done` of the prompts."""
         super().__init__(stream=False)
         self._name, self._total, self._done, self._characters = name, total, done, 0
         self._reported = time.monotonic()

@@ -371,11 +371,7 @@ class Engine:
         self.drafter_params = params
 
     def with_drafter(self, drafter: Drafter) -> "Engine | None":
-        """Returns an engine with another drafter that shares all programs of this one.
-
-        Returns:
-          The engine; None if the drafters differ in structure, so that their programs differ.
-        """
+        """Returns an engine with another drafter and these programs; None if they do not fit it."""
         if nnx.graphdef(drafter) != nnx.graphdef(self.drafter):
             return None
         twin = copy.copy(self)

@@ -223,11 +223,7 @@ def observe_chunk(
 
 
 def replay_chunk(drafter: Drafter, prefill_state: Any, chunk: ChunkInputs, heads: Decoder) -> Any:
-    """Lets a drafter whose state depends only on tokens observe cached tokens.
-
-    Args:
-      chunk: Cached tokens, whose `following` is known.
-    """
+    """Lets a drafter whose state depends only on tokens observe a chunk of cached tokens."""
     width = len(drafter.feature_layers) * heads.arch.hidden_size
     features = jnp.zeros((*chunk.tokens.shape, width), heads.dtype)
     return observe_chunk(drafter, prefill_state, chunk, chunk.following, features, heads)

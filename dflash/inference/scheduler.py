@@ -98,11 +98,7 @@ class Scheduler:
         self._queue.append(ActiveRequest(request, time.perf_counter(), matcher, constraints))
 
     def cancel(self, id: int) -> bool:
-        """Drops a request and frees its slot and pages; it causes no further events.
-
-        Returns:
-          False if no request in flight has this id.
-        """
+        """Drops a request, its slot, pages and events; returns False if no request has this id."""
         if id not in self._ids:
             return False
         self._ids.discard(id)
@@ -190,11 +186,7 @@ class Scheduler:
             self._pending.append(PendingCycles(begin, reports, queued=queued))
 
     def _admit(self) -> bool:
-        """Admits queued requests, in order, while slots and pages are free.
-
-        Returns:
-          Whether a prompt is in prefill.
-        """
+        """Admits queued requests while there is room; returns whether a prompt is in prefill."""
         while self._queue and not (self.paused or self._must_wait(self._queue[0])):
             request = self._queue[0]
             if not self._batch.admit(request):

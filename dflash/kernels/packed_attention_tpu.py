@@ -151,11 +151,7 @@ def _kernel(first_ref, last_ref, table_ref, start_ref, *refs, tiling: PackedTili
 
 
 def unsupported(queries, packing, key_pages, *tiling, sizes: BlockSizes) -> str | None:
-    """Returns why the kernel does not support a call, or None if it does.
-
-    Args:
-      *tiling: Further arguments of `PackedTiling`.
-    """
+    """Returns why the kernel does not support a call with this `PackedTiling`, or None."""
     name, width = f"{OP} of packed rows", queries.shape[-1]
     if isinstance(key_pages, Quantized):
         return f"{name}: quantized pages, expected plain ones"

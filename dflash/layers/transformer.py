@@ -111,11 +111,7 @@ class TransformerLayer(nnx.Module):
 def grouped_attention(
     arch: TargetArchitecture, kind: type[Attention] = Attention, **options
 ) -> Attention:
-    """Returns grouped-query attention with the sizes of `arch`.
-
-    Args:
-      **options: Arguments of `Attention`; they take precedence over sizes of `arch`.
-    """
+    """Returns grouped-query attention; `options` take precedence over the sizes of `arch`."""
     sizes = {
         "num_heads": arch.num_attention_heads,
         "num_kv_heads": arch.num_key_value_heads,

@@ -132,11 +132,7 @@ def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> ForwardWork:
 
 
 def products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> ForwardWork:
-    """Returns the work of reading all weights once and multiplying them with `rows` rows.
-
-    Args:
-      unread: Path prefixes of weights to leave out.
-    """
+    """Returns the work of multiplying all weights but `unread` prefixes with `rows` rows."""
     share_of, work = moe.shares(model, rows), ForwardWork(0, 0)
     for path, param in parameters.named_parameters(model):
         if path.startswith(unread):

@@ -65,11 +65,7 @@ class Display:
     def expect(
         self, prompt_tokens: Mapping[int, int], prompts: Mapping[int, str] | None = None
     ) -> None:
-        """Announces the prompts to come.
-
-        Args:
-          prompts: Text of prompts, by index, to show before their answers.
-        """
+        """Announces the prompts to come; `prompts` are texts to show before their answers."""
         self._prompt_tokens.update(prompt_tokens)
         self._prompts.update(prompts or {})
         self._order.extend(sorted(prompt_tokens))

@@ -336,11 +336,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[Callable[[], float]]:
-        """Excludes the time of a block from the step rate.
-
-        Yields:
-          Function that returns the seconds since the block began.
-        """
+        """Excludes a block's time from the step rate; yields a function of its seconds so far."""
         begin = time.perf_counter()
         yield lambda: time.perf_counter() - begin
         self._report.pause(time.perf_counter() - begin)

@@ -16,7 +16,7 @@ from dflash.inference.overlap.relay import Rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftingState:
-    """State of the drafter's devices for a batch of B slots. See `guess`.
+    """State of the drafter's devices for a batch of B slots; see `guess`.
 
     Attributes:
       drafter: State of the drafter, which covers the positions before the anchors.

@@ -11,7 +11,7 @@ from dflash.version import install_command
 
 
 def _serve(config: BenchmarkRun) -> Iterator[Step]:
-    """Measures a server; see `serving.serve`. No other study needs the server's packages."""
+    """Measures a server, by packages that no other study needs; see `serving.serve`."""
     try:
         from dflash.measure.studies import serving
     except ModuleNotFoundError as error:
