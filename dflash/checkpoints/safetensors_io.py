@@ -2,15 +2,21 @@
 
 Tensors are read one after another, each in pieces into a buffer with the layout of the device, so
 that the host never holds more than one such buffer beside the weights.
+
+Tensors that hold several projections, or those of all experts, are read as views of each. They are
+fused along their rows, and experts along a dimension before them, so the rows of a projection are
+contiguous in the file.
 """
 
 import contextlib
+import dataclasses
 import fnmatch
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +24,7 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import files, fused_tensors, outgoing, tensor_map
+from dflash.checkpoints import files, outgoing, tensor_map
 from dflash.checkpoints.outgoing import OutgoingTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
@@ -46,6 +52,14 @@ _QUANTIZED_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # Dtypes of weig
 _EIGHT_BITS = frozenset(_QUANTIZED_DTYPES.values())
 _NO_FORMAT = "; its config.json declares no quantized weights"
 _CODES = {np.dtype(dtype): code for code, dtype in (PLAIN_DTYPES | BUFFER_DTYPES).items()}
+# Projections in the order of their rows, by the name of the fused one.
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_PARTS = {part: (name, i) for name, parts in _FUSED.items() for i, part in enumerate(parts)}
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_PROJECTION = re.compile(r"(.+)\.(\w+)\.(weight|bias)")
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
@@ -102,7 +116,7 @@ def find_tensors(
     by_tensor = tensor_map.by_tensor(
         module, ((path, leaf.shape) for path, leaf in expected.items())
     )
-    tensors = fused_tensors.split(
+    tensors = _split_fused(
         tensors, {name: piece.shape for name, ((_, piece), *_) in by_tensor.items()}
     )
     plain = {
@@ -340,3 +354,61 @@ def _write(file: pathlib.Path, tensors: list[OutgoingTensor]) -> None:
             values = np.ascontiguousarray(tensor.fetch())
             if first:
                 stream.write(values.reshape(-1).view(np.uint8).data)
+
+
+class _Part(NamedTuple):
+    """Place of a projection in a fused tensor: its expert, if there are, and its turn."""
+
+    expert: int | None
+    turn: int
+    name: str
+
+
+def _split_fused(
+    tensors: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint, with views in place of the fused ones.
+
+    Args:
+      tensors: Stored tensors by name.
+      expected: Shapes of the tensors that a module reads, by name. One that is not stored may be
+        part of a tensor "….qkv_proj.weight", "….gate_up_proj.weight", "….experts.gate_up_proj" or
+        "….experts.down_proj".
+    """
+    parts: dict[str, list[_Part]] = {}
+    for name in sorted(expected.keys() - tensors.keys()):
+        fused, part = _place(name)
+        if fused in tensors:
+            parts.setdefault(fused, []).append(part)
+    separate = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    for fused, members in parts.items():
+        separate |= {view.name: view for view in _views(tensors[fused], sorted(members), expected)}
+    return separate
+
+
+def _place(name: str) -> tuple[str | None, _Part]:
+    """Returns the name of the fused tensor that may hold a projection, and its place there."""
+    if match := _EXPERT.fullmatch(name):
+        experts, index, projection = match.groups()
+        fused, turn = _PARTS.get(projection, (projection, 0))
+        return f"{experts}.{fused}", _Part(int(index), turn, name)
+    match = _PROJECTION.fullmatch(name)
+    if match is None or match[2] not in _PARTS:
+        return None, _Part(None, 0, name)
+    fused, turn = _PARTS[match[2]]
+    return f"{match[1]}.{fused}.{match[3]}", _Part(None, turn, name)
+
+
+def _views(
+    tensor: StoredTensor, parts: Sequence[_Part], expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[StoredTensor]:
+    """Yields the consecutive parts of a fused tensor as tensors of their own."""
+    shapes = [expected[part.name] for part in parts]
+    rows, last = sum(shape[0] for shape in shapes), parts[-1].expert
+    lead = (rows,) if last is None else (last + 1, rows // (last + 1))
+    files.check_shape(tensor.file, tensor.name, tensor.shape, (*lead, *shapes[0][1:]))
+    row_bytes, begin = (tensor.end - tensor.begin) // rows, tensor.begin
+    for part, part_shape in zip(parts, shapes, strict=True):
+        end = begin + part_shape[0] * row_bytes
+        yield dataclasses.replace(tensor, name=part.name, shape=part_shape, begin=begin, end=end)
+        begin = end
