@@ -171,44 +171,32 @@ def in_process(code, tmp_path):
     )
 
 
-def test_a_reader_that_leaves_early_is_no_error(tmp_path):
+@pytest.mark.parametrize(
+    ("work", "first_line"),
+    [
+        ("for number in range(100000): print(number)", "0"),
+        # Python writes its buffered output at exit, when the reader has closed the pipe.
+        ("print('ready', flush=True); wait(); print('late')", "ready"),
+    ],
+)
+def test_a_reader_that_leaves_early_is_no_error(tmp_path, work, first_line):
     (tmp_path / "c.yml").write_text(CONFIG)
-    code = """
-    from dflash.cli import subcommand as cli
-    from dflash.config.schema import (DecodeRun)
-
-    def main(command):
-        for number in range(100000):
-            print(number)
-
-    cli.run(cli.Subcommand("x", "", schema=DecodeRun), main, ["c.yml"])
-    """
-    process = in_process(code, tmp_path)
-    assert process.stdout.readline() == "0\n"
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    process.stderr.close()
-    assert process.wait(timeout=300) == 141
-
-
-def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
-    """Python writes its buffered output at exit, when the reader has closed the pipe."""
-    (tmp_path / "c.yml").write_text(CONFIG)
-    code = """
+    code = f"""
     import os
     from dflash.cli import subcommand as cli
-    from dflash.config.schema import (DecodeRun)
+    from dflash.config.schema import DecodeRun
 
-    def main(command):
-        print("ready", flush=True)
+    def wait():
         while not os.path.exists("closed"):
             pass
-        print("late")
+
+    def main(command):
+        {work}
 
     cli.run(cli.Subcommand("x", "", schema=DecodeRun), main, ["c.yml"])
     """
     process = in_process(code, tmp_path)
-    assert process.stdout.readline() == "ready\n"
+    assert process.stdout.readline() == f"{first_line}\n"
     process.stdout.close()
     (tmp_path / "closed").touch()
     assert process.stderr.read() == ""

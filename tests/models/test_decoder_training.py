@@ -24,14 +24,7 @@ make_target = functools.partial(models.make_target, num_hidden_layers=2)
 def make_batch(rows, *, seed=0, mask=None):
     """Returns packed rows, each given as a list of document lengths and padded."""
     rng = np.random.default_rng(seed)
-    segments = np.zeros((len(rows), LENGTH), np.int32)
-    positions = np.zeros((len(rows), LENGTH), np.int32)
-    for b, lengths in enumerate(rows):
-        begin = 0
-        for number, length in enumerate(lengths, start=1):
-            segments[b, begin : begin + length] = number
-            positions[b, begin : begin + length] = np.arange(length)
-            begin += length
+    segments, positions = models.packed_rows(rows, LENGTH)
     tokens = rng.integers(0, 48, segments.shape)
     mask = np.ones(segments.shape) if mask is None else mask
     arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))

@@ -230,6 +230,16 @@ def _drafter_config(config_class, block_size, tree, short_pass):
     return config_class(**{key: value for key, value in options.items() if key in known})
 
 
+def packed_rows(rows, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns segment ids and positions, int32 [B, T], of rows as lists of document lengths."""
+    segments, positions = np.zeros((2, len(rows), length), np.int32)
+    for row, lengths in enumerate(rows):
+        numbers = np.repeat(np.arange(len(lengths)) + 1, lengths)
+        segments[row, : len(numbers)] = numbers
+        positions[row, : len(numbers)] = np.concatenate([np.arange(size) for size in lengths])
+    return segments, positions
+
+
 def greedy(batch: int) -> SequenceSampler:
     """A sampler that takes the largest logits of each of `batch` sequences."""
     nothing = jnp.asarray(np.zeros(batch, np.float32))

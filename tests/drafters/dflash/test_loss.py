@@ -11,7 +11,7 @@ import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dflash_cases import CAUSAL, FULL, cut, make_shape, weights_of, with_weights
-from support.models import make_sharding, make_target, move
+from support.models import make_sharding, make_target, move, packed_rows
 
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflash import DFlash
@@ -38,12 +38,7 @@ def make_drafter(*views, mesh=()):
 def make_batch(rows, *, seed=0, share=0.7):
     """Returns packed rows, each given as a list of document lengths and padded."""
     rng = np.random.default_rng(seed)
-    segments = np.zeros((len(rows), LENGTH), np.int32)
-    positions = np.zeros((len(rows), LENGTH), np.int32)
-    for b, lengths in enumerate(rows):
-        numbers = np.repeat(np.arange(len(lengths)) + 1, lengths)[:LENGTH]
-        within = np.concatenate([np.arange(length) for length in lengths])[:LENGTH]
-        segments[b, : len(numbers)], positions[b, : len(numbers)] = numbers, within
+    segments, positions = packed_rows(rows, LENGTH)
     return TrainBatch(
         tokens=jnp.asarray(rng.integers(0, 47, segments.shape).astype(jnp.int32)),
         positions=jnp.asarray(positions),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.models import make_architecture, make_sharding, make_target
+from support.models import make_architecture, make_sharding, make_target, packed_rows
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -198,15 +198,8 @@ def test_a_weight_stored_as_integers_is_refused(tmp_path):
 def make_batch(documents, length=24, seed=0):
     """Returns packed rows, each given as a list of document lengths and padded."""
     rng = np.random.default_rng(seed)
-    shape = (len(documents), length)
-    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for row, lengths in enumerate(documents):
-        begin = 0
-        for number, size in enumerate(lengths, start=1):
-            segments[row, begin : begin + size] = number
-            positions[row, begin : begin + size] = np.arange(size)
-            begin += size
-    width = TARGET.hidden_size
+    segments, positions = packed_rows(documents, length)
+    shape, width = segments.shape, TARGET.hidden_size
     return TrainBatch(
         tokens=jnp.asarray(rng.integers(0, 48, shape).astype(jnp.int32)),
         positions=jnp.asarray(positions),
