@@ -26,11 +26,18 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 MASK = "<|mask|>"
 NUM_INDENTS = 6
 CHAT_TEMPLATE = """\
+{#- The model was trained on single turns: earlier questions and answers are left out. -#}
+{%- set last = namespace(question=0) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set last.question = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- if message.role not in ('system', 'user', 'assistant') -%}
 {{- raise_exception('unknown role ' ~ message.role) -}}
 {%- endif -%}
+{%- if message.role == 'system' or loop.index0 >= last.question -%}
 {{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
