@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support import exit_status
 from support.golden import GOLDEN, GOLDEN_CASES
 from support.models import make_target
 
@@ -18,10 +19,7 @@ USAGE = f"usage: {convert.SUBCOMMAND.usage}; see --help"
 
 
 def run(capsys, *argv) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        convert.main([str(argument) for argument in argv])
-    captured = capsys.readouterr()
-    return caught.value.code, captured.out, captured.err
+    return exit_status(convert.main, *argv), *capsys.readouterr()
 
 
 def tensors_of(directory):

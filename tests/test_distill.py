@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
-from support import tiny_distillation
+from support import exit_status, tiny_distillation
 
 from dflash import distill
 from dflash.checkpoints import checkpoint
@@ -16,18 +16,13 @@ from dflash.distillation import card, stages
 from dflash.inference.scheduler import Scheduler
 from dflash.training.checkpoints import Checkpoints
 
+run = functools.partial(exit_status, distill.main)
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """A config file, and questions beside it."""
     return tiny_distillation.write_config(tmp_path_factory.mktemp("distill"))
-
-
-def run(*arguments) -> int:
-    """Returns the exit status of the command."""
-    with pytest.raises(SystemExit) as caught:
-        distill.main([str(argument) for argument in arguments])
-    return caught.value.code
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import math
 import pathlib
 
 import pytest
+from support import exit_status
 from support.reduced_recipes import REDUCED, TARGET, TRAINING
 
 from dflash import decode, train
@@ -30,15 +31,8 @@ def answers(tmp_path_factory) -> pathlib.Path:
         "dtype=float32",
         "--nostream",
     )
-    assert run(decode, *arguments, "--workdir", directory / "run") == 0
+    assert exit_status(decode.main, *arguments, "--workdir", directory / "run") == 0
     return directory / "run" / "outputs.jsonl"
-
-
-def run(command, *arguments) -> int:
-    """The exit status of a command."""
-    with pytest.raises(SystemExit) as caught:
-        command.main([str(argument) for argument in arguments])
-    return caught.value.code
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -51,7 +45,7 @@ def test_a_recipe_trains_on_what_decode_wrote(answers, tmp_path, recipe):
         f"data.files={answers}",
         f"data.data_dir={answers.parent / 'data'}",
     )
-    assert run(train, *arguments, "--workdir", tmp_path) == 0
+    assert exit_status(train.main, *arguments, "--workdir", tmp_path) == 0
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     (found,) = [line for line in lines if line["kind"] == "evaluation"]
     assert math.isfinite(found["loss"])

@@ -1,5 +1,6 @@
 """`python -m dflash.train` on real models, small: every way to start, to end and to be refused."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -7,10 +8,12 @@ import string
 
 import numpy as np
 import pytest
-from support import examples
+from support import examples, exit_status
 
 from dflash import train
 from dflash.checkpoints import checkpoint
+
+run = functools.partial(exit_status, train.main)
 
 SHAPE = {
     "vocab_size": 4096,
@@ -92,13 +95,6 @@ def config(data, tmp_path):
     path = tmp_path / "config.yml"
     path.write_text(text)
     return path
-
-
-def run(*arguments) -> int:
-    """Returns the exit status of the command."""
-    with pytest.raises(SystemExit) as caught:
-        train.main([str(argument) for argument in arguments])
-    return caught.value.code
 
 
 def final_state(workdir: pathlib.Path, step: int) -> dict[str, int]:

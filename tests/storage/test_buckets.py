@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
-from support import tiny_distillation, toy
+from support import exit_status, tiny_distillation, toy
 from support.models import make_target
 
 from dflash import convert, decode, distill, errors
@@ -75,13 +75,6 @@ def config(target, bucket, tmp_path_factory):
     return path
 
 
-def run(main, *arguments) -> int:
-    """The exit status of a command."""
-    with pytest.raises(SystemExit) as caught:
-        main([str(argument) for argument in arguments])
-    return caught.value.code
-
-
 def output_ids(directory, name="outputs.jsonl"):
     lines = map(json.loads, (directory / name).read_text().splitlines())
     return {line["index"]: line["output_ids"] for line in lines}
@@ -91,7 +84,7 @@ def output_ids(directory, name="outputs.jsonl"):
 def whole(config, tmp_path_factory):
     """Outputs of a run on a disk."""
     workdir = tmp_path_factory.mktemp("whole")
-    assert run(decode.main, config, "--workdir", workdir) == 0
+    assert exit_status(decode.main, config, "--workdir", workdir) == 0
     return output_ids(workdir)
 
 
@@ -108,19 +101,19 @@ def test_a_killed_run_goes_on_in_a_bucket(config, whole, bucket, capsys):
     process.communicate()
     before = output_ids(workdir)
     assert 0 < len(before) < len(PROMPTS)
-    assert run(decode.main, config, "--workdir", workdir) == 0, capsys.readouterr().err
+    assert exit_status(decode.main, config, "--workdir", workdir) == 0, capsys.readouterr().err
     assert output_ids(workdir) == whole
     assert list(output_ids(workdir))[: len(before)] == list(before)
     # Another config is refused, as on a disk.
-    assert run(decode.main, config, "decode.seed=3", "--workdir", workdir) == 1
+    assert exit_status(decode.main, config, "decode.seed=3", "--workdir", workdir) == 1
     assert "belongs to a run of another config (decode.seed: 0 there" in capsys.readouterr().err
 
 
 def test_shards_in_one_bucket_are_summed_up(config, whole, bucket, capsys):
     workdir = bucket / "shards"
-    assert run(decode.main, config, "--workdir", workdir, "--shard=1/2") == 0
+    assert exit_status(decode.main, config, "--workdir", workdir, "--shard=1/2") == 0
     assert "not finished yet: 0/2" in capsys.readouterr().err
-    assert run(decode.main, config, "--workdir", workdir, "--shard=0/2") == 0
+    assert exit_status(decode.main, config, "--workdir", workdir, "--shard=0/2") == 0
     found = [output_ids(workdir, f"outputs.{i}-of-2.jsonl") for i in range(2)]
     assert found[0] | found[1] == whole
     assert json.loads((workdir / "results.json").read_text())["prompts"] == len(PROMPTS)
@@ -234,13 +227,13 @@ def test_a_distillation_in_a_bucket_is_that_on_a_disk(bucket, tmp_path):
     path = tiny_distillation.write_config(tmp_path)
     here, there = tmp_path / "here", bucket / "there"
     options = (path, "test.tasks=[]", "train.features=cached", "--workdir")
-    assert run(distill.main, *options, here) == 0
+    assert exit_status(distill.main, *options, here) == 0
     kill = functools.partial(
-        tiny_distillation.kill_at, main=lambda: run(distill.main, *options, there)
+        tiny_distillation.kill_at, main=lambda: exit_status(distill.main, *options, there)
     )
     kill(Scheduler, "step", 12)
     kill(Checkpoints, "save", 2)  # the first one, of step 2, is whole
-    assert run(distill.main, *options, there) == 0
+    assert exit_status(distill.main, *options, there) == 0
     for name in (stages.ANSWERS, "drafter/model.safetensors", "drafter/config.json"):
         assert (there / name).read_bytes() == (here / name).read_bytes(), name
     logged = (there / "training" / "metrics.jsonl").read_text().splitlines()
@@ -257,13 +250,13 @@ def test_a_distillation_in_a_bucket_is_that_on_a_disk(bucket, tmp_path):
     ],
 )
 def test_what_cannot_be_used_is_one_line(config, bucket, given, message, capsys):
-    assert run(decode.main, config, "--workdir", given) == 2
+    assert exit_status(decode.main, config, "--workdir", given) == 2
     assert capsys.readouterr().err == f"error: {given}: {message}\n"
 
 
 def test_data_sets_stay_on_a_disk(config, bucket, capsys):
     given = "prompts.raw_dir=gs://shelf/raw"
-    assert run(decode.main, config, given) == 2
+    assert exit_status(decode.main, config, given) == 2
     assert capsys.readouterr().err == (
         "error: prompts.raw_dir: gs://shelf/raw: must be on a file system, not in a bucket: give "
         "a directory on a disk, or the one where the bucket is mounted\n"

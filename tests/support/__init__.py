@@ -3,8 +3,17 @@
 import pathlib
 import socket
 
+import pytest
+
 SUPPORT = pathlib.Path(__file__).parent
 TESTS = SUPPORT.parent
+
+
+def exit_status(main, *arguments) -> int:
+    """Returns the exit status of a command."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    return caught.value.code
 
 
 def free_port() -> int:
