@@ -79,7 +79,7 @@ def plain_log_probs(model, feature):
 
 
 def test_drafts_come_from_the_row_before_the_anchor():
-    model, batch = make_drafter(), make_batch()
+    model, batch, target = make_drafter(), make_batch(), make_target()
     count, features = np.array([3, 0]), np.asarray(batch.features)
 
     @jax.jit
@@ -87,7 +87,7 @@ def test_drafts_come_from_the_row_before_the_anchor():
         start = jnp.zeros(2, int)
         state = model.observe(state, start, batch.tokens, count, features[:, :-1], None)
         anchor = batch.tokens[:, 3]
-        proposal, after = model.draft(state, anchor, count, greedy(2), make_target())
+        proposal, after = model.draft(state, anchor, count, greedy(2), target)
         assert after is state
         return state, proposal.tokens
 
