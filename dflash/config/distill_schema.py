@@ -115,12 +115,12 @@ class DistillRun:
             variants[f"-tree{budget}"] = dataclasses.replace(trained, tree=tree)
         decode = dataclasses.replace(self.test.decode, baseline=True)
         return {
-            pathlib.PurePath(task).stem + variant: self._decode_run(
+            name + variant: self._decode_run(
                 decode,
                 drafter,
                 schema.task_prompts(task, self.test.prompts),
             )
-            for task in self.test.tasks
+            for name, task in schema.named_tasks(self.test.tasks).items()
             for variant, drafter in variants.items()
         }
 

@@ -6,7 +6,10 @@ Architecture fields have the names of Hugging Face's config.json.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 AUTO = "auto"
@@ -261,6 +264,18 @@ def task_prompts(task: str, limit: int | None) -> "PromptsConfig":
     if task.endswith(".jsonl"):
         return PromptsConfig(file=task, chat=None, limit=limit)
     return PromptsConfig(dataset=task, limit=limit)
+
+
+def named_tasks(tasks: Iterable[str]) -> dict[str, str]:
+    """Returns tasks by name: of a data set, or of a file without folder and suffix, numbered."""
+    named: dict[str, str] = {}
+    for task in tasks:
+        is_file = task_prompts(task, None).file is not None
+        stem = re.sub(r"[^\w.-]", "_", pathlib.PurePath(task).stem) if is_file else task
+        numbered = (f"{stem}-{number}" for number in itertools.count(2))
+        names = itertools.chain([stem], numbered)
+        named[next(name for name in names if name not in named)] = task
+    return named
 
 
 @dataclasses.dataclass(frozen=True)

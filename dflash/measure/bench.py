@@ -149,15 +149,17 @@ class Bench:
         done = [event for event in events if isinstance(event, RequestOutput)]
         return tuple(sorted(done, key=lambda completion: completion.id))
 
+    def temperature(self, item: Item) -> float:
+        """Returns the temperature at which an item is decoded."""
+        return self.config.decode.temperature if item.temperature is None else item.temperature
+
     def request(self, item: Item, at_most: int | None = None) -> Request:
         """Returns the request that decodes an item, with at most `at_most` new tokens."""
         index = item.prompt.index
         new_tokens = min(item.max_new_tokens, at_most or item.max_new_tokens)
         # Forced acceptance commits any drafted token, so a stop token has no meaning.
         stop_ids = () if self.workload.forced else self.jobs[self.baseline].stop_ids
-        decode = self.config.decode
-        if item.temperature is not None:
-            decode = dataclasses.replace(decode, temperature=item.temperature)
+        decode = dataclasses.replace(self.config.decode, temperature=self.temperature(item))
         sampling = RequestSampling.from_config(decode, index)
         return Request(index, item.prompt.ids, new_tokens, sampling, stop_ids)
 

@@ -148,10 +148,8 @@ def setting_of(
 ) -> Setting:
     """Returns the properties of a benchmark that determine how its figures are judged."""
     config = bench.config
-    temperatures = {
-        task: config.decode.temperature if items[0].temperature is None else items[0].temperature
-        for task, items in bench.workload.tasks.items()
-    }
+    tasks = bench.workload.tasks
+    temperatures = {task: bench.temperature(items[0]) for task, items in tasks.items()}
     coupled = config.decode.verify == "coupled" or not any(temperatures.values())
 
     def least_ms(name: str, context: int) -> float:

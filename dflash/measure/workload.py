@@ -3,10 +3,9 @@
 import dataclasses
 import itertools
 import json
-import pathlib
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from dflash import errors
 from dflash.config import registry
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.config.schema import task_prompts
+from dflash.config.schema import named_tasks, task_prompts
 from dflash.loading import job as jobs
 from dflash.measure import published
 from dflash.runs.shards import Shard
@@ -254,13 +253,13 @@ def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
 def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
     tasks: dict[str, tuple[Item, ...]] = {}
     begin = 0
-    for task in config.tasks:
+    for name, task in named_tasks(config.tasks).items():
         source = task_prompts(task, config.prompts_per_task)
         source = dataclasses.replace(source, raw_dir=config.raw_dir)
         prompts = jobs.read_prompts(job, source, stdin=sys.stdin)
         examples = jobs.find_examples(source) or [None] * len(prompts)
         graders = jobs.find_graders(source, examples) or [None] * len(prompts)
-        tasks[_task_name(task, tasks)] = tuple(
+        tasks[name] = tuple(
             Item(
                 dataclasses.replace(prompt, index=begin + prompt.index),
                 config.decode.max_new_tokens,
@@ -272,13 +271,6 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
         )
         begin += prompts[-1].indices.stop
     return tasks
-
-
-def _task_name(task: str, known: Collection[str]) -> str:
-    """Returns the name of a data set, or of a file without folder and suffix; no name twice."""
-    stem = re.sub(r"[^\w.-]", "_", pathlib.PurePath(task).stem) if task.endswith(".jsonl") else task
-    numbered = (f"{stem}-{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([stem], numbered) if name not in known)
 
 
 def _at_temperatures(

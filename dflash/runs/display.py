@@ -209,10 +209,8 @@ class Display:
         busy = warning is not None
         rows = result_text.comparison_rows(records, baseline, summary, comparison, busy=busy)
         self.table([heads, *rows])
-        reasons = [] if warning is None else [warning]
-        if any(row[4].endswith(result_text.MARK) for row in rows) and not busy:
-            reasons = ["more than τ, so a time was disturbed"]
-        for reason in reasons:
+        if busy or any(row[4].endswith(result_text.MARK) for row in rows):
+            reason = warning or "more than τ, so a time was disturbed"
             self.note(f"{result_text.MARK}: not trustworthy: {reason}")
 
     def table(self, rows: Sequence[Sequence[str]], keys: int = 1) -> None:

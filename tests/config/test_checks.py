@@ -4,7 +4,7 @@ import textwrap
 import pytest
 
 from dflash import errors
-from dflash.config import loader
+from dflash.config import loader, schema
 from dflash.config.train_schema import DataConfig
 
 CONFIG = """\
@@ -190,3 +190,8 @@ def test_shares_of_data(tmp_path, overrides, shares):
     path = tmp_path / "c.yml"
     path.write_text("data: {}\n")
     assert loader.load(path, overrides.split(), Learning).data.shares == shares
+
+
+def test_files_with_one_name_are_numbered():
+    named = schema.named_tasks(["math", "a/q.jsonl", "b/q.jsonl", "q 1.jsonl"])
+    assert named == {"math": "math", "q": "a/q.jsonl", "q-2": "b/q.jsonl", "q_1": "q 1.jsonl"}
