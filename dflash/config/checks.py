@@ -380,6 +380,15 @@ def _fixed(config: Any) -> Iterator[Problem]:
             yield (f"drafter.{key}",), "auto is for decoding only; give a number, or leave it out"
 
 
+def _initial_weights(config: Any) -> Iterator[Problem]:
+    """Checks that only a drafter without weights starts from those of the target."""
+    drafter = config.drafter
+    start = getattr(drafter, "initialize_from", "fresh")
+    if start != "fresh" and drafter.checkpoint != schema.RANDOM:
+        keys = "drafter.initialize_from", "drafter.checkpoint"
+        yield keys, f"{start} is for training from scratch: drafter.checkpoint=random"
+
+
 def _longest_context(config: Any) -> Iterator[Problem]:
     """Checks that cycles without drafts are among the choices."""
     drafter = config.drafter
@@ -445,6 +454,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("target", "drafter"), _drafter_architecture),
     (("drafter",), _draft_model),
     (("drafter",), _fixed),
+    (("drafter",), _initial_weights),
     (("drafter", "decode"), _longest_context),
     (("drafter", "decode"), _divide_rows),
     (("drafter", "decode"), _block_verification),

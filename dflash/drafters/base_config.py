@@ -86,6 +86,9 @@ class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
     window: int | Literal["auto"] | None = option(None, minimum=1, maximum=2**30)
     # Sequences of this many tokens or more decode plainly, with block_size=auto. None: none do.
     longest_context: int | None = option(None, minimum=1, maximum=MAX_TOKENS)
+    # Initial weights of the draft layers in training from scratch: random ones, or those of the
+    # target's first or last layers, whose sizes the drafter must then have.
+    initialize_from: Literal["fresh", "target_first", "target_last"] = "fresh"
 
 
 @dataclasses.dataclass(frozen=True)

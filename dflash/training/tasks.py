@@ -22,6 +22,7 @@ from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
+from dflash.training import start
 from dflash.training import state as states
 from dflash.training.state import Params
 from dflash.training.step import Batch, Metrics
@@ -145,6 +146,14 @@ class DrafterTask(Task):
 
     drafts = True
 
+    def fresh_params(self) -> Params:
+        """Returns the initial weights, once `load_frozen` has loaded the target's."""
+        params = super().fresh_params()
+        if _starts_from_target(self.config.drafter):
+            start.copy(self.learner, self.target, self.config.drafter.initialize_from)
+            params = states.split(self.learner)[1]
+        return params
+
     def load_frozen(self, count_tokens: CountTokens) -> Params:
         models.load_weights(self.target, self.target_source)
         if self.from_scratch:
@@ -212,6 +221,8 @@ def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) ->
     if not parameters.count(learner):
         raise errors.ConfigError(f"drafter.name: {config.drafter.name!r} has no weights to train")
     _check_block_size(config, learner, build_drafter)
+    if _starts_from_target(config.drafter):
+        start.copies(learner, target, config.drafter.initialize_from)  # Raises if shapes differ.
     return DrafterTask(
         config, target, target_source, learner, build_drafter(config.train.dtype), source
     )
@@ -232,6 +243,10 @@ def _check_block_size(
             f"trained, by {source}; leave drafter.block_size out, and choose the trained size of "
             f"a new drafter by {key}"
         )
+
+
+def _starts_from_target(config: DrafterConfig) -> bool:
+    return getattr(config, "initialize_from", "fresh") != "fresh"
 
 
 def _weight_bytes(model: nnx.Module) -> int:
