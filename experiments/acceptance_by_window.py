@@ -21,9 +21,10 @@ import numpy as np
 
 from dflash.config import loader, schema
 from dflash.config.schema import PromptsConfig
+from dflash.inference import replay
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
-from dflash.measure.pair import alternatives, diagnosis, replay
+from dflash.measure.pair import alternatives, diagnosis
 from dflash.measure.pair.diagnosis import Acceptance
 from dflash.text.tokenizer import Tokenizer
 

@@ -12,13 +12,15 @@ from dflash.config.schema import location, option
 class StudyConfig:
     """Measurement of costs over several values of one quantity."""
 
-    name: Literal["cycle", "verify", "draft", "load", "serve"] = "cycle"
+    name: Literal["cycle", "verify", "draft", "load", "serve", "answers"] = "cycle"
     # Values of the quantity; an empty list uses the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
     # Tokens in the cache, for the studies verify and draft.
     contexts: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
     # Timings per value; the report gives the median.
     repeats: int = option(15, minimum=1, maximum=100_000)
+    # JSONL of prompt_ids and output_ids, such as outputs.jsonl, for the study answers.
+    answers: str | None = location("file")
 
 
 @dataclasses.dataclass(frozen=True)

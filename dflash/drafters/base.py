@@ -268,9 +268,8 @@ class Drafter(nnx.Module):
           options: Config group of the loss.
           remat: Recompute activations in the backward pass.
         Returns:
-          loss float32 [], and metrics, each float32 []. Among them are "acceptance_length", the
-          mean number of tokens that a cycle would commit, and "weight", the divisor of the loss,
-          which weights the parts of a batch when they are averaged.
+          loss float32 [], and metrics, each float32 []. Among them is "weight", the divisor of the
+          loss, which weights the parts of a batch when they are averaged.
         Raises:
           ValueError: The batch lacks an array that the loss needs.
         """

@@ -142,8 +142,8 @@ class LiLiCorr(ConditionedDFlash):
         """Adds the cross-entropy of transitions to DFlash's loss; see `DFlash.loss`.
 
         A draft position has such a loss if its label and all labels before it are candidates. The
-        acceptance length is that of the chosen candidates. ModelOpt also penalizes candidates that
-        the target's logits reject; this loss does not.
+        accuracy is that of the chosen candidates. ModelOpt also penalizes candidates that the
+        target's logits reject; this loss does not.
         """
         anchors = anchors or sample_anchors(batch, options.num_anchors, key)
         rows, mask = self.pass_positions + 1, self.shape.mask_token_id

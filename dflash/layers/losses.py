@@ -188,20 +188,6 @@ def dpace_weights(nll: jax.Array, counted: jax.Array, alpha: float) -> jax.Array
     return counted * jnp.flip(jnp.cumsum(jnp.flip(reached, -1), axis=-1), -1)
 
 
-def acceptance_lengths(correct: jax.Array, counted: jax.Array) -> jax.Array:
-    """Returns the number of tokens that a cycle would commit with each block.
-
-    It is the length of the block's leading run of correct tokens, plus 1 for the bonus token.
-
-    Args:
-      correct: bool [..., G]; draft positions whose label is the most probable token.
-      counted: bool [..., G]; a position without a label ends the run.
-    Returns:
-      int32 [...], in [1, G + 1].
-    """
-    return 1 + jnp.cumprod((correct & counted).astype(jnp.int32), axis=-1).sum(axis=-1)
-
-
 def _score_chunk(hidden, labels, target_hidden, unembed, kl_weight) -> TokenScores:
     logits = unembed(hidden)
     vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

@@ -1,14 +1,14 @@
-"""Measures the acceptance length of a drafter in training, through the decode engine."""
+"""Measures the acceptance length of a drafter in training, on answers that it decodes once."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax import nnx
-
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
+from dflash.drafters.none import NoDrafter
+from dflash.inference.acceptance import AnswersTest, check_config
 from dflash.inference.engine import Engine
+from dflash.inference.replay import Text
 from dflash.inference.request import (
     Request,
     RequestOutput,
@@ -21,7 +21,10 @@ from dflash.offline.decoding import decode
 
 
 class DraftingTest:
-    """Measurement that decodes the same prompts with new weights at every call, compiling once.
+    """Measurement of τ on the target's answers to the same prompts at every call.
+
+    The first call decodes the answers without drafting. No call decodes with the drafter; see
+    `AnswersTest`.
 
     Usage:
       test = DraftingTest(target, drafter, config, {"math": [ids, ...]})
@@ -42,7 +45,11 @@ class DraftingTest:
         Args:
           drafter: Drafter with the target's dtype; its parameters may be abstract.
           config: Sampling parameters and shape of the decode loop.
+        Raises:
+          ConfigError: The chances that drafts are accepted under this config are not known.
+          InputError: A prompt is unusable.
         """
+        check_config(config, drafter)
         self._target, self._drafter, self._config = target, drafter, config
         stop_ids = tuple(sorted(set(stop_ids)))
         pairs = [
@@ -59,44 +66,30 @@ class DraftingTest:
             )
             for index, (_, ids) in enumerate(pairs)
         ]
-        longest = config.max_length or max_length(self._requests)
+        self._max_length = config.max_length or max_length(self._requests)
         for request in self._requests:
-            check_request(request, max_length=longest, vocab_size=target.arch.vocab_size)
-        self._max_length = longest
-        self._engine: Engine | None = None
+            check_request(request, max_length=self._max_length, vocab_size=target.arch.vocab_size)
+        self._test: AnswersTest | None = None
 
     def __call__(self, params: Any) -> dict[str, float]:
-        """Decodes all prompts with the drafter's parameters `params`.
+        """Measures the drafter's parameters `params`; see `AnswersTest.__call__`."""
+        if self._test is None:
+            answers = self._decode()
+            self._test = AnswersTest(self._target, self._drafter, answers, self._config)
+        return self._test(params)
 
-        Returns:
-          Mean acceptance length "tau" over all cycles, and "tau/NAME" per source, in tokens per
-          cycle; empty if every prompt ended at its first token.
-        """
-        nnx.update(self._drafter, params)
-        if self._engine is None:
-            self._engine = Engine(
-                self._target,
-                self._drafter,
-                self._config,
-                max_length=self._max_length,
-                num_stop_ids=max(len(request.stop_ids) for request in self._requests),
-            )
-        self._engine.set_drafter(self._drafter)
-        events = decode(self._engine, self._requests)
-        done = [event for event in events if isinstance(event, RequestOutput)]
-        return self._measure(done)
-
-    def _measure(self, done: Sequence[RequestOutput]) -> dict[str, float]:
-        lengths: dict[str, list[int]] = {name: [] for name in self._sources}
-        for completion in done:
-            lengths[self._sources[completion.id]] += completion.acceptance_lengths
-        everything = [length for source_lengths in lengths.values() for length in source_lengths]
-        if not everything:
-            return {}
-        by_source = {
-            name: statistics.fmean(source_lengths)
-            for name, source_lengths in lengths.items()
-            if source_lengths
-        }
-        metrics = {"tau": statistics.fmean(everything)}
-        return metrics | {f"tau/{name}": value for name, value in by_source.items()}
+    def _decode(self) -> dict[str, list[Text]]:
+        """Returns the target's answers by source, as decoding with any drafter gives them."""
+        engine = Engine(
+            self._target,
+            NoDrafter(),
+            self._config,
+            max_length=self._max_length,
+            num_stop_ids=max(len(request.stop_ids) for request in self._requests),
+        )
+        events = decode(engine, self._requests)
+        done = {event.id: event.output_ids for event in events if isinstance(event, RequestOutput)}
+        answers: dict[str, list[Text]] = {name: [] for name in self._sources}
+        for source, request in zip(self._sources, self._requests, strict=True):
+            answers[source].append(Text(request.prompt, done[request.id]))
+        return answers

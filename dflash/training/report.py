@@ -175,7 +175,6 @@ def describe(metrics: Metrics) -> str:
     """
     forms = {
         "token_loss" if "token_loss" in metrics else "loss": "loss {:.4f}",
-        "acceptance_length": "expected τ {:.2f}",
         "speedup_bound": "expected speed-up below {:.2f}",
         "learning_rate": "lr {:.2e}",
     }

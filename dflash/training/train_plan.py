@@ -173,5 +173,5 @@ def _programs(task: Task) -> tuple[str, ...]:
     if config.evaluation.batches:
         names.append("held-out loss")
     if config.evaluation.prompts and task.drafts:
-        names.append("decode loop (and a prefill per prompt bucket)")
+        names += ["decode loop (and a prefill per prompt bucket)", "τ of held-out answers"]
     return tuple(names)

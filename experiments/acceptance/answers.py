@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.inference.replay import Text
 from dflash.loading.job import Job
 from dflash.measure import bench as benches
 from dflash.measure.bench import Bench
-from dflash.measure.pair.replay import Text
 from dflash.measure.studies.result import Step
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from dflash.drafters.parts.bandit import Counts
 from dflash.inference.cycle import choice, division
-from dflash.measure.pair.replay import Cycles
+from dflash.inference.replay import Cycles
 
 BINS = 10
 SLOTS = 16  # Sequences that divide their rows.

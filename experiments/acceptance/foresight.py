@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dflash.drafters.base import Heads
 from dflash.drafters.parts.draft_vocabulary import DraftTokens
 from dflash.drafters.parts.sampler import Candidates
+from dflash.inference import replay
 from dflash.inference.logits.sampling import SequenceSampler
-from dflash.measure.pair import replay
+from dflash.inference.replay import Texts
 
 _AHEAD = 100.0  # Raises a foreseen token's logit this much above all others.
 
@@ -60,6 +62,6 @@ class Foreseeing:
 
     count: int
 
-    def __call__(self, tokens: jax.Array) -> Foresight:
-        """Returns the sampler for texts of these tokens, int32 [B, L]."""
-        return Foresight(replay.greedy(tokens), tokens, self.count)
+    def __call__(self, texts: Texts, heads: Heads) -> Foresight:
+        """Returns the sampler for texts."""
+        return Foresight(replay.greedy(texts, heads), texts.tokens, self.count)

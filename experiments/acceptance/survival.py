@@ -9,10 +9,10 @@ import numpy as np
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.inference import replay
+from dflash.inference.replay import Cycles, Text
 from dflash.loading import models
 from dflash.loading.job import Job
-from dflash.measure.pair import replay
-from dflash.measure.pair.replay import Cycles, Text
 from dflash.measure.plots import Line
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
 from experiments.acceptance import answers as replayed

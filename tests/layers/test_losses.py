@@ -224,22 +224,6 @@ def test_dpace_weights_carry_no_gradient():
     assert not grad(jnp.ones((2, 3))).any()
 
 
-@settings(max_examples=40)
-@given(rng=BLOCKS)
-def test_acceptance_lengths_by_loops(rng):
-    correct, counted = rng.random((4, 6)) < 0.8, rng.random((4, 6)) < 0.8
-    expected = []
-    for block in range(4):
-        length = 1
-        for k in range(6):
-            if not (correct[block, k] and counted[block, k]):
-                break
-            length += 1
-        expected.append(length)
-    ours = losses.acceptance_lengths(jnp.asarray(correct), jnp.asarray(counted))
-    np.testing.assert_array_equal(ours, expected)
-
-
 @pytest.mark.parametrize("name", ["cross_entropy", "kl", "dpace"])
 def test_nothing_to_learn_from_weighs_nothing(name):
     nll, counted = jnp.ones((2, 3, 4)), jnp.zeros((2, 3, 4), bool)

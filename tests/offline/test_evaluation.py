@@ -11,6 +11,7 @@ from support.engines import count_compilations
 
 from dflash import errors
 from dflash.config.schema import DecodeConfig
+from dflash.drafters.none import NoDrafter
 from dflash.offline import evaluation
 from dflash.parallel import parameters
 
@@ -24,12 +25,13 @@ PROMPTS = {
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch):
-    """Lets every measurement decode with the programs of the shared engine."""
+    """Lets every measurement decode its answers with the programs of the shared engine."""
 
     def build(target, drafter, config, **sizes):
         assert dataclasses.replace(config, max_new_tokens=12) == CONFIG
         assert sizes == {"max_length": 64, "num_stop_ids": len(STOP_IDS)}
-        return engines.redrafted(engines.shared_engine("dflash"), drafter)
+        assert isinstance(drafter, NoDrafter)
+        return engines.shared_engine("none")
 
     monkeypatch.setattr(evaluation, "Engine", build)
 
@@ -81,6 +83,8 @@ def test_without_cycles_there_is_no_tau():
     assert make_test(max_new_tokens=1)(draw_params(1)[0]) == {}
 
 
-def test_an_unusable_prompt_is_found_before_training():
+def test_what_is_unusable_is_found_before_training():
     with pytest.raises(errors.InputError, match="outside the vocabulary"):
         make_test({"bad": [(1, 999)]})
+    with pytest.raises(errors.ConfigError, match=r"decode\.verify: block is not supported"):
+        make_test(temperature=1.0, verify="block")

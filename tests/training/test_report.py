@@ -26,7 +26,7 @@ def lines(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-METRICS = {"loss": 2.5, "acceptance_length": 3.25, "grad_norm": 1.0, "learning_rate": 6e-4}
+METRICS = {"loss": 2.5, "token_accuracy": 0.25, "grad_norm": 1.0, "learning_rate": 6e-4}
 
 
 def test_the_loss_is_that_of_a_token():
@@ -42,7 +42,7 @@ def test_a_log_file_gets_plain_lines(tmp_path):
         report.evaluation(11, {"loss": 2.0, "tau": 3.5, "tau/math": 4.0}, 1.25)
         report.note("a remark")
     first, second, third = stream.getvalue().splitlines()
-    assert first.startswith("step 11/100 · loss 2.5000 · expected τ 3.25 · lr 6.00e-04 · ")
+    assert first.startswith("step 11/100 · loss 2.5000 · lr 6.00e-04 · ")
     assert first.endswith(" left")
     assert "tokens/s" in first
     assert second == "step 11 · held out: loss 2.0000 · τ 3.50 · τ/math 4.00 · 1.2 s"

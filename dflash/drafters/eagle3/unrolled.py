@@ -117,22 +117,18 @@ def unrolled_loss(
       options: Config group of the loss; `gamma` sets the weights of steps, by default powers of
         `STEP_DECAY`.
     Returns:
-      loss float32 [], and metrics, each float32 []: "acceptance_length", the mean number of tokens
-      that a cycle would commit, over rows whose first prediction counts; "token_accuracy", over all
-      predictions that count; "weight", the number of rows whose first prediction counts, which is
-      the divisor of the loss.
+      loss float32 [], and metrics, each float32 []: "token_accuracy", over all predictions that
+      count; "weight", the number of rows whose first prediction counts, which is the divisor of
+      the loss.
     """
     steps = counted.shape[-1]
     if options.gamma is None:
         weights = STEP_DECAY ** np.arange(steps, dtype=np.float32)
     else:
         weights = losses.decay_weights(steps, options.gamma)
-    starts = counted[..., 0]
-    rows = jnp.maximum(starts.sum(dtype=jnp.float32), 1)
+    rows = jnp.maximum(counted[..., 0].sum(dtype=jnp.float32), 1)
     loss = jnp.sum(weights * jnp.where(counted & scores.known, scores.objective, 0)) / rows
-    lengths = losses.acceptance_lengths(scores.correct, counted)
     metrics = {
-        "acceptance_length": losses.mean_over(lengths, starts),
         "token_accuracy": losses.mean_over(scores.correct, counted),
         "weight": rows,
     }

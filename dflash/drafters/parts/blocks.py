@@ -155,17 +155,14 @@ def block_loss(
       options: Config group of the loss, which sets the weights of draft positions.
     Returns:
       loss float32 [], and metrics, each float32 []: "loss"; "token_loss", the
-      weighted mean of the objective over draft positions; "acceptance_length", the mean number of
-      tokens that a cycle would commit, over valid blocks; "token_accuracy", over all counted draft
+      weighted mean of the objective over draft positions; "token_accuracy", over all counted draft
       positions; "blocks", the number of valid blocks; "weight", the divisor of the loss.
     """
     weights, divisor = losses.block_weights(scores.nll, blocks.counted, options)
     loss = jnp.sum(weights * scores.objective) / divisor
-    lengths = losses.acceptance_lengths(scores.correct, blocks.counted)
     metrics = {
         "loss": loss,
         "token_loss": losses.mean_over(scores.objective, weights),
-        "acceptance_length": losses.mean_over(lengths, blocks.anchors.valid),
         "token_accuracy": losses.mean_over(scores.correct, blocks.counted),
         "blocks": blocks.anchors.valid.sum(dtype=jnp.float32),
         "weight": divisor,

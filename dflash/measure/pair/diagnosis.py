@@ -9,13 +9,14 @@ import jax
 from flax import nnx
 
 from dflash.drafters.base import Drafter
+from dflash.inference import replay
 from dflash.inference.engine import Engine
+from dflash.inference.replay import Text
 from dflash.inference.request import RequestOutput
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
-from dflash.measure.pair import alternatives, replay
+from dflash.measure.pair import alternatives
 from dflash.measure.pair.alternatives import Alternative
-from dflash.measure.pair.replay import Text
 from dflash.offline.decoding import decode
 from dflash.text import tokenizer_loading
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.measure.studies import load, timings
+from dflash.measure.studies import answers, load, timings
 from dflash.measure.studies.result import Step
 from dflash.measure.studies.result import StudyResult as StudyResult
 from dflash.version import install_command
@@ -26,6 +26,7 @@ STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
     "draft": timings.draft,
     "load": load.load,
     "serve": _serve,
+    "answers": answers.answers,
 }
 
 DECODING = frozenset(("load", "serve"))  # Studies that decode prompts.

@@ -10,8 +10,8 @@ import pytest
 from dflash import errors
 from dflash.config import benchmark_schema, loader
 from dflash.inference.cycle import choice
+from dflash.inference.replay import Cycles
 from dflash.measure import workload
-from dflash.measure.pair.replay import Cycles
 from experiments.acceptance import estimates as survival
 from experiments.acceptance import survival as study
 from experiments.acceptance.estimates import Drafts

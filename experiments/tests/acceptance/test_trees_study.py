@@ -10,8 +10,8 @@ from dflash.config import benchmark_schema, loader
 from dflash.drafters.parts.draft_vocabulary import Shortlist
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.prefill import GREEDY
+from dflash.inference.replay import Cycles
 from dflash.measure import bench as benches
-from dflash.measure.pair.replay import Cycles
 from experiments.acceptance import trees
 from experiments.acceptance.foresight import Foresight
 

@@ -131,9 +131,10 @@ def test_the_loss_is_that_of_a_target_without_the_other_tokens(name):
         hidden = model.run_blocks(batch, blocks, heads)
         scores = model._score(hidden, blocks, batch, heads, options)
         wanted = score_blocks(hidden, blocks, batch, MaskedHeads(heads).unembed, options)
-        return blocks, scores, wanted, *model.loss(batch, heads, jax.random.key(0), options)
+        loss, _ = model.loss(batch, heads, jax.random.key(0), options)
+        return blocks, scores, wanted, loss
 
-    blocks, scores, wanted, loss, metrics = jax.tree.map(np.asarray, compute())
+    blocks, scores, wanted, loss = jax.tree.map(np.asarray, compute())
     known = np.isin(blocks.labels, DRAFTED)
     assert known.any()
     assert not known.all()
@@ -143,7 +144,6 @@ def test_the_loss_is_that_of_a_target_without_the_other_tokens(name):
     assert not scores.correct[~known].any()
     assert not np.asarray(scores.objective)[~known].any()
     assert np.isfinite(loss)
-    assert 1 <= metrics["acceptance_length"] <= model.block_size
 
 
 def test_the_head_is_never_trained():

@@ -157,7 +157,6 @@ def loss_by_loops(drafter, target, batch, anchors, options):
     batch, anchors, blocks = jax.tree.map(np.asarray, (batch, anchors, blocks))
     gamma = BLOCK / 2 if options.gamma is None else options.gamma  # a block of 4 is half of 8
     total = weight_sum = correct_sum = counted_sum = 0.0
-    lengths = []
     for b, j in np.ndindex(*anchors.index.shape):
         a = int(anchors.index[b, j])
         counted = [k for k in range(1, BLOCK) if blocks.counted[b, j, k - 1]]
@@ -182,18 +181,12 @@ def loss_by_loops(drafter, target, batch, anchors, options):
             total, weight_sum = total + weight * cost[k], weight_sum + weight
         correct_sum += sum(correct.values())
         counted_sum += len(counted)
-        if anchors.valid[b, j]:
-            run = 0
-            while correct.get(run + 1):
-                run += 1
-            lengths.append(1 + run)
     divisor = batch.tokens.shape[0] if options.name == "dpace" else weight_sum or 1.0
     return {
         "loss": total / divisor,
         "weight": divisor,
-        "acceptance_length": np.mean(lengths) if lengths else 0.0,
         "token_accuracy": correct_sum / (counted_sum or 1),
-        "blocks": len(lengths),
+        "blocks": np.sum(anchors.valid),
     }
 
 

@@ -128,27 +128,20 @@ def test_loss_by_loops():
     loss, metrics, grads = run_loss(model, LossConfig(gamma=gamma), batch)
     batch = jax.tree.map(np.asarray, batch)
     total = weights = correct = counted = 0.0
-    lengths = []
     for b, a in [(0, 3), (0, 10), (1, 4), (1, 7)]:
         log_probs = plain_log_probs(model, batch.features[b, a - 1])
-        run, broken = 1, False
         for k in range(1, BLOCK):
             at = a + k
             inside = at < LENGTH and batch.segment_ids[b, at] == batch.segment_ids[b, a]
             if not (inside and batch.loss_mask[b, at]):
-                broken = True
                 continue
             label = int(batch.tokens[b, at])
             weight = np.exp(-(k - 1) / gamma)
             total, weights = total - weight * log_probs[k - 1, label], weights + weight
-            right = log_probs[k - 1].argmax() == label
-            correct, counted, broken = correct + right, counted + 1, broken or not right
-            run += not broken
-        lengths.append(run)
+            correct, counted = correct + (log_probs[k - 1].argmax() == label), counted + 1
     np.testing.assert_allclose(loss, total / weights, rtol=1e-4)
     np.testing.assert_allclose(metrics["weight"], weights, rtol=1e-5)
     np.testing.assert_allclose(metrics["token_accuracy"], correct / counted, rtol=1e-5)
-    assert float(metrics["acceptance_length"]) == np.mean(lengths)
     assert int(metrics["blocks"]) == 4
     assert all(float(jnp.abs(grad).max()) > 0 for grad in grads.values())
 

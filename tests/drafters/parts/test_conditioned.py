@@ -326,8 +326,6 @@ def test_training_sees_what_decoding_drafts(case):
         wanted += np.mean(np.log1p(np.exp(-odds)))
     np.testing.assert_allclose(loss, wanted, rtol=1e-4)
     np.testing.assert_allclose(metrics["token_accuracy"], right.mean(), rtol=1e-6)
-    run = [*right.tolist(), False].index(False)
-    assert int(metrics["acceptance_length"]) == 1 + run
     for path, grad in grads.items():
         assert bool(jnp.isfinite(grad).all()), path
         assert float(jnp.abs(grad).max()) > 0, path

@@ -8,8 +8,9 @@ import pytest
 from support import TESTS
 
 from dflash.config import loader, schema
+from dflash.inference import replay
 from dflash.loading import job as jobs
-from dflash.measure.pair import diagnosis, replay, report
+from dflash.measure.pair import diagnosis, report
 from dflash.measure.pair.alternatives import Alternative
 from dflash.measure.pair.diagnosis import Acceptance, Reading
 

@@ -9,8 +9,8 @@ import pytest
 
 from dflash.config import loader, schema
 from dflash.drafters.base import Proposal
+from dflash.inference import replay
 from dflash.loading import job as jobs
-from dflash.measure.pair import replay
 
 
 def test_the_longest_path_of_a_tree_that_the_text_takes_is_accepted():

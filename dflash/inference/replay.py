@@ -1,8 +1,7 @@
 """Replays the cycles of a drafter on texts that the target has decoded.
 
-Greedy decoding gives the same text whatever the drafter. So one decoding serves every reading of a
-drafter's fields: the target computes the features of the texts once, and then only the drafter
-runs, cycle by cycle.
+Decoding gives the same text whatever the drafter. So one decoding serves every drafter: the target
+computes the features of the texts once, and then only the drafter runs, cycle by cycle.
 """
 
 import dataclasses
@@ -19,6 +18,8 @@ from flax import nnx
 from dflash.drafters.base import Drafter, Heads, Proposal
 from dflash.inference.cycle import tree as trees
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.layers import cache as kv
+from dflash.layers.products import matmul_precision
 from dflash.models.decoder import Decoder
 
 _MAX_CHUNK = 256  # Prompt rows that a drafter observes at once.
@@ -27,7 +28,7 @@ _MULTIPLE = 64  # Lengths of texts are padded, so that other texts share compile
 
 
 class Text(NamedTuple):
-    """Token ids of a prompt, and of the answer that greedy decoding gives."""
+    """Token ids of a prompt, and of the answer that decoding gives."""
 
     prompt: Sequence[int]
     answer: Sequence[int]
@@ -43,6 +44,7 @@ class Texts:
       prompt: Length of each prompt, int32 [B].
       total: Length of each text, int32 [B].
       features: Features of each row after the layers of `layers`, [B, L, C·D].
+      hidden: Hidden states of each row after the target's final norm, [B, L, D].
     """
 
     tokens: jax.Array
@@ -50,6 +52,7 @@ class Texts:
     total: jax.Array
     features: jax.Array
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    hidden: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -61,11 +64,13 @@ class Cycles:
       committed: Tokens committed, the bonus token included, int32 [B, C]; 0 once the text is over.
       remaining: Tokens of the text after the anchor, int32 [B, C].
       confidence: Confidence in the drafts, float32 [B, C, G]; None if the drafter states none.
+      probs: Probabilities that the sampler returned with the drafts, [B, C, G, …]; None if none.
     """
 
     committed: Any
     remaining: Any
     confidence: Any
+    probs: Any = None
 
     @property
     def counts(self) -> Counter[int]:
@@ -86,26 +91,38 @@ class _Step(NamedTuple):
     cycles: Cycles  # The cycles done; zeros after them.
 
 
-def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Texts:
-    """Returns the texts with the target's features."""
+def compute(
+    target: Decoder, texts: Sequence[Text], layers: Sequence[int], *, length: int | None = None
+) -> Texts:
+    """Returns the texts with the target's features.
+
+    Args:
+      length: Tokens to pad the texts to, L; None for few more than the longest has.
+    """
     longest = max(len(text.prompt) + len(text.answer) for text in texts)
-    tokens = np.zeros((len(texts), -(-longest // _MULTIPLE) * _MULTIPLE), np.int32)
+    length = length or -(-longest // _MULTIPLE) * _MULTIPLE
+    tokens = np.zeros((len(texts), length), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text.prompt) + len(text.answer)] = [*text.prompt, *text.answer]
     prompt = np.array([len(text.prompt) for text in texts], np.int32)
     total = prompt + np.array([len(text.answer) for text in texts], np.int32)
     tapped = tuple(sorted(set(layers)))
     graph, weights = nnx.split(target)
+    batch, _ = kv.batch_axes(len(texts), target.sharding)
+    layout = target.sharding.named(tokens.shape, (batch, None))
+    placed = jax.make_array_from_callback(tokens.shape, layout, lambda index: tokens[index])
+    with jax.default_matmul_precision(matmul_precision(target.dtype)):
+        hidden, features = _forward(graph, tapped, weights, placed, total)
+    return Texts(placed, prompt, total, features, tapped, hidden)
 
-    @jax.jit
-    def features(weights, tokens, total):
-        rows = jnp.arange(tokens.shape[1])
-        segments = (rows < total[:, None]).astype(jnp.int32)
-        positions = jnp.broadcast_to(rows, tokens.shape)
-        model = nnx.merge(graph, weights)
-        return model.forward(tokens, positions, segments, feature_layers=tapped)[1]
 
-    return Texts(tokens, prompt, total, features(weights, tokens, total), tapped)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(graph, layers, weights, tokens, total) -> tuple[jax.Array, jax.Array]:
+    rows = jnp.arange(tokens.shape[1])
+    segments = (rows < total[:, None]).astype(jnp.int32)
+    positions = jnp.broadcast_to(rows, tokens.shape)
+    target = nnx.merge(graph, weights)
+    return target.forward(tokens, positions, segments, feature_layers=layers)
 
 
 def cycles(
@@ -114,32 +131,37 @@ def cycles(
     texts: Texts,
     *,
     everywhere: bool = False,
-    make_sampler: Callable[[jax.Array], Any] | None = None,
+    make_sampler: Callable[[Texts, Heads], Any] | None = None,
 ) -> Cycles:
     """Returns the cycles that decode the texts, as NumPy arrays.
 
     Args:
       target: Target, whose embedding and output head the drafter may use.
       everywhere: Begin a cycle at every token of the answers, as if each committed only one.
-      make_sampler: Hashable function that returns a sampler for the texts' tokens, int32 [B, L];
-        None to draft greedily.
+      make_sampler: Hashable function that returns a sampler for the texts, given `target` too; None
+        to draft greedily.
     """
     (graph, weights), (heads_graph, heads) = nnx.split(drafter), nnx.split(target)
     longest = int((texts.total - texts.prompt).max())
-    most = max(1, -(-longest // _MULTIPLE)) * _MULTIPLE
+    most = 1 << (longest - 1).bit_length()  # Few programs compile for texts of many lengths.
     texts = _of_layers(texts, drafter.feature_layers, target)
     run = functools.partial(_compiled, graph, heads_graph, most, everywhere, make_sampler)
-    results = run(weights, heads, texts)
+    with jax.default_matmul_precision(matmul_precision(target.dtype)):
+        results = run(weights, heads, texts)
     return jax.tree.map(np.asarray, results)
 
 
 @functools.partial(jax.jit, static_argnums=range(5))
 def _compiled(graph, heads_graph, most, everywhere, make_sampler, weights, heads, texts) -> Cycles:
-    models = nnx.merge(graph, weights), nnx.merge(heads_graph, heads)
-    return _run(*models, texts, most, everywhere, make_sampler or greedy)
+    drafter, target = nnx.merge(graph, weights), nnx.merge(heads_graph, heads)
+    found = _run(drafter, target, texts, most, everywhere, make_sampler or greedy)
+    # Every process reads all results.
+    return jax.lax.with_sharding_constraint(found, target.sharding.replicated())
 
 
 def _of_layers(texts: Texts, layers: Sequence[int], target: Decoder) -> Texts:
+    if layers == texts.layers:
+        return dataclasses.replace(texts, layers=())
     width = target.arch.hidden_size
     parts = [
         texts.features[..., texts.layers.index(layer) * width :][..., :width] for layer in layers
@@ -154,11 +176,11 @@ def _run(
     texts: Texts,
     most: int,
     everywhere: bool,
-    make_sampler: Callable[[jax.Array], Any],
+    make_sampler: Callable[[Texts, Heads], Any],
 ) -> Cycles:
     batch, length = texts.tokens.shape
     rows = drafter.longest_path
-    sampler = make_sampler(texts.tokens)
+    sampler = make_sampler(texts, heads)
 
     def cycle(state: Any, anchor: jax.Array) -> tuple[Any, jax.Array, Cycles]:
         remaining = jnp.maximum(texts.total - 1 - anchor, 0)
@@ -168,7 +190,8 @@ def _run(
         features = _slice(texts.features, anchor, rows)
         steps = jnp.minimum(committed, 1) if everywhere else committed
         state = drafter.observe(state, anchor, tokens, steps, features, heads)
-        return state, steps, Cycles(committed, remaining, proposal.confidence)
+        result = Cycles(committed, remaining, proposal.confidence, proposal.probs)
+        return state, steps, result
 
     def advance(step: _Step) -> _Step:
         state, steps, result = cycle(step.state, step.anchor)
@@ -226,9 +249,10 @@ def _slice(array: jax.Array, start: jax.Array, count: int) -> jax.Array:
     return jnp.take_along_axis(array, rows.reshape(*rows.shape, *[1] * (array.ndim - 2)), axis=1)
 
 
-def greedy(tokens: jax.Array) -> SequenceSampler:
-    """Returns a sampler that drafts the likeliest tokens of the texts, int32 [B, L]."""
-    batch = len(tokens)
+def greedy(texts: Texts, heads: Heads) -> SequenceSampler:
+    """Returns a sampler that drafts the likeliest tokens."""
+    del heads
+    batch = len(texts.tokens)
     zeros = jnp.zeros(batch, jnp.float32)
     none = jnp.zeros(batch, jnp.int32)
     keys = jnp.zeros((batch, 2), jnp.uint32)
