@@ -79,6 +79,7 @@ def decoding_models(
     target = models.build_target(verifying, source, **build)
     source = models.find_drafter(drafting, download=False)
     drafter = models.build_drafter(drafting, source, target.arch, **build)
+    drafter.tabulate(target)
     for model in (target, drafter):
         models.arrange(model, sharding)
     return target, drafter
@@ -93,6 +94,7 @@ def compile_training(
         yield _train_step(task, sharding, on_start)
     if task.drafts and config.evaluation.prompts:
         decode = config.evaluation_decode
+        task.working.tabulate(task.target)
         yield from compile_decoding(task.target, task.working, decode, config.tpu, on_start)
 
 

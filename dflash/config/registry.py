@@ -158,6 +158,7 @@ DRAFTERS: Mapping[str, Entry] = Entries(
             "autoregressive:Autoregressive", "autoregressive_config:AutoregressiveConfig"
         ),
         "dflash2": _drafter("dflash2:DFlash2", "dflash2_config:DFlash2Config"),
+        "ubtree": _drafter("ubtree:UBTree", "ubtree_config:UBTreeConfig"),
         "dflare": _drafter("dflare:DFlare", "dflare_config:DFlareConfig"),
         "lilicorr": _drafter("lilicorr:LiLiCorr", "lilicorr_config:LiLiCorrConfig"),
         "dspark": _drafter("dspark:DSpark", "dspark_config:DSparkConfig"),

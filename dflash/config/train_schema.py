@@ -52,14 +52,19 @@ class DataConfig:
         return shares
 
 
+CANDIDATE_KL = "candidate_kl"
+
+
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """Loss of a drafter, and the number of blocks per sequence."""
 
     # cross_entropy: cross-entropy with the data's tokens, with less weight on later draft
     # positions. dpace: cross-entropy with each position weighted by how much of the block depends
-    # on it. kl: KL divergence from the target's distribution.
-    name: Literal["cross_entropy", "dpace", "kl"] = "cross_entropy"
+    # on it. kl: KL divergence from the target's distribution. candidate_kl: for drafters that
+    # choose among likely tokens (dflash2, ubtree), KL divergence among these, given the true token
+    # before them.
+    name: Literal["cross_entropy", "dpace", "kl", "candidate_kl"] = "cross_entropy"
     # Draft positions over which the weight decays by a factor of e. None: derived from the block
     # size; 0: equal weights.
     gamma: float | None = option(None, minimum=0.0)
@@ -67,6 +72,10 @@ class LossConfig:
     alpha: float = option(0.5, minimum=0.0, maximum=1.0)
     # Weight of the KL divergence in kl; cross-entropy has the remaining weight.
     kl_weight: float = option(1.0, minimum=0.0, maximum=1.0)
+    # Likely tokens of each draft position in candidate_kl, at most as many as the drafter has.
+    num_candidates: int = option(256, minimum=2, maximum=65536)
+    # Weight of the cross-entropy of base logits in candidate_kl.
+    base_weight: float = option(0.1, minimum=0.0)
     # Temperature at which the drafter and the target are compared: that of decoding.
     temperature: float = option(1.0, minimum=1e-3)
     num_anchors: int = option(512, minimum=1)  # Blocks per sequence, fewer in shorter rows.
@@ -77,7 +86,7 @@ class LossConfig:
     @property
     def uses_target_hidden(self) -> bool:
         """Returns whether batches need the target's final hidden states."""
-        return self.name == "kl"
+        return self.name in ("kl", CANDIDATE_KL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +95,9 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon"] = "adamw"  # muon updates matrices, and AdamW all else.
     learning_rate: float = option(6e-4, minimum=0.0)
+    # Learning rates of parts of the model with one of their own, by the beginning of their
+    # parameters' names, such as {candidate_selector: 6e-4}.
+    learning_rates: Mapping[str, float] = option({}, minimum=0.0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_fraction: float = option(0.04, minimum=0.0, maximum=1.0)  # Fraction of all steps.
     # Final learning rate, as a fraction of learning_rate.

@@ -100,6 +100,7 @@ class Drafter(nnx.Module):
         none. It has an effect where the rows of cycles are chosen.
       windows: Windows of the context that are chosen from for each sequence, ascending, beside the
         whole context; see `within`. Empty for no choice.
+      exports_tables: Checkpoints that training exports have what `tabulate` leaves.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ()
@@ -111,6 +112,7 @@ class Drafter(nnx.Module):
     rows_ahead: ClassVar[int] = 0
     longest_context: int | None = None
     windows: tuple[int, ...] = ()
+    exports_tables: bool = True
 
     @classmethod
     def create(
@@ -147,6 +149,16 @@ class Drafter(nnx.Module):
           count_tokens: () -> int64 [V]; the number of times that each token is a label in the data.
             Call it only if needed, since it is expensive; it always returns the same counts.
           heads: Embedding and output head of the target, with weights.
+        """
+
+    def tabulate(self, heads: Heads) -> None:
+        """Replaces networks that only depend on a token by tables of their outputs, in place.
+
+        Called before drafting, once the weights are loaded, and for a plan with abstract weights.
+        The default does nothing.
+
+        Args:
+          heads: Embedding and output head of the target, with weights unless these are abstract.
         """
 
     @property

@@ -6,17 +6,21 @@ Each row computes its own taps, one set per group of channels. A selector rerank
 tokens of each draft position by a bilinear score of previous token, hidden state and candidate.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash.config.train_schema import CANDIDATE_KL
 from dflash.drafters.dflash2_config import DFlash2Shape
-from dflash.drafters.parts.blocks import block_loss
-from dflash.drafters.parts.conditioned import ConditionedDFlash
+from dflash.drafters.parts.blocks import block_loss, target_rows
+from dflash.drafters.parts.conditioned import ConditionedDFlash, ConditionedRows
 from dflash.drafters.parts.draft_vocabulary import Shortlist
+from dflash.layers import losses
 from dflash.layers.linear import Embedding, Linear
+from dflash.layers.losses import TokenScores
 from dflash.layers.transformer import TransformerLayer, grouped_attention
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -108,16 +112,21 @@ class ConvolvedLayer(TransformerLayer):
         return convolve(branch, after, self.rows)
 
 
+def set_rows(layers: Iterable[TransformerLayer], rows: int) -> None:
+    """Sets the number of rows per block in those layers that have convolutions."""
+    for layer in layers:
+        if isinstance(layer, ConvolvedLayer):
+            layer.rows = rows
+
+
 class CandidateSelector(nnx.Module):
     """Bilinear score of a candidate: predecessor code · projected hidden state · its own code."""
 
-    def __init__(
-        self, width: int, vocab: int, drafted: int, rank: int, *, dtype, sharding: Sharding
-    ):
-        build = {"dtype": dtype, "sharding": sharding}
-        self.predecessor_codebook = Embedding(vocab, rank, **build)
-        self.successor_codebook = Embedding(drafted, rank, **build)
-        self.hidden_projection = Linear(width, rank, ("embed", None), **build)
+    def __init__(self, shape: DFlash2Shape, **build):
+        decoder, rank = shape.decoder, shape.selector_rank
+        self.predecessor_codebook = Embedding(decoder.vocab_size, rank, **build)
+        self.successor_codebook = Embedding(shape.num_draft_tokens, rank, **build)
+        self.hidden_projection = Linear(decoder.hidden_size, rank, ("embed", None), **build)
 
 
 class Likely(NamedTuple):
@@ -146,15 +155,18 @@ class DFlash2(ConditionedDFlash):
         return max(self.shape.selector_top_k, min(_TREE_CANDIDATES, self.shape.num_draft_tokens))
 
     def declare_head(self, **build):
-        decoder, rank = self.shape.decoder, self.shape.selector_rank
-        tokens = decoder.vocab_size, self.shape.num_draft_tokens
-        self.candidate_selector = CandidateSelector(decoder.hidden_size, *tokens, rank, **build)
-        for layer in self.layers:
-            layer.rows = self.pass_positions + 1
+        self.candidate_selector = self.make_selector(self.shape, **build)
+        set_rows(self.layers, self.pass_positions + 1)
 
     @staticmethod
     def make_layer(shape, **build):
-        return ConvolvedLayer(shape, **build)
+        make = ConvolvedLayer if shape.conv_kernel_size else ConditionedDFlash.make_layer
+        return make(shape, **build)
+
+    @staticmethod
+    def make_selector(shape: DFlash2Shape, **build) -> CandidateSelector:
+        """Returns the abstract selector."""
+        return CandidateSelector(shape, **build)
 
     def prepare(self, hidden):
         return self.candidate_selector.hidden_projection(hidden)
@@ -187,12 +199,32 @@ class DFlash2(ConditionedDFlash):
         """Computes the sum of the losses of base and corrected logits; see `DFlash.loss`.
 
         Both losses are over the whole vocabulary, since the label may not be among the candidates.
+        The loss `candidate_kl` compares the candidates with the target; see `losses.score_likely`.
         """
-        scored = self.score_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
-        corrected, metrics = block_loss(scored.scores, scored.blocks, options)
-        base_scores = self.score_base(scored, batch, heads, options)
-        base, _ = block_loss(base_scores, scored.blocks, options)
+        rows = self.run_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
+        if options.name == CANDIDATE_KL:
+            scores = self._score_candidates(rows, batch, heads, options)
+            return block_loss(scores, rows.blocks, options)
+        scores = self.score_conditioned(rows, batch, heads, options)
+        corrected, metrics = block_loss(scores, rows.blocks, options)
+        base_scores = self.score_base(rows, batch, heads, options)
+        base, _ = block_loss(base_scores, rows.blocks, options)
         return corrected + base, metrics | {"loss": corrected + base, "base_loss": base}
+
+    def _score_candidates(self, rows: ConditionedRows, batch, heads, options) -> TokenScores:
+        labels = rows.blocks.labels
+        if self.d2t is not None:
+            labels = self.vocabulary().draft_ids[labels]
+
+        def score(hidden, vectors, labels, target_hidden):
+            base = self._unembed(hidden, heads)
+            logits = base, self.corrected(base, vectors), self._unembed(target_hidden, heads)
+            return losses.score_likely(*logits, labels, options)
+
+        flat = (x.reshape(len(x), -1, *x.shape[3:]) for x in (rows.hidden, rows.vectors, labels))
+        inputs = *flat, target_rows(batch, rows.blocks, options)
+        scores = losses.in_chunks(score, inputs, options.chunk_tokens)
+        return jax.tree.map(lambda x: x.reshape(labels.shape), scores)
 
     @staticmethod
     def checkpoint_name(path: str) -> str:

@@ -51,15 +51,22 @@ class DFlash2Shape(Selector, DFlashShape):
 
     def to_hf(self) -> dict[str, Any]:
         config = super().to_hf()
-        config[GROUP] |= {"projector_type": "dflash2"} | self.added
+        config[GROUP] |= {"projector_type": self.layout["projector"]} | self.added
         return config
 
     def _problems(self) -> Iterable[base_config.Problem]:
         yield from super()._problems()
-        width = self.decoder.hidden_size
-        if width % self.conv_group_size:
-            message = f"{self.conv_group_size} does not divide the hidden size {width}"
-            yield ("conv_group_size",), message
+        yield from convolution_problems(self)
         if self.selector_top_k > self.num_draft_tokens:
             message = f"{self.selector_top_k} exceeds the vocabulary of {self.num_draft_tokens}"
             yield ("selector_top_k",), message
+
+
+def convolution_problems(shape: Any) -> Iterable[base_config.Problem]:
+    """Yields the problems of a shape's convolutions, which both sizes declare absent if 0."""
+    width, group_size = shape.decoder.hidden_size, shape.conv_group_size
+    if bool(shape.conv_kernel_size) != bool(group_size):
+        message = f"{group_size}, but conv_kernel_size is {shape.conv_kernel_size}"
+        yield ("conv_group_size",), message
+    elif group_size and width % group_size:
+        yield ("conv_group_size",), f"{group_size} does not divide the hidden size {width}"

@@ -186,14 +186,15 @@ class DSpark(ConditionedDFlash):
         label is whether the draft is correct given the true token before it: greedy decoding then
         accepts the draft if it accepts all earlier ones. See `DFlash.loss`.
         """
-        scored = self.score_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
-        loss, metrics = block_loss(scored.scores, scored.blocks, options)
+        rows = self.run_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
+        scores = self.score_conditioned(rows, batch, heads, options)
+        loss, metrics = block_loss(scores, rows.blocks, options)
         if self.confidence_head is None:
             return loss, metrics
-        odds = self.confidence(scored.hidden, scored.previous)
-        right = scored.scores.correct.astype(jnp.float32)
+        odds = self.confidence(rows.hidden, rows.previous)
+        right = scores.correct.astype(jnp.float32)
         cross_entropy = jax.nn.softplus(odds) - odds * right
-        weights, divisor = losses.block_weights(scored.scores.nll, scored.blocks.counted, options)
+        weights, divisor = losses.block_weights(scores.nll, rows.blocks.counted, options)
         confidence_loss = jnp.sum(weights * cross_entropy) / divisor
         return loss + confidence_loss, metrics | {
             "loss": loss + confidence_loss,

@@ -10,8 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.drafters.dflash import DFlash
-from dflash.drafters.dflash2 import ConvolvedLayer, DFlash2
+from dflash.drafters.dflash2 import DFlash2, set_rows
 from dflash.drafters.lilicorr_config import LiLiCorrShape
 from dflash.drafters.parts.blocks import (
     Blocks,
@@ -69,14 +68,9 @@ class LiLiCorr(ConditionedDFlash):
 
     def declare_head(self, **build):
         self.lilicorr = LatticeNetwork(self.shape, **build)
-        if self.shape.conv_kernel_size:
-            for layer in self.layers:
-                layer.rows = self.pass_positions + 1
+        set_rows(self.layers, self.pass_positions + 1)
 
-    @staticmethod
-    def make_layer(shape, **build):
-        make = ConvolvedLayer if shape.conv_kernel_size else DFlash.make_layer
-        return make(shape, **build)
+    make_layer = staticmethod(DFlash2.make_layer)
 
     def init_state(self, batch, max_length):
         name, _ = kv.batch_axes(batch, self.sharding)

@@ -14,6 +14,7 @@ from dflash.drafters.base_config import (
     BlockDrafterConfig,
     ConditionalTree,
 )
+from dflash.drafters.dflash2_config import convolution_problems
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 from dflash.drafters.layouts_config import GROUP
 
@@ -102,7 +103,7 @@ class LiLiCorrShape(CandidateNetwork, DFlashShape):
 
     def _problems(self) -> Iterable[base_config.Problem]:
         yield from super()._problems()
-        width, inner = self.decoder.hidden_size, self.network_width
+        inner = self.network_width
         if inner % self.lilicorr_num_heads:
             message = f"{self.lilicorr_num_heads} does not divide the network's width {inner}"
             yield ("lilicorr_num_heads",), message
@@ -110,9 +111,4 @@ class LiLiCorrShape(CandidateNetwork, DFlashShape):
         if topk > vocab_size:
             message = f"{topk} exceeds the vocabulary of {vocab_size}"
             yield ("lilicorr_candidate_topk",), message
-        if bool(self.conv_kernel_size) != bool(self.conv_group_size):
-            message = f"{self.conv_group_size}, but conv_kernel_size is {self.conv_kernel_size}"
-            yield ("conv_group_size",), message
-        elif self.conv_group_size and width % self.conv_group_size:
-            message = f"{self.conv_group_size} does not divide the hidden size {width}"
-            yield ("conv_group_size",), message
+        yield from convolution_problems(self)

@@ -81,9 +81,11 @@ class AnswersTest:
           cycle; empty if every answer is a single token.
         """
         nnx.update(self._drafter, params)
+        drafter = nnx.clone(self._drafter)
+        drafter.tabulate(self._target)
         tokens: dict[str, float] = collections.defaultdict(float)
         cycles: dict[str, float] = collections.defaultdict(float)
-        for index, count in self._cycles():
+        for index, count in self._cycles(drafter):
             tokens[self._sources[index]] += len(self._answers[index].answer) - 1
             cycles[self._sources[index]] += count
         total = sum(cycles.values())
@@ -92,16 +94,16 @@ class AnswersTest:
         by_source = {f"tau/{name}": tokens[name] / cycles[name] for name in cycles if cycles[name]}
         return {"tau": sum(tokens.values()) / total} | by_source
 
-    def _cycles(self) -> Iterator[tuple[int, float]]:
+    def _cycles(self, drafter: Drafter) -> Iterator[tuple[int, float]]:
         """Yields the number of each answer, and the expected cycles after its first token."""
         samples = self._config.temperature > 0
         options = {}
-        if samples and self._drafter.has_probs:
+        if samples and drafter.has_probs:
             options = {"everywhere": True, "make_sampler": _AnswerSamplers(self._config)}
         for number, group in enumerate(self._groups):
             if number not in self._texts:
                 self._texts[number] = self._compute([self._answers[i] for i in group])
-            found = replay.cycles(self._drafter, self._target, self._texts[number], **options)
+            found = replay.cycles(drafter, self._target, self._texts[number], **options)
             yield from zip(group, self._count(found, group), strict=False)
 
     def _compute(self, answers: Sequence[Text]) -> Texts:

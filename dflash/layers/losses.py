@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from dflash.config.train_schema import LossConfig
 
@@ -19,6 +20,10 @@ CHUNK_TOKENS = 128
 
 # Block sizes of the DFlash paper, and the gamma that it trains each with.
 _PAPER_BLOCK_SIZES, _PAPER_GAMMAS = (8, 10, 16), (4.0, 5.0, 7.0)
+
+# Logit of tokens that are not among the likely ones. Unlike -inf, it has gradients of zero.
+_UNLIKELY = -1e30
+_SAVED = "saved"  # Name of the few values that the backward pass of `in_chunks` keeps.
 
 Unembed = Callable[[jax.Array], jax.Array]
 
@@ -102,6 +107,49 @@ def score_tokens(
     return in_chunks(score, rows, chunk_tokens)
 
 
+def score_likely(
+    base: jax.Array,
+    corrected: jax.Array,
+    target: jax.Array,
+    labels: jax.Array,
+    options: LossConfig,
+) -> TokenScores:
+    """Scores corrected logits by the target's distribution among the likely tokens.
+
+    The objective is KL(target ‖ corrected), of distributions among the `num_candidates` tokens with
+    the largest base logits, plus `base_weight` times the cross-entropy of the base logits.
+
+    Args:
+      base: Base logits, float32 [..., V].
+      corrected: Corrected logits, float32 [..., V].
+      target: Logits of the target, float32 [..., V]; they receive no gradient.
+      labels: int32 [...]; V for tokens that cannot be drafted, which have no cross-entropy.
+      options: Config group of the loss.
+    Returns:
+      Scores; `nll` is that of the base logits, and a label is `correct` if it has the largest
+      corrected logit of the likely tokens.
+    Source: arXiv 2609.39972.
+    """
+    size = base.shape[-1]
+    largest, _ = jax.lax.top_k(jax.lax.stop_gradient(base), min(options.num_candidates, size))
+    likely = base >= checkpoint_name(largest[..., -1:], _SAVED)
+    target, corrected = (
+        jnp.where(likely, x, _UNLIKELY) for x in (jax.lax.stop_gradient(target), corrected)
+    )
+    wanted, found = (jax.nn.log_softmax(x / options.temperature) for x in (target, corrected))
+    divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
+    is_label = jnp.arange(size) == labels[..., None]
+
+    def of_label(x):
+        return jnp.sum(jnp.where(is_label, x, 0), axis=-1)
+
+    cost = jax.nn.logsumexp(base, axis=-1) - of_label(base)
+    known = labels < size
+    objective = divergence + options.base_weight * jnp.where(known, cost, 0)
+    correct = known & (of_label(corrected) == corrected.max(axis=-1))
+    return TokenScores(objective, jnp.where(known, cost, jnp.inf), correct)
+
+
 def at_temperature(temperature: float, unembed: Unembed) -> Unembed:
     """Returns an output head whose logits are divided by a temperature."""
     if temperature == 1.0:
@@ -112,6 +160,8 @@ def at_temperature(temperature: float, unembed: Unembed) -> Unembed:
 def in_chunks(function: Callable, rows: tuple, chunk_tokens: int = CHUNK_TOKENS) -> Any:
     """Computes function(*rows) in chunks of the second dimension; the backward pass recomputes it.
 
+    It keeps only what `checkpoint_name` names `_SAVED`.
+
     Args:
       function: Row-wise function from arrays [B, m, ...] to a pytree of arrays [B, m, ...].
       rows: Arguments of `function`: arrays [B, M, ...] or None.
@@ -119,7 +169,9 @@ def in_chunks(function: Callable, rows: tuple, chunk_tokens: int = CHUNK_TOKENS)
     """
     length = rows[0].shape[1]
     chunks = _split(rows, -(-length // chunk_tokens))
-    return _join(jax.lax.map(lambda arrays: jax.checkpoint(function)(*arrays), chunks), length)
+    policy = jax.checkpoint_policies.save_only_these_names(_SAVED)
+    recomputed = jax.checkpoint(function, policy=policy)
+    return _join(jax.lax.map(lambda arrays: recomputed(*arrays), chunks), length)
 
 
 def mean_over(values: jax.Array, weights: jax.Array) -> jax.Array:

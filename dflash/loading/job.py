@@ -152,13 +152,18 @@ class Job:
 
     def load_weights(self) -> None:
         """Loads both models; raises CheckpointError if weights are damaged or do not fit."""
-        models.load(self.target, self.target_source, self.target.sharding)
-        adapters.fill(self.target, tuple(self.adapters.values()))
+        self.load_target()
         self.load_drafter()
 
+    def load_target(self) -> None:
+        """Loads the weights of the target alone; see `load_weights`."""
+        models.load(self.target, self.target_source, self.target.sharding)
+        adapters.fill(self.target, tuple(self.adapters.values()))
+
     def load_drafter(self) -> None:
-        """Loads the weights of the drafter alone; see `load_weights`."""
+        """Loads the weights of the drafter alone, after the target's; see `load_weights`."""
         models.load(self.drafter, self.drafter_source, self.drafter_sharding)
+        self.drafter.tabulate(self.target)
 
     def with_adapters(self, references: Mapping[str, str]) -> "Job":
         """Returns the job with adapters for its target; raises CheckpointError if one misfits."""
@@ -227,7 +232,8 @@ class Job:
         return lines
 
     def plan(self) -> decode_plan.Plan:
-        """Returns the plan of the run: its memory and programs."""
+        """Returns the plan of the run, whose weights are abstract: its memory and programs."""
+        self.drafter.tabulate(self.target)
         lengths = [len(prompt.ids) for prompt in self.prompts]
         lengths = lengths or [max(1, self.max_length - self.config.decode.max_new_tokens)]
         return decode_plan.make_plan(self.engine(), self.target, self.drafter, lengths)

@@ -88,7 +88,7 @@ class Bench:
             source = self.jobs[self.baseline].target_source
             models.load(self.target, source, self.target.sharding)
         for job in self.jobs.values():
-            models.load(job.drafter, job.drafter_source, self.target.sharding)
+            job.load_drafter()
 
     def decode_later_turns(self) -> None:
         """Turns the later turns of conversations into prompts of their own.

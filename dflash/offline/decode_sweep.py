@@ -11,7 +11,6 @@ from dflash import errors
 from dflash.config import loader
 from dflash.config.schema import DecodeRun
 from dflash.loading import job as jobs
-from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.offline import decode_run
 from dflash.runs import dates
@@ -77,16 +76,18 @@ class Weights:
         self._loaded = {
             role: (key, model) for role, (key, model) in self._loaded.items() if key == keys[role]
         }
-        models = {role: self._model(role, key, job) for role, key in keys.items()}
-        return dataclasses.replace(job, **models)
+        for role, key in keys.items():
+            job = self._with_model(role, key, job)
+        return job
 
-    def _model(self, role: str, key: str, job: Job) -> Any:
-        if role not in self._loaded:
-            model, source = getattr(job, role), getattr(job, f"{role}_source")
-            with self._display.status(f"loading the {role}"):
-                models.load(model, source, job.target.sharding)
-            self._loaded[role] = key, model
-        return self._loaded[role][1]
+    def _with_model(self, role: str, key: str, job: Job) -> Job:
+        if role in self._loaded:
+            return dataclasses.replace(job, **{role: self._loaded[role][1]})
+        load = {"target": job.load_target, "drafter": job.load_drafter}[role]
+        with self._display.status(f"loading the {role}"):
+            load()
+        self._loaded[role] = key, getattr(job, role)
+        return job
 
 
 def _prepare(config: DecodeRun, date: datetime.date) -> Job:

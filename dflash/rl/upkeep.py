@@ -300,6 +300,7 @@ class Upkeep:
             states.split(working)[1],
         )
         trained = nnx.merge(nnx.graphdef(working), params, states.untrained(working))
+        trained.tabulate(self._llm.target)
         models.arrange(trained, self._sharding)
         nnx.update(self._llm.drafter, nnx.state(trained))
 

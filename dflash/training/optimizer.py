@@ -4,13 +4,16 @@ Gradients of microbatches are accumulated inside one step, not by optax across s
 holds no partial sums, and a resumed run repeats exactly.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from dflash import errors
+from dflash.config import registry
 from dflash.config.train_schema import OptimizerConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -31,8 +34,11 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
     """Returns the update rule with its schedule, after gradient clipping.
 
     Vectors (norms) and embeddings have no weight decay. Muon updates the matrices other than
-    embeddings and heads.
+    embeddings and heads. `init` raises ConfigError if `learning_rates` names an unknown part.
     """
+    own_rates = config.learning_rates
+    if own_rates:  # Updates are proportional to the rate, so scale those of a rate of 1.
+        rate, config = config.learning_rate, dataclasses.replace(config, learning_rate=1.0)
     schedule = make_schedule(config, total_steps)
     update = optax.adamw(
         schedule,
@@ -50,9 +56,41 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
             optax.scale_by_learning_rate(schedule),
         )
         update = optax.partition({_MUON: muon, _ADAMW: update}, _rules)
+    if own_rates:
+        update = optax.chain(update, _scale({"": rate, **own_rates}))
     if not config.clip_norm:
         return update
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
+
+
+def _scale(rates: Mapping[str, float]) -> optax.GradientTransformation:
+    """Scales updates by the rate of the longest beginning of their parameter's name."""
+
+    def find(path) -> list[str]:
+        """Returns the beginnings of a parameter's name that have a rate, longest last."""
+        name = ".".join(_names(path))
+        return sorted(
+            (part for part in rates if f"{name}.".startswith(part and f"{part}.")), key=len
+        )
+
+    def init(params):
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        unknown = set(rates).difference(*map(find, paths))
+        if unknown:
+            parts = sorted({_names(path)[0] for path in paths})
+            raise errors.ConfigError(
+                f"optimizer.learning_rates: no parameter's name begins with {min(unknown)!r}"
+                f"{registry.suggest(min(unknown), parts)}"
+            )
+        return optax.EmptyState()
+
+    def update(updates, state, params=None):
+        scaled = jax.tree_util.tree_map_with_path(
+            lambda path, x: rates[find(path)[-1]] * x, updates
+        )
+        return scaled, state
+
+    return optax.GradientTransformation(init, update)
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:

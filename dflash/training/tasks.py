@@ -103,17 +103,18 @@ class Task(abc.ABC):
     def export(self, params: Params, directory: pathlib.Path, companions) -> None:
         """Writes the learner's weights in the Hugging Face layout; see `save_hf`."""
         nnx.update(self.learner, params)
+        module, config = self.exported()
         checkpoint.save_hf(
-            self.learner,
+            module,
             directory,
-            self.hf_config(),
+            config,
             dtype=jnp.dtype(self.config.train.export_dtype),
             companions=companions,
         )
 
     @abc.abstractmethod
-    def hf_config(self) -> dict[str, Any]:
-        """Returns the content of the learner's config.json."""
+    def exported(self) -> tuple[nnx.Module, dict[str, Any]]:
+        """Returns the module to export, with the learner's weights, and its config.json."""
 
 
 class TargetTask(Task):
@@ -133,8 +134,8 @@ class TargetTask(Task):
         with jax.named_scope("target"):
             return model.loss(TrainBatch(**batch), remat=self.config.train.remat)
 
-    def hf_config(self) -> dict[str, Any]:
-        return type(self.learner).config_to_hf(self.learner.arch)
+    def exported(self) -> tuple[nnx.Module, dict[str, Any]]:
+        return self.learner, type(self.learner).config_to_hf(self.learner.arch)
 
 
 class DrafterTask(Task):
@@ -196,8 +197,11 @@ class DrafterTask(Task):
             batch_features["hidden"] = jax.lax.stop_gradient(hidden)
         return batch_features
 
-    def hf_config(self) -> dict[str, Any]:
-        return type(self.learner).config_to_hf(self.learner.shape)
+    def exported(self) -> tuple[nnx.Module, dict[str, Any]]:
+        drafter = nnx.clone(self.learner)
+        if drafter.exports_tables:
+            drafter.tabulate(self.target)
+        return drafter, type(drafter).config_to_hf(drafter.shape)
 
 
 def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) -> Task:

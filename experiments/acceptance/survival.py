@@ -11,7 +11,6 @@ from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.inference import replay
 from dflash.inference.replay import Cycles, Text
-from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.measure.plots import Line
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
@@ -39,7 +38,7 @@ def survival(
     rows, notes = [], []
     for number, (name, job) in enumerate(drafting.items()):
         yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
-        models.load(job.drafter, job.drafter_source, job.target.sharding)
+        job.load_drafter()
         features = replay.compute(job.target, texts, job.drafter.feature_layers)
         cycles = replay.cycles(job.drafter, job.target, features)
         fresh, said = _rows(name, job, cycles, means)

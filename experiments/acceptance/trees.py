@@ -7,7 +7,6 @@ import numpy as np
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.inference import replay
 from dflash.inference.replay import Cycles, Text
-from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.measure.plots import Line
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
@@ -29,7 +28,7 @@ def trees(config: BenchmarkRun, counts: Sequence[int] = COUNTS) -> Iterator[Step
     rows: list[dict] = []
     for number, (name, job) in enumerate(drafting.items()):
         yield Step(f"replaying {name}", (1 + number / len(drafting)) / 2)
-        models.load(job.drafter, job.drafter_source, job.target.sharding)
+        job.load_drafter()
         rows += _rows(name, job, *answers, counts)
         done = (1 + (number + 1) / len(drafting)) / 2
         yield Step(f"{name}, done", done, _result(rows, counts))

@@ -81,6 +81,7 @@ OTHER_VALUES = {
     "rms_norm_eps": 1e-3,
     "rope_theta": 5.0,
     "selector_rank": 3,
+    "selector_hidden_size": 3,
     "markov_rank": 3,
 }
 
@@ -236,6 +237,8 @@ SIZES = {
     "dflash2": [("dflash_config", field) for field in
                 ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")],
     "dspark": [BLOCK, DEPTH, ("markov_rank",)],
+    "ubtree": [("dflash_config", field) for field in
+               ("conv_kernel_size", "selector_hidden_size", "selector_rank", "selector_top_k")],
     "lilicorr": [("dflash_config", f"lilicorr_{field}") for field in
                  ("candidate_topk", "num_layers", "num_heads", "factor_dim")],
     "eagle3": [DEPTH, ("draft_vocab_size",)],

@@ -144,6 +144,7 @@ TINY = {
     "head_dim": 8,
     "target_layer_ids": (0, 1),
     "block_size": 16,
+    "selector_hidden_size": 0,  # Drafting reads tables, which loading computes from networks.
 }
 
 # And what its tree is told.

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from support.models import make_target
 
+from dflash import errors
 from dflash.config.train_schema import OptimizerConfig
 from dflash.training import optimizer as optimizers
 
@@ -99,6 +100,28 @@ def test_adamw_of_equal_gradients():
     updates = by_path(update(config, grads, params, steps=3))
     for path, grad in by_path(grads).items():  # equal gradients: bias-corrected means are theirs
         np.testing.assert_allclose(updates[path], -0.1 * np.sign(grad), rtol=1e-2, err_msg=path)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_parts_may_have_learning_rates_of_their_own(name):
+    """The longest beginning of a parameter's name counts; decay follows the rate."""
+    params = params_of()
+    grads, options = random_like(params), {"name": name, "weight_decay": 0.5, **CONSTANT}
+    rates = {"layers": 0.02, "layers.0.mlp": 0.0}
+    common = by_path(update(OptimizerConfig(**options), grads, params))
+    own = by_path(update(OptimizerConfig(learning_rates=rates, **options), grads, params))
+    for path, value in common.items():
+        factor = 0.0 if ".mlp." in path else 0.2 if path.startswith("layers.") else 1.0
+        np.testing.assert_allclose(own[path], factor * value, rtol=1e-5, err_msg=path)
+
+
+def test_a_learning_rate_of_nothing_is_refused():
+    config = OptimizerConfig(learning_rates={"layer": 0.1})
+    with pytest.raises(errors.ConfigError) as caught:
+        optimizers.make_optimizer(config, STEPS).init(params_of())
+    assert str(caught.value) == (
+        "optimizer.learning_rates: no parameter's name begins with 'layer'; did you mean 'layers'?"
+    )
 
 
 def test_clipping_by_the_global_norm():

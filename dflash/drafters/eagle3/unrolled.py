@@ -81,9 +81,9 @@ def score_steps(
       ConfigError: The loss is only for block drafters.
       ValueError: The loss uses the target's hidden states, and the batch has none.
     """
-    if options.name == "dpace":
+    if options.name not in ("kl", "cross_entropy"):
         raise errors.ConfigError(
-            "loss.name: 'dpace' is only for block drafters; expected kl or cross_entropy"
+            f"loss.name: {options.name!r} is only for block drafters; expected kl or cross_entropy"
         )
     soft = options.kl_weight if options.uses_target_hidden else 0.0
     if soft and batch.hidden is None:

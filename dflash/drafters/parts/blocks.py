@@ -8,7 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.config.train_schema import LossConfig
+from dflash import errors
+from dflash.config.train_schema import CANDIDATE_KL, LossConfig
 from dflash.layers import losses
 from dflash.layers.losses import TokenScores, TrainBatch, Unembed
 
@@ -121,18 +122,17 @@ def score_blocks(
       unembed: Function [B, m, D] -> logits float32 [B, m, V].
       frozen_head: Whether `unembed` has no parameters to train.
     Raises:
+      ConfigError: The loss is for drafters that choose among likely tokens.
       ValueError: The loss uses the target's hidden states, and the batch has none.
     """
+    if options.name == CANDIDATE_KL:
+        raise errors.ConfigError(
+            f"loss.name: {CANDIDATE_KL!r} is only for dflash2 and ubtree, which choose among "
+            "likely tokens; use kl"
+        )
     rows, _, _, width = hidden.shape
     shape = blocks.labels.shape
-    target_hidden = None
-    if options.uses_target_hidden:
-        if batch.hidden is None:
-            raise ValueError(f"loss {options.name!r}: the batch lacks the target's hidden states")
-        # Row t of the target predicts token t + 1.
-        index = blocks.anchors.index[..., None] + jnp.arange(shape[-1])
-        index = index.reshape(rows, -1, 1)
-        target_hidden = jnp.take_along_axis(batch.hidden, index, axis=1, mode="clip")
+    target_hidden = target_rows(batch, blocks, options) if options.uses_target_hidden else None
     scores = losses.score_tokens(
         hidden[:, :, 1:].reshape(rows, -1, width),
         blocks.labels.reshape(rows, -1),
@@ -143,6 +143,20 @@ def score_blocks(
         chunk_tokens=options.chunk_tokens,
     )
     return jax.tree.map(lambda score: score.reshape(shape), scores)
+
+
+def target_rows(batch: TrainBatch, blocks: Blocks, options: LossConfig) -> jax.Array:
+    """Returns the target's hidden states that predict the labels of all blocks, [B, A · G, D].
+
+    Raises:
+      ValueError: The batch has none.
+    """
+    if batch.hidden is None:
+        raise ValueError(f"loss {options.name!r}: the batch lacks the target's hidden states")
+    # Row t of the target predicts token t + 1.
+    index = blocks.anchors.index[..., None] + jnp.arange(blocks.labels.shape[-1])
+    index = index.reshape(index.shape[0], -1, 1)
+    return jnp.take_along_axis(batch.hidden, index, axis=1, mode="clip")
 
 
 def block_loss(

@@ -29,22 +29,20 @@ from dflash.layers.losses import TokenScores
 _TOP_K = 16  # Default of `ConditionalTree.top_k`.
 
 
-class ConditionedScores(NamedTuple):
-    """Scores of blocks, with each draft position conditioned on the true token before it.
+class ConditionedRows(NamedTuple):
+    """Draft positions of blocks, each conditioned on the true token before it.
 
     Attributes:
       blocks: Blocks of G draft positions each.
       hidden: Hidden states of the draft positions after the final norm, [B, A, G, D].
       vectors: Outputs of the head, [B, A, G, r].
       previous: Tokens before the draft positions, int32 [B, A, G].
-      scores: Scores of the corrected logits, each [B, A, G].
     """
 
     blocks: Blocks
     hidden: jax.Array
     vectors: jax.Array
     previous: jax.Array
-    scores: TokenScores
 
 
 class ConditionedDFlash(DFlash):
@@ -145,6 +143,10 @@ class ConditionedDFlash(DFlash):
         """Returns the corrections of logits, float32 [..., V], for vectors [..., r]."""
         raise TypeError(f"{type(self).__name__} must define bias")
 
+    def corrected(self, base: jax.Array, vectors: jax.Array) -> jax.Array:
+        """Returns the corrected logits of all tokens, float32 [..., V], from the base logits."""
+        return base + self.bias(vectors)
+
     def choices(self, base: jax.Array) -> Any:
         """Returns the candidates of all draft positions: a pytree of arrays [B, G, …].
 
@@ -169,7 +171,7 @@ class ConditionedDFlash(DFlash):
           Logits float32 [B, T, V] and `sampler`; or [B, T, Q] and a sampler over a draft
           vocabulary.
         """
-        return choices + self.bias(vectors), self.among(sampler)
+        return self.corrected(choices, vectors), self.among(sampler)
 
     def acceptance(self, prepared: jax.Array, previous: jax.Array) -> jax.Array | None:
         """Returns the confidence [B, G] of a chain, or None if the drafter has no such estimate.
@@ -255,10 +257,10 @@ class ConditionedDFlash(DFlash):
         memory = jax.tree.map(lambda x: jnp.repeat(x, options.top_k, axis=1), memory)
         return beam_tree.grow(first, memory, extend, options)
 
-    def score_conditioned(
+    def run_conditioned(
         self, batch, heads, key, options, *, anchors=None, remat=False
-    ) -> ConditionedScores:
-        """Scores blocks across the batch, conditioning each position on the true token before it.
+    ) -> ConditionedRows:
+        """Runs blocks across the batch, conditioning each position on the true token before it.
 
         In decoding, the token before a draft position is the true one up to the first rejection,
         so acceptance lengths equal those of decoding. The arguments are those of `DFlash.loss`.
@@ -274,19 +276,20 @@ class ConditionedDFlash(DFlash):
         )
         hidden = self.run_blocks(batch, run, heads, remat=remat)[:, :, self.first_row :]
         previous = jnp.concatenate([blocks.tokens[..., :1], blocks.labels[..., :-1]], axis=-1)
-        vectors = self._condition_all(previous, hidden)
-        width = hidden.shape[-1]
+        return ConditionedRows(blocks, hidden, self._condition_all(previous, hidden), previous)
 
-        def unembed(rows):
-            logits = self._unembed(rows[..., :width], heads)
-            is_target = rows.shape[-1] == width  # The target's hidden states have no vectors.
-            return logits if is_target else logits + self.bias(rows[..., width:])
+    def score_conditioned(self, rows: ConditionedRows, batch, heads, options) -> TokenScores:
+        """Scores the corrected logits, each score [B, A, G]."""
+        width = rows.hidden.shape[-1]
 
-        together = jnp.concatenate([hidden, vectors.astype(hidden.dtype)], axis=-1)
-        scores = self.score_drafted(
-            _lead(together), blocks, batch, unembed, options, frozen_head=False
-        )
-        return ConditionedScores(blocks, hidden, vectors, previous, scores)
+        def unembed(x):
+            logits = self._unembed(x[..., :width], heads)
+            is_target = x.shape[-1] == width  # The target's hidden states have no vectors.
+            return logits if is_target else self.corrected(logits, x[..., width:])
+
+        vectors = rows.vectors.astype(rows.hidden.dtype)
+        together = _lead(jnp.concatenate([rows.hidden, vectors], axis=-1))
+        return self.score_drafted(together, rows.blocks, batch, unembed, options, frozen_head=False)
 
     def _condition_all(self, previous: jax.Array, hidden: jax.Array) -> jax.Array:
         """Returns the vectors [B, A, G, r] of all draft positions, in a scan over positions."""
@@ -303,9 +306,9 @@ class ConditionedDFlash(DFlash):
         _, vectors = jax.lax.scan(step, self.fresh_memory(rows * count), inputs)
         return vectors.swapaxes(0, 1).reshape(rows, count, drafts, -1)
 
-    def score_base(self, scored: ConditionedScores, batch, heads, options) -> TokenScores:
+    def score_base(self, rows: ConditionedRows, batch, heads, options) -> TokenScores:
         """Scores the base logits, without the correction."""
-        return self._score(_lead(scored.hidden), scored.blocks, batch, heads, options)
+        return self._score(_lead(rows.hidden), rows.blocks, batch, heads, options)
 
 
 def _lead(rows: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.inference.acceptance import AnswersTest
 from dflash.inference.replay import Text
-from dflash.loading import models
 from dflash.measure import bench as benches
 from dflash.measure.plots import Line
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
@@ -24,10 +23,10 @@ def answers(config: BenchmarkRun) -> Iterator[Step]:
         raise errors.ConfigError("strategies: study.name=answers needs at least one that drafts")
     target, rows = plain.target, []
     yield Step("loading weights", 0)
-    models.load(target, plain.target_source, target.sharding)
+    plain.load_target()
     for number, (name, job) in enumerate(drafting):
         yield Step(f"scoring {name}", number / len(drafting))
-        models.load(job.drafter, job.drafter_source, target.sharding)
+        job.load_drafter()
         begin = time.perf_counter()
         scored = AnswersTest(target, job.drafter, {"answers": texts}, config.decode)
         tau = scored(nnx.state(job.drafter)).get("tau")

@@ -282,10 +282,9 @@ def with_block_size(name: str, drafter, size: int):
 def _loaded(jobs: dict[str, Job]) -> dict[str, Job]:
     """Reads all weights, those of the shared target once."""
     first = next(iter(jobs.values()))
-    sharding = first.target.sharding
-    models.load(first.target, first.target_source, sharding)
+    first.load_target()
     for job in jobs.values():
-        models.load(job.drafter, job.drafter_source, sharding)
+        job.load_drafter()
     return jobs
 
 

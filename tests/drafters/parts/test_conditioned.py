@@ -299,14 +299,14 @@ def test_training_sees_what_decoding_drafts(case):
         parameters.assign(copy, values)
         options = LossConfig(gamma=0.0)
         loss, metrics = copy.loss(batch, lent, None, options, anchors=anchors)
-        scored = copy.score_conditioned(batch, lent, None, options, anchors=anchors)
-        return loss, (metrics, scored)
+        rows = copy.run_conditioned(batch, lent, None, options, anchors=anchors)
+        return loss, (metrics, rows.hidden)
 
-    (loss, (metrics, scored)), grads = jax.jit(call)(values)
+    (loss, (metrics, hidden)), grads = jax.jit(call)(values)
     np.testing.assert_allclose(
-        scored.hidden[0, 0], drafted(case)["hidden"][drafter.first_row :], **TOLERANCE
+        hidden[0, 0], drafted(case)["hidden"][drafter.first_row :], **TOLERANCE
     )
-    base = np.asarray(heads(case).unembed(scored.hidden))[0, 0]
+    base = np.asarray(heads(case).unembed(hidden))[0, 0]
     logits = base + np.stack(
         [np.asarray(drafter.bias(made))[0] for *_, made in condition_along(case)]
     )
@@ -342,14 +342,15 @@ def test_confidence_is_of_a_draft_whose_predecessors_are_right():
     @jax.jit
     def run():
         options = LossConfig(gamma=0.0)
-        scored = drafter.score_conditioned(batch, lent, None, options, anchors=anchors)
-        return drafter.loss(batch, lent, None, options, anchors=anchors)[1], scored
+        rows = drafter.run_conditioned(batch, lent, None, options, anchors=anchors)
+        scores = drafter.score_conditioned(rows, batch, lent, options)
+        return drafter.loss(batch, lent, None, options, anchors=anchors)[1], rows, scores
 
-    metrics, scored = run()
-    right = np.asarray(scored.scores.correct)[0, 0]
+    metrics, rows, scores = run()
+    right = np.asarray(scores.correct)[0, 0]
     assert not right[wrong]
     assert right[-1], "nothing is right after the wrong one"
-    odds = np.asarray(drafter.confidence(scored.hidden, scored.previous))[0, 0]
+    odds = np.asarray(drafter.confidence(rows.hidden, rows.previous))[0, 0]
     wanted = np.mean(np.log1p(np.exp(odds)) - odds * right)
     np.testing.assert_allclose(metrics["confidence_loss"], wanted, rtol=1e-5)
 
