@@ -113,6 +113,18 @@ def build_target(
     return model
 
 
+def check_same_target(target: Decoder, config: TargetConfig, directory: pathlib.Path) -> None:
+    """Raises if config.json of a checkpoint describes another target, stop ids aside."""
+    hf = checkpoint.read_config(directory)
+    _, kind = find_class(hf, directory, registry.TARGETS)
+    if kind is not type(target):
+        raise errors.CheckpointError(f"{directory}: holds {hf['architectures'][0]}, another family")
+    arch = kind.architecture_from_hf(hf)
+    if config.rope_scaling is not None:
+        arch = hf_config.with_rope_scaling(arch, config.rope_scaling)
+    _check_shape(target.arch, arch, directory)
+
+
 def build_drafter(
     config: DrafterConfig,
     source: Source,

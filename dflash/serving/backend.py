@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 import jax
 
 from dflash import errors
+from dflash.checkpoints.files import CONFIG
 from dflash.checkpoints.safetensors_header import read_headers
 from dflash.config.schema import RANDOM
 from dflash.config.serve_schema import ServeRun
 from dflash.inference.engine import Engine
+from dflash.loading import models
 from dflash.loading.job import Job
 from dflash.runs.display import Display
 from dflash.serving.completion_request import NUM_STOP_IDS
@@ -74,12 +76,15 @@ class Backend:
         Raises:
           InputError: There is no such directory, or there are several processes.
           CheckpointError: The checkpoint is damaged or does not fit. The old weights stay.
+          ConfigError: Its config.json describes another target.
         """
         if jax.process_count() > 1:
             raise errors.InputError("several processes: not supported; start the server again")
         directory = pathlib.Path(path)
         if not directory.is_dir():
             raise errors.InputError(f"{path}: no such directory on the server's machine")
+        if (directory / CONFIG).is_file():
+            models.check_same_target(self._job.target, self.config.target, directory)
         tensors = read_headers(directory)
         tree = {
             name: tensor.read(tuple(slice(0, rows) for rows in tensor.shape[:1]))

@@ -277,9 +277,14 @@ def test_new_weights_while_requests_run(tmp_path):
     tensors = safetensors.load_file(source / name)
     zeros = {key: 0 * value if "layers.0" in key else value for key, value in tensors.items()}
     some = dict(list(tensors.items())[1:])
-    for directory, content in {"old": tensors, "new": zeros, "bad": some}.items():
+    contents = {"old": tensors, "new": zeros, "bad": some, "rotated": tensors}
+    for directory, content in contents.items():
         (tmp_path / directory).mkdir()
         safetensors.save_file(content, tmp_path / directory / name)
+    config = json.loads((source / "config.json").read_text())
+    for directory, theta in {"new": config["rope_theta"], "rotated": 5e5}.items():
+        described = json.dumps(config | {"rope_theta": theta, "eos_token_id": None})
+        (tmp_path / directory / "config.json").write_text(described)
     options = ("serve.update_weights=true",)
     with served.serving(tmp_path, *options, config_text=served.REAL_CONFIG) as server:
         body = {"prompt": "Tom has 3 pens", "max_tokens": 20, "ignore_eos": True}
@@ -291,9 +296,10 @@ def test_new_weights_while_requests_run(tmp_path):
         assert server.post("/update_weights", {"path": str(tmp_path / "new")})[0] == 200
         after = ask()
         assert after != before
-        for path in ("bad", "missing"):
+        for path, reason in {"bad": "", "missing": "", "rotated": "rope_theta"}.items():
             status, answer = server.post("/update_weights", {"path": str(tmp_path / path)})
             assert (status, answer["error"]["param"]) == (400, "path")
+            assert reason in answer["error"]["message"]
         assert ask() == after
         running = threading.Thread(target=server.post, args=(TEXT, body | {"max_tokens": 150}))
         running.start()
