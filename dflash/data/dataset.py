@@ -35,6 +35,14 @@ class Dataset(abc.ABC):
     def examples(self, split: Split) -> Iterator[Example]:
         """Yields every example of a split, in a fixed order."""
 
+    def count(self, split: Split) -> int | None:
+        """Returns the number of examples of a split; None if telling it takes as long as encoding.
+
+        Raises:
+          InputError: Some examples are unusable.
+        """
+        return sum(1 for _ in self.examples(split)) if self.takes_long else None
+
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
         """Returns up to `limit` examples from all over a split, always the same ones."""
         return shuffled(list(self.examples(split)))[:limit]

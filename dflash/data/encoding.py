@@ -8,7 +8,6 @@ documents.
 import array
 import contextlib
 import hashlib
-import itertools
 import pathlib
 import sys
 import tempfile
@@ -28,7 +27,8 @@ from dflash.text.tokenizer import ByteTokenizer, Tokenizer
 
 VERSION = 2  # raise it when the same examples yield other ids, marks or rows
 _LAYOUT = 3  # raise it when the format of the files, or the ids of a text, change
-_REPORT_SECONDS = 30.0  # between progress messages
+_FIRST_REPORT_SECONDS = 5.0  # enough to tell how long the rest takes
+_REPORT_SECONDS = 30.0  # between later reports
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -94,17 +94,18 @@ def _store(dataset: Dataset, split: Split, tokenizer: Tokenizer, path: pathlib.P
     then copied in a fixed random order. So memory does not depend on the number of tokens.
     """
     name = f"{dataset.name}/{split}"
-    examples = dataset.examples(split)
-    first_example = next(examples, None)
+    first_example = next(dataset.examples(split), None)
     if first_example is None:
         raise dataset.empty(split)
-    print(f"data: encoding {name}, once, in {path.parent}", file=sys.stderr)
+    count = dataset.count(split)
+    total = f", {count} examples" if count else ""
+    print(f"data: encoding {name}{total}, once, in {path.parent}", file=sys.stderr)
     _warn_of_endless_answers(first_example, tokenizer, name)
     ends = array.array("q", [0])  # total number of documents after each example
     problems: list[str] = []
 
     def documents() -> Iterator[np.ndarray]:
-        for example in _report_progress(itertools.chain([first_example], examples), name):
+        for example in _report_progress(dataset.examples(split), name, count):
             try:
                 encoded = list(encode(example, tokenizer))
             except errors.InputError as error:
@@ -157,12 +158,20 @@ def shuffled_order(split: Split, count: int) -> np.ndarray:
     return np.lexsort((low, high))
 
 
-def _report_progress(examples: Iterable[Example], name: str) -> Iterator[Example]:
-    next_report = time.monotonic() + _REPORT_SECONDS
+def _report_progress(
+    examples: Iterable[Example], name: str, count: int | None
+) -> Iterator[Example]:
+    begin = time.monotonic()
+    next_report = begin + _FIRST_REPORT_SECONDS
     for done, example in enumerate(examples):
-        if time.monotonic() >= next_report:
-            print(f"data: encoding {name}: {done} examples so far", file=sys.stderr)
-            next_report = time.monotonic() + _REPORT_SECONDS
+        now = time.monotonic()
+        if done and now >= next_report:
+            state = f"{done} examples so far"
+            if count:
+                minutes = (now - begin) * (count / done - 1) / 60
+                state = f"{done} of {count} examples, about {minutes:.1f} min left"
+            print(f"data: encoding {name}: {state}", file=sys.stderr)
+            next_report = now + _REPORT_SECONDS
         yield example
 
 

@@ -18,9 +18,11 @@ class Math(datasets.Math):
     version = "2.0.0"
     variant = f"n{TRAIN_PROBLEMS}"
 
+    def count(self, split: Split) -> int:
+        return TRAIN_PROBLEMS if split == "train" else problems.HELD_OUT_EXAMPLES
+
     def examples(self, split: Split) -> Iterator[Example]:
-        count = TRAIN_PROBLEMS if split == "train" else problems.HELD_OUT_EXAMPLES
-        yield from problems.examples(split, count)
+        yield from problems.examples(split, self.count(split))
 
 
 class _Literal(Dataset):

@@ -75,7 +75,8 @@ def test_answers_that_follow_text_begin_without_a_space_of_their_own(tmp_path):
     assert words.decode(ids) == "user:Helloassistant:Hello"
 
 
-def test_a_corpus_on_disk(words, tmp_path, capsys):
+def test_a_corpus_on_disk(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(encoding, "_FIRST_REPORT_SECONDS", 0.0)
     dataset = datasets.find("jsonl", examples.config(tmp_path, 30))
     opened = encoding.open_corpus(dataset, "train", words, tmp_path)
     assert len(opened) == 30
@@ -87,7 +88,9 @@ def test_a_corpus_on_disk(words, tmp_path, capsys):
     assert sorted(opened.document(i).tolist() for i in range(30)) == expected
     largest = max(token & 0x7FFFFFFF for document in expected for token in document)
     assert opened.max_id == largest < 4096
-    assert "encoding jsonl/train" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "encoding jsonl/train, 30 examples" in printed
+    assert "encoding jsonl/train: 1 of 30 examples, about 0.0 min left" in printed
     again = encoding.open_corpus(dataset, "train", words, tmp_path)
     assert "encoding" not in capsys.readouterr().err
     assert again.fingerprint == opened.fingerprint
