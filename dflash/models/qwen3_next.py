@@ -4,6 +4,7 @@ Qwen3.5 and 3.6, dense or with experts, are the same model with other tensors.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -143,8 +144,10 @@ class Qwen35Text(Qwen3Next):
     @classmethod
     def config_to_hf(cls, arch: Qwen3NextArchitecture) -> dict[str, Any]:
         config = super().config_to_hf(arch)
-        if not arch.num_experts:
-            return config
+        if not arch.num_experts:  # Converters take any field of experts for experts.
+            return {
+                name: value for name, value in config.items() if not re.search("expert|moe_", name)
+            }
         model_type = cls.hf_model_type.replace("qwen3_5", "qwen3_5_moe")
         return config | {"architectures": [cls.hf_architectures[1]], "model_type": model_type}
 

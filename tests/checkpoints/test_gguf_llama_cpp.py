@@ -1,6 +1,7 @@
-"""Vocabularies of llama.cpp, and tiny models that its own converter writes."""
+"""Vocabularies of llama.cpp, and tiny models that its own converter writes and it decodes."""
 
 import json
+import shutil
 import subprocess
 import sys
 import unicodedata
@@ -12,6 +13,7 @@ from support.golden import import_transformers
 from support.models import make_sharding
 from support.trained_tokenizers import TEXTS, train_byte_level, train_sentencepiece, write_json
 
+import dflash
 from dflash.checkpoints import checkpoint
 from dflash.checkpoints.gguf import file_header, tokenizer_files
 from dflash.parallel import parameters
@@ -19,7 +21,31 @@ from dflash.text.tokenizer_loading import load_tokenizer
 
 VOCABULARIES = ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35"]
 SEPARATOR = "\n__ggml_vocab_test__\n"
-FAMILIES = ["llama3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
+# Sizes that files, or llama.cpp, cannot state otherwise.
+DELTA = {"linear_value_head_dim": 8, "num_hidden_layers": 4, "full_attention_interval": 4}
+SECTIONED = DELTA | {"head_dim": 32}  # The converter's default sections take 32 dimensions.
+WINDOWS = {"num_hidden_layers": 6, "layer_types": (*("sliding_attention",) * 5, "full_attention")}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
+# Family and sizes by llama.cpp's name of the architecture.
+CASES = {
+    "llama": ("llama3", {}),
+    "gemma3": ("gemma3_text", WINDOWS | {"final_logit_softcapping": 5.0}),
+    "qwen2": ("qwen2", {"head_dim": 8}),
+    "qwen3": ("qwen3", {}),
+    "qwen3moe": ("qwen3_moe", {}),
+    "smollm3": ("smollm3", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "qwen3next": ("qwen3_next", DELTA),
+    "qwen35": ("qwen3_5_text", SECTIONED),
+    "qwen35moe": ("qwen3_5_text", SECTIONED | EXPERTS),
+}
+SENTENCEPIECE = {"llama": True, "gemma3": False}  # Whether it adds a space before texts.
+PROMPT = [*range(40, 60)]  # Longer than the windows.
 # Names the pre-tokenizer of a trained tokenizer, which the converter knows by a hash of ids.
 CONVERTER = """
 import runpy, sys
@@ -55,6 +81,7 @@ def test_ids_are_those_of_the_vocabulary(tmp_path, vocabularies, name):
 @pytest.fixture(scope="module")
 def converter(tmp_path_factory):
     import_transformers()
+    pytest.importorskip("xllamacpp", reason="pip install 'dflash-jax[parity]'")
     directory = tmp_path_factory.mktemp("llama.cpp")
     for folder in ("", "conversion", "gguf-py/gguf"):
         (directory / folder).mkdir(parents=True, exist_ok=True)
@@ -63,20 +90,27 @@ def converter(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_converted_model_is_its_source(tmp_path, monkeypatch, converter, family):
+@pytest.mark.parametrize("name", CASES)
+def test_a_converted_model_is_its_source(tmp_path, monkeypatch, converter, name):
+    """So are its tokens, and llama.cpp decodes it as we do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source, file = tmp_path / "m", tmp_path / "m.gguf"
-    kind, arch = gguf_files.make_model(source, family, vocab_size=384)
-    if family == "llama3":
-        train_sentencepiece(source, add_dummy_prefix=True)
+    source, file, words = (tmp_path / name for name in ("m", "m.gguf", "words"))
+    words.mkdir()
+    if name in SENTENCEPIECE:
+        train_sentencepiece(words, add_dummy_prefix=SENTENCEPIECE[name])
         config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     else:
-        train_byte_level(source)
+        train_byte_level(words)
         config = {"eos_token": "<|im_end|>"}
-    write_json(source / "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"} | config)
+    write_json(words / "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"} | config)
+    family, sizes = CASES[name]
+    # Gemma's converter drops rows beyond the tokenizer.
+    rows = load_tokenizer(words).vocab_size if name == "gemma3" else 384
+    kind, arch = gguf_files.make_model(source, family, vocab_size=rows, **sizes)
+    shutil.copytree(words, source, dirs_exist_ok=True)
     command = [sys.executable, "-c", CONVERTER, str(converter / "convert_hf_to_gguf.py")]
     command += [str(source), f"--outfile={file}", "--outtype=f32"]
+    command += ["--no-mtp"] if DELTA.items() <= sizes.items() else []
     path = {"PYTHONPATH": f"{converter}:{converter / 'gguf-py'}"}
     run = subprocess.run(command, capture_output=True, text=True, env=path, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -90,6 +124,25 @@ def test_a_converted_model_is_its_source(tmp_path, monkeypatch, converter, famil
     tokenizers = load_tokenizer(source), load_tokenizer(directory)
     for text in (*TEXTS, "<|im_end|>", "▁"):
         assert len({json.dumps(tokenizer.encode(text)) for tokenizer in tokenizers}) == 1, text
+    # llama.cpp reads GELU from a table of 16-bit floats.
+    _check_decoding(file, rows, tolerance=5e-3 if name == "gemma3" else 5e-4)
+
+
+def _check_decoding(file, num_tokens, tolerance):
+    """Compares greedy tokens and the log-probabilities of the likeliest with llama.cpp's."""
+    sampling = dflash.Sampling(temperature=0, max_tokens=12, logprobs=20, ignore_eos=True)
+    llm = dflash.LLM(None, "dtype=float32", "drafter.name=none", target=file)
+    (completion,) = llm.generate([PROMPT], sampling)
+    ids = list(completion.token_ids)
+    prompts = [PROMPT + ids[:count] for count in range(len(ids))]
+    answers = llama_cpp.next_tokens(file, prompts, num_tokens)
+    ends = llm.target.arch.eos_token_id
+    assert [token for tokens, _ in answers for token in tokens or ends] == ids
+    compared = [pair for pair in zip(completion.logprobs, answers, strict=True) if pair[1][1]]
+    assert compared
+    for ours, (_, theirs) in compared:
+        expected = [theirs[token] for token in ours.top_ids]
+        np.testing.assert_allclose(ours.top_logprobs, expected, atol=tolerance)
 
 
 def _parameters(directory, kind):
