@@ -69,7 +69,8 @@ def _serve(command: cli.Command) -> int:
     job = jobs.prepare_models(config, dry=dry, date=None if dry else dates.find(None))
     job = job.with_room().with_adapters(config.serve.adapters)
     if dry:
-        print("\n".join([*job.plan().lines(), *job.notes()]))
+        plan = job.plan(grammars=config.serve.grammars)
+        print("\n".join([*plan.lines(), *job.notes()]))
         return 0
     if jax.process_index() > 0:
         return server.follow(Backend(job, config, Display.silent()))

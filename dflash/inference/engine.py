@@ -398,8 +398,7 @@ class Engine:
           grammars: Include the programs of sequences with grammars.
           greedy: Compile only the programs for greedy requests; see `generate`.
         """
-        needs = {"grammars": grammars, "greedy": greedy}
-        names = program_table.names(self.shapes, prompt_lengths, **needs)
+        names = self.program_names(prompt_lengths, grammars=grammars, greedy=greedy)
         self._programs.compile_all(self._programs.missing(names), progress)
 
     @property
@@ -411,9 +410,9 @@ class Engine:
         """Measures cycles of each number of rows, unless that was done or there is no choice."""
         self._measured()
 
-    def program_names(self, prompt_lengths: Iterable[int], *, greedy: bool = False) -> list[tuple]:
+    def program_names(self, prompt_lengths: Iterable[int], **needs: bool) -> list[tuple]:
         """Returns the names of the programs that prompts need; see `compile`."""
-        return program_table.names(self.shapes, prompt_lengths, greedy=greedy)
+        return program_table.names(self.shapes, prompt_lengths, **needs)
 
     def abstract_state(self) -> DecodeState:
         """Returns the shapes, dtypes and shardings of the state, without allocating it."""

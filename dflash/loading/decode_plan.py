@@ -55,9 +55,13 @@ class Plan:
 
 
 def make_plan(
-    engine: Engine, target: nnx.Module, drafter: nnx.Module, prompt_lengths: Sequence[int]
+    engine: Engine, target: nnx.Module, drafter: nnx.Module, programs: Sequence[tuple]
 ) -> Plan:
-    """Returns the plan of a run by an engine, whose models may be abstract."""
+    """Returns the plan of a run by an engine, whose models may be abstract.
+
+    Args:
+      programs: Names of the programs to be compiled; see `Engine.program_names`.
+    """
     state = engine.abstract_state()
     cache = state.cache
     recurrent = {"recurrent state": measure(cache.states)} if cache.states else {}
@@ -81,10 +85,7 @@ def make_plan(
         },
         drafter_devices=drafter_devices,
         drafter_memory=beside,
-        programs=tuple(
-            " ".join(map(str, name))
-            for name in engine.program_names(prompt_lengths, greedy=engine.is_greedy)
-        ),
+        programs=tuple(" ".join(map(str, name)) for name in programs),
     )
 
 

@@ -231,12 +231,18 @@ class Job:
             )
         return lines
 
-    def plan(self) -> decode_plan.Plan:
-        """Returns the plan of the run, whose weights are abstract: its memory and programs."""
+    def plan(self, **needs: bool) -> decode_plan.Plan:
+        """Returns the plan of the run, whose weights are abstract: its memory and programs.
+
+        Args:
+          **needs: Options of `Engine.program_names`; by default those of the config's own requests.
+        """
         self.drafter.tabulate(self.target)
         lengths = [len(prompt.ids) for prompt in self.prompts]
         lengths = lengths or [max(1, self.max_length - self.config.decode.max_new_tokens)]
-        return decode_plan.make_plan(self.engine(), self.target, self.drafter, lengths)
+        engine = self.engine()
+        programs = engine.program_names(lengths, **(needs or {"greedy": engine.is_greedy}))
+        return decode_plan.make_plan(engine, self.target, self.drafter, programs)
 
 
 def target_key(config: DecodeRun) -> str:

@@ -48,6 +48,13 @@ def test_quantized_weights_are_planned_without_devices():
     assert quantized["target weights"].total_bytes < plain["target weights"].total_bytes
 
 
+def test_a_server_compiles_programs_for_any_request():
+    job = prepared()
+    own, served = job.plan().programs, job.plan(grammars=True).programs
+    assert "generate_greedy" in own
+    assert {"generate", "draft", "conclude"} <= {*served} - {*own}
+
+
 def test_a_drafter_of_its_own_devices_is_planned_apart():
     beside, together = prepared("drafter.overlap=ssd", "drafter.devices=2"), prepared()
     plan = beside.plan()
