@@ -83,28 +83,23 @@ def check(reference: str, *, weights: bool) -> None:
     if not is_remote(reference):
         directory = resolve(reference)
         read_config(directory)
-        if weights and layout(directory) in ("hf", "gguf"):
+        if weights:
+            layout(directory)
             stored_tensors(directory)  # Headers tell whether the files are complete.
 
 
 def stored_tensors(directory: pathlib.Path) -> "dict[str, StoredTensor]":
-    """Returns the tensors of a checkpoint that is no native one, by name, without reading any."""
+    """Returns the tensors of safetensors or a GGUF file, by name, without reading any.
+
+    It is empty for other layouts.
+    """
     # Imported late, since --help does not need safetensors.
     from dflash.checkpoints import safetensors_header
     from dflash.checkpoints.gguf import hf_tensors
 
-    if layout(directory) == "gguf":
-        return hf_tensors.read_tensors(directory)
-    return safetensors_header.read_headers(directory)
-
-
-def check_tensors(module: "nnx.Module", directory: pathlib.Path) -> None:
-    """Checks that safetensors, if there are any, fit an abstract module, by their headers alone."""
-    from dflash.checkpoints import safetensors_header, safetensors_io
-
-    listing = safetensors_header.source_of(directory)
-    if listing.exists():
-        safetensors_io.find_tensors(module, safetensors_header.read_headers(directory), listing)
+    if safetensors_header.source_of(directory).exists():
+        return safetensors_header.read_headers(directory)
+    return hf_tensors.read_tensors(directory) if (directory / GGUF_FILE).exists() else {}
 
 
 def layout(directory: pathlib.Path) -> Layout:

@@ -5,6 +5,7 @@ and memory.
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 import typing
@@ -20,11 +21,12 @@ from dflash.checkpoints import (
     files,
     hf_config,
     lora,
-    safetensors_header,
+    safetensors_io,
     weight_formats,
 )
 from dflash.checkpoints.gguf import hf_tensors, stored_values
 from dflash.checkpoints.lora import Adapter
+from dflash.checkpoints.safetensors_header import StoredTensor
 from dflash.config import registry, schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.drafters.autoregressive_config import AutoregressiveConfig
@@ -58,6 +60,11 @@ class Source:
     seed: int
     adapter: Adapter | None = None
     is_dry: bool = False
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Tensors of safetensors or a GGUF file, by name; empty for others and random weights."""
+        return {} if self.directory is None else checkpoint.stored_tensors(self.directory)
 
 
 def find_target(config: TargetConfig, *, download: bool = True) -> Source:
@@ -162,9 +169,9 @@ def build_drafter(
 
 def _with_tensors(source: Source) -> Mapping[str, Any] | None:
     """Returns config.json with the field that a tensor's name states; raises if it is a pickle."""
-    if source.hf is None or not safetensors_header.source_of(source.directory).exists():
-        return source.hf
-    if _MASK_EMBEDDING in safetensors_header.read_headers(source.directory):
+    if source.hf is None:
+        return None
+    if _MASK_EMBEDDING in source.tensors:
         return {**source.hf, _MASK_EMBEDDING: True}
     pickle = source.directory / f"{_MASK_EMBEDDING}.pt"
     if pickle.exists():
@@ -188,28 +195,21 @@ def _quantize(model: nnx.Module, source: Source, scheme: str | None, group: str)
         _keep_q8_0(module, source, group)
         return
     if stored is not None:
-        quantization.follow(module, checkpoint.stored_tensors(source.directory), stored)
-    if source.is_dry and source.directory is not None:
-        checkpoint.check_tensors(module, source.directory)
+        quantization.follow(module, source.tensors, stored)
+    if source.is_dry and source.tensors:
+        safetensors_io.find_tensors(module, source.tensors, source.directory)
     quantization.quantize(module, scheme)
 
 
 def _keep_q8_0(model: nnx.Module, source: Source, group: str) -> None:
     """Declares as quantized those projections that a GGUF file stores in Q8_0."""
-    place = "random weights" if source.directory is None else source.directory
-    if source.directory is None or checkpoint.layout(source.directory) != "gguf":
-        raise errors.ConfigError(
-            f"{group}.quantization: q8_0 keeps tensors of a GGUF file, which {place} is not; take "
-            "int8, or give a GGUF file"
-        )
-    tensors = hf_tensors.read_tensors(source.directory)
-    in_eight_bits = hf_tensors.in_eight_bits(tensors, tensors)
+    in_eight_bits = hf_tensors.in_eight_bits(source.tensors, source.tensors)
     quantization.follow(model, in_eight_bits, stored_values.Q8_0_FORMAT)
     if all(kernel.format is None for _, kernel in quantization.projections(model)):
-        file = next(iter(tensors.values())).file
+        place = "random weights have" if source.directory is None else f"{source.directory} has"
         raise errors.ConfigError(
-            f"{group}.quantization: q8_0, but {file} has no projection in Q8_0; leave it out, or "
-            "take int8"
+            f"{group}.quantization: q8_0 keeps the projections of a GGUF file in Q8_0, and {place} "
+            "none; leave it out, or take int8"
         )
 
 

@@ -1,6 +1,7 @@
 """JSONL files: reading of lines, checks of their fields, and error messages about them."""
 
 import codecs
+import dataclasses
 import itertools
 import json
 import math
@@ -20,12 +21,30 @@ EMPTY = (None, "", [], {})  # values of fields that mean the same as no field
 PLAIN_FIELDS = frozenset(("role", "content", "name"))  # of messages without calls or reasoning
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
 ASKING = ("system", "developer", "user")  # roles whose messages must have a content
+PROMPT_KINDS = ("prompt", "messages", "turns", "prompt_ids")
+LATER_TURNS = "later turns"  # internal field of a conversation; no JSONL field has this name
 _VARIABLES = ("tools", "documents")  # fields of a line that chat templates know
 # Fields of lines and messages that hold other inputs than text.
 _MEDIA = (
     *("image", "images", "image_url", "image_urls"),
     *("video", "videos", "video_url", "audio", "audios", "input_audio"),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLine:
+    """Checked prompt of a line, which has either ids, text or messages.
+
+    Attributes:
+      later_turns: Further messages of the user, each of which follows an answer of the model.
+      variables: Variables of the chat template, such as "tools".
+    """
+
+    ids: tuple[int, ...] | None = None
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    later_turns: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def entries(file: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
@@ -154,6 +173,29 @@ def place_of(path: Iterable[str | int]) -> str:
     """Returns the place of a value, such as "messages[0].role", from its keys and indices."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return "".join(parts).removeprefix(".")
+
+
+def check_prompt(fields: Mapping[str, Any]) -> PromptLine:
+    """Checks the fields of a prompt, of which exactly one is among `PROMPT_KINDS`."""
+    check_no_media(fields)
+    kinds = [kind for kind in PROMPT_KINDS if kind in fields]
+    if len(kinds) != 1:
+        present = " and ".join(kinds) if kinds else "none of them"
+        raise errors.InputError(
+            f"expected exactly one of {', '.join(PROMPT_KINDS)}; found {present}"
+        )
+    value, variables = fields[kinds[0]], check_variables(fields)
+    if "prompt_ids" in fields:
+        return PromptLine(ids=check_ids(value))
+    if "prompt" in fields:
+        return PromptLine(text=check_text(value), variables=variables)
+    if "messages" in fields:
+        later = tuple(fields.get(LATER_TURNS, ()))
+        return PromptLine(None, None, check_messages(value), later, variables)
+    if not isinstance(value, list) or not value:
+        raise errors.InputError(f"turns: expected a list of texts, not {quote(value)}")
+    first, *later = (check_text(turn, f"turns[{place}]") for place, turn in enumerate(value))
+    return PromptLine(None, None, ({"role": "user", "content": first},), tuple(later), variables)
 
 
 def check_text(value: Any, what: str = "prompt") -> str:

@@ -16,8 +16,6 @@ from dflash.text import jsonl
 from dflash.text import tokenizer as tokenizer_lib
 from dflash.text.chat_template import Messages
 
-_LATER_TURNS = "later turns"  # internal field of an entry; no JSONL field has this name
-KINDS = ("prompt", "messages", "turns", "prompt_ids")
 # Prompt of a program: a text, token ids, or the messages of a conversation.
 Value = str | Iterable[int] | Iterable[Mapping[str, Any]]
 # An entry is the place of a prompt and a function that reads it as the fields of a JSONL line. Only
@@ -218,7 +216,7 @@ def _conversation_entries(
 ) -> _Entries:
     pairs = itertools.zip_longest(conversations, later_turns, fillvalue=())
     for index, (messages, later) in enumerate(pairs):
-        fields = {"messages": list(messages), _LATER_TURNS: tuple(later)}
+        fields = {"messages": list(messages), jsonl.LATER_TURNS: tuple(later)}
         yield f"{name}[{index}]", lambda fields=fields: fields
 
 
@@ -240,44 +238,30 @@ def _make_prompt(
     drop_answer: bool = False,
 ) -> Prompt:
     """Checks and tokenizes an entry; the caller sets index and source."""
-    jsonl.check_no_media(fields)
-    kinds = [kind for kind in KINDS if kind in fields]
-    if len(kinds) != 1:
-        present = " and ".join(kinds) if kinds else "none of them"
-        raise errors.InputError(f"expected exactly one of {', '.join(KINDS)}; found {present}")
-    value = fields[kinds[0]]
-    if "prompt_ids" in fields:
-        ids = jsonl.check_ids(value)
-        _check_vocabulary(ids, vocab_size, "token id")
-        return Prompt(0, ids)
-    text = jsonl.check_text(value) if "prompt" in fields else None
-    messages = jsonl.check_messages(value) if "messages" in fields else None
-    later_turns = fields.get(_LATER_TURNS, ())
-    dropped = drop_answer and ends_with_answer(fields)
-    if dropped:
-        messages = _without_answer(messages)
-    if "turns" in fields:
-        first, *later_turns = _check_turns(value)
-        messages = ({"role": "user", "content": first},)
+    line = jsonl.check_prompt(fields)
+    if line.ids is not None:
+        _check_vocabulary(line.ids, vocab_size, "token id")
+        return Prompt(0, line.ids)
     if tokenizer is None:
         raise errors.InputError("text needs a tokenizer and the target has none: give prompt_ids")
-    variables = jsonl.check_variables(fields)
+    messages = _without_answer(line.messages) if drop_answer and line.messages else line.messages
     if messages is not None:
-        ids = _encode_chat(messages, variables, tokenizer)
+        ids = _encode_chat(messages, line.variables, tokenizer)
     elif in_chat(config.chat, tokenizer):
-        ids = _encode_chat([{"role": "user", "content": text}], variables, tokenizer)
-    elif variables:
-        raise errors.InputError(f"{next(iter(variables))}: only chat templates render this field")
+        ids = _encode_chat([{"role": "user", "content": line.text}], line.variables, tokenizer)
+    elif line.variables:
+        field = next(iter(line.variables))
+        raise errors.InputError(f"{field}: only chat templates render this field")
     else:
-        ids = tuple(tokenizer.encode(text, special_tokens=config.special_tokens))
+        ids = tuple(tokenizer.encode(line.text, special_tokens=config.special_tokens))
     if not ids:
         raise errors.InputError("empty prompt: the text has no tokens")
     _check_vocabulary(ids, vocab_size, "the tokenizer does not fit the target: token id")
     return Prompt(
-        *(0, ids, text, messages),
-        later_turns=tuple(later_turns),
-        dropped_answer=dropped,
-        variables=variables,
+        *(0, ids, line.text, messages),
+        later_turns=line.later_turns,
+        dropped_answer=messages != line.messages,
+        variables=line.variables,
     )
 
 
@@ -304,12 +288,6 @@ def _without_answer(messages: Messages) -> tuple[Mapping[str, Any], ...]:
     if not end:
         raise errors.InputError("messages: expected a question, not answers alone")
     return tuple(messages[:end])
-
-
-def _check_turns(value: Any) -> list[str]:
-    if not isinstance(value, list) or not value:
-        raise errors.InputError(f"turns: expected a list of texts, not {jsonl.quote(value)}")
-    return [jsonl.check_text(turn, f"turns[{place}]") for place, turn in enumerate(value)]
 
 
 def _check_vocabulary(ids: Sequence[int], vocab_size: int, what: str) -> None:

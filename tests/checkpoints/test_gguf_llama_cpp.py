@@ -65,7 +65,7 @@ def vocabularies():
 def test_ids_are_those_of_the_vocabulary(tmp_path, vocabularies, name):
     file = tmp_path / "x.gguf"
     file.write_bytes(vocabularies[f"ggml-vocab-{name}.gguf"])
-    for path, content in tokenizer_files.files_of(file_header.read_header(file)).items():
+    for path, content in tokenizer_files.of_file(file_header.read_header(file)).files().items():
         (tmp_path / path).write_bytes(content)
     tokenizer = load_tokenizer(tmp_path)
     texts, lines = (

@@ -408,8 +408,8 @@ def test_any_metadata_are_read_or_refused_in_one_line(scaled, data):
     problem = ""
     try:
         Llama3.architecture_from_hf(architecture.config_of(header))
-        tokenizer_files.files_of(header)
-        tokenizer_files.end_ids(header)
+        tokenizer_files.of_file(header).files()
+        tokenizer_files.of_file(header).end_ids()
     except errors.CheckpointError as error:
         problem = str(error)
     assert "Traceback" not in problem
@@ -455,10 +455,8 @@ def build(file, scheme, **mesh):
 def test_what_cannot_stay_in_q8_0_is_named(tmp_path):
     gguf_files.make_model(tmp_path / "m")
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
-    for place, message in (
-        ("m", f"q8_0 keeps tensors of a GGUF file, which {tmp_path}/m is not"),
-        ("m.gguf", f"q8_0, but {tmp_path}/m.gguf has no projection in Q8_0"),
-    ):
+    for place in ("m", "m.gguf"):
         with pytest.raises(errors.ConfigError) as caught:
             build(str(tmp_path / place), "q8_0")
-        assert f"target.quantization: {message}" in str(caught.value)
+        message = "target.quantization: q8_0 keeps the projections of a GGUF file in Q8_0, and "
+        assert message in str(caught.value)

@@ -83,7 +83,7 @@ def byte_level_values(tokenizer, pre):
 def unpack(directory, values):
     """The tokenizer that the metadata describe."""
     header = GgufHeader(directory / "m.gguf", values, {})
-    for name, content in tokenizer_files.files_of(header).items():
+    for name, content in tokenizer_files.of_file(header).files().items():
         (directory / name).write_bytes(content)
     return load_tokenizer(directory, date=TODAY)
 
@@ -197,7 +197,10 @@ def test_the_unknown_token_of_sentencepiece(tmp_path, unknown, padding, ids):
     tokenizer = unpack(tmp_path, values)
     for text in TEXTS:
         assert tokenizer.encode(text) == [1, *model.encode(text)]
-    assert tokenizer_files.end_ids(GgufHeader("x", values, {})) == (2, 5)  # </s>, <|im_end|>
+    assert tokenizer_files.of_file(GgufHeader("x", values, {})).end_ids() == (
+        2,
+        5,
+    )  # </s>, <|im_end|>
     hidden = [2] if padding == 5 else [2, model.vocab_size()]
     assert tokenizer.decode([*model.encode("a"), *hidden]) == "a"
 
@@ -221,7 +224,7 @@ def test_ends_of_an_answer_are_known_by_their_spelling(control, normal, ends):
     types = [3] * len(control.split()) + [1] * len(normal.split())
     values = {"tokens": tokens, "token_type": types, "eos_token_id": 0}
     header = GgufHeader("x", {f"tokenizer.ggml.{key}": value for key, value in values.items()}, {})
-    assert [tokens[token] for token in tokenizer_files.end_ids(header)] == ends.split()
+    assert [tokens[token] for token in tokenizer_files.of_file(header).end_ids()] == ends.split()
 
 
 def test_an_end_is_a_control_token_whatever_its_type(tmp_path):

@@ -221,7 +221,7 @@ def test_a_byte_level_tokenizer_encodes_alike(tmp_path, single_digits):
 def check_alike(tmp_path, source, values):
     header = file_header.GgufHeader(tmp_path / "x.gguf", values, {})
     (tmp_path / "again").mkdir()
-    for name, content in tokenizer_files.files_of(header).items():
+    for name, content in tokenizer_files.of_file(header).files().items():
         (tmp_path / "again" / name).write_bytes(content)
     before, after = load_tokenizer(source), load_tokenizer(tmp_path / "again")
     for text in TEXTS:

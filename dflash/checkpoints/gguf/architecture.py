@@ -4,24 +4,24 @@ A prefix is the architecture of the file and a dot, as in "llama.block_count". K
 llama.cpp, gguf-py/gguf/constants.py and the converters under conversion/.
 """
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 
 from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.checkpoints.gguf import families, file_header
-from dflash.checkpoints.gguf.families import FAMILIES, Family
-from dflash.checkpoints.gguf.file_header import GgufHeader
+from dflash.checkpoints.gguf.families import FAMILIES, ROTATED, Family, FamilyKeys
+from dflash.checkpoints.gguf.file_header import GgufHeader, key_of
 from dflash.storage.files import view
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 ARCHITECTURE = "general.architecture"
 DRAFTER = "dflash"  # Architecture of block drafters; see block_drafter.py.
-_DEFAULT_THETA = 10_000.0
 # Llama 3's scaling of rotary frequencies is stored as divisors of the frequencies only.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -29,35 +29,54 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _MAX_DEVIATION = 1e-4  # Relative; divisors are stored in float32.
-
-_INTEGERS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-}
-_EPSILON = "attention.layer_norm_rms_epsilon"
-_ELSEWHERE = {  # Keys that are read one by one below, or describe what other keys state.
-    *("attention.head_count_kv", "attention.key_length", "attention.value_length", _EPSILON),
-    *("vocab_size", "tensor_data_layout", "rope.dimension_count", "rope.freq_base"),
-    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-    "rope.scaling.finetuned",
-}
-_ROTATED = "rope.dimension_count"
-_SCALING, _UNSCALED, _LLAMA3_NAME = "rope.scaling.", "none", "llama3"
-_YARN = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-_SCALED = {"yarn": _YARN, "linear": {"factor": "factor"}}
-_SCALING_TYPES = {"factor": float, "original_max_position_embeddings": int}
+_UNSCALED, _LLAMA3_NAME = "none", "llama3"
+# Keys that state again what others do.
+_IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "feed_forward_length"}
 _NEUTRAL = {
     **{"expert_count": 0, "expert_used_count": 0, "rope.scale_linear": 1.0},
     **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0},
 }
 
+Keys = TypeVar("Keys", bound=FamilyKeys)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DecoderKeys:
+    """Metadata that targets and drafters share, by fields of config.json where it has them."""
+
+    num_hidden_layers: Annotated[int, "block_count"]
+    max_position_embeddings: Annotated[int, "context_length"]
+    hidden_size: Annotated[int, "embedding_length"]
+    num_attention_heads: Annotated[int, "attention.head_count"]
+    num_key_value_heads: Annotated[int | None, "attention.head_count_kv"] = None
+    rms_norm_eps: Annotated[float, "attention.layer_norm_rms_epsilon"]
+    head_dim: Annotated[int | None, "attention.key_length"] = None
+    value_dim: Annotated[int | None, "attention.value_length"] = None
+    rotated_dim: Annotated[int | None, ROTATED] = None
+    rope_theta: Annotated[float, "rope.freq_base"] = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ScalingKeys:
+    rope_type: Annotated[str, "rope.scaling.type"] = _UNSCALED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LinearKeys(_ScalingKeys):
+    factor: Annotated[float, "rope.scaling.factor"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _YarnKeys(_LinearKeys):
+    original_max_position_embeddings: Annotated[int, "rope.scaling.original_context_length"]
+
+
+_SCALED = {"yarn": _YarnKeys, "linear": _LinearKeys}
+
 
 def family_of(header: GgufHeader) -> Family:
     """Returns the family of a file."""
-    name = header.require(ARCHITECTURE, str)
+    name = str(header.metadata.get(ARCHITECTURE))
     if name not in FAMILIES:
         raise errors.CheckpointError(
             f"{header.file}: architecture {name!r} is not supported, only "
@@ -68,48 +87,58 @@ def family_of(header: GgufHeader) -> Family:
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """Returns the contents of a config.json for the model in a file."""
-    family = family_of(header)
-    prefix = header.metadata[ARCHITECTURE] + "."
-    check_known(header, prefix, {*family.fields, *family.own_keys})
-    config = decoder_of(header, prefix)
-    if _ROTATED not in family.own_keys:
-        _check_size(header, prefix + _ROTATED, config["head_dim"])
-    for key, name in family.fields.items():
-        config[name] = header.require(prefix + key, int)
-    if ROPE_FACTORS in header.tensors:
-        config["rope_scaling"] = _llama3_scaling(header, config)
-    else:
-        config["rope_scaling"] = stated_scaling(header, prefix)
-    family_fields = family.own(header, prefix, config)
+    family, prefix = family_of(header), f"{header.metadata[ARCHITECTURE]}."
+    config, keys = decoder_of(header, prefix, family.keys)
+    if EMBEDDING not in header.tensors:
+        raise errors.CheckpointError(f"{header.file}: the tensor {EMBEDDING!r} is missing")
+    try:
+        family_fields = keys.fields(header, config)
+    except ValueError as error:
+        raise file_header.unsupported(header.file, f"{prefix}{error}") from error
     return {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
         **config,
-        "vocab_size": _num_rows(header),
+        "vocab_size": header.tensors[EMBEDDING].shape[0],
         "tie_word_embeddings": HEAD not in header.tensors,
         **family.implied,
         **family_fields,
     }
 
 
-def decoder_of(header: GgufHeader, prefix: str) -> dict[str, Any]:
-    """Returns the fields of config.json that targets and drafters share, but rotary scaling."""
-    config: dict[str, Any] = {
+def decoder_of(header: GgufHeader, prefix: str, schema: type[Keys]) -> tuple[dict[str, Any], Keys]:
+    """Returns the fields of config.json that targets and drafters share, and the other metadata.
+
+    Args:
+      schema: Dataclass of the other metadata.
+    Raises:
+      CheckpointError: An option in the file is missing, unknown, or not supported.
+    """
+    shared, further = header.read(_DecoderKeys, prefix), header.read(schema, prefix)
+    further_keys = _keys_of(schema)
+    _check_known(header, prefix, further_keys | _keys_of(_DecoderKeys) | _keys_of(_YarnKeys))
+    heads, theta = shared.num_attention_heads, shared.rope_theta
+    for name, value in (("attention.head_count", heads), ("rope.freq_base", theta)):
+        if value < 1:
+            raise file_header.unsupported(header.file, f"{prefix}{name} is {value}")
+    size = shared.hidden_size // heads if shared.head_dim is None else shared.head_dim
+    _check_head_sizes(header, prefix, shared, size, rotates_all=ROTATED not in further_keys)
+    config = vars(shared) | {
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": "float32",
+        "rms_norm_eps": families.shortest(shared.rms_norm_eps),
+        "num_key_value_heads": heads if (count := shared.num_key_value_heads) is None else count,
+        "head_dim": size,
+        "rope_theta": families.shortest(theta),
     }
-    for key, name in _INTEGERS.items():
-        # Models without dense layers may state the width of their experts only.
-        by_experts = prefix + f"expert_{key}"
-        is_stated = prefix + key in header.metadata or by_experts not in header.metadata
-        config[name] = header.require(prefix + key if is_stated else by_experts, int)
-    config["rms_norm_eps"] = families.shortest(header.require(prefix + _EPSILON, float))
-    heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = header.get(prefix + "attention.head_count_kv", int, heads)
-    config["head_dim"] = _head_dim(header, prefix, config["hidden_size"], heads)
-    config["rope_theta"] = _theta(header, prefix + "rope.freq_base")
-    return config
+    if ROPE_FACTORS in header.tensors:
+        return config | {"rope_scaling": _llama3_scaling(header, config)}, further
+    return config | {"rope_scaling": _stated_scaling(header, prefix)}, further
+
+
+def _keys_of(schema: type) -> set[str]:
+    return {key_of(field) for field in dataclasses.fields(schema)}
 
 
 def written_family(config: Mapping[str, Any]) -> tuple[str, Family]:
@@ -133,36 +162,34 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     prefix = name + "."
     return {
         ARCHITECTURE: name,
-        **decoder_metadata(config, prefix),
-        **{prefix + key: config[field] for key, field in family.fields.items()},
-        prefix + "rope.dimension_count": config["head_dim"],
+        **decoder_metadata(config, prefix, family.keys),
+        prefix + ROTATED: config["head_dim"],
         prefix + "vocab_size": config["vocab_size"],
     }
 
 
-def decoder_metadata(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Returns the metadata that targets and drafters share; see `metadata_of`."""
-    values = {prefix + key: config[field] for key, field in _INTEGERS.items()} | {
-        prefix + _EPSILON: float(config["rms_norm_eps"]),
-        prefix + "attention.head_count_kv": config["num_key_value_heads"],
-        prefix + "attention.key_length": config["head_dim"],
-        prefix + "attention.value_length": config["head_dim"],
-        prefix + "rope.freq_base": float(config["rope_theta"]),
-    }
+def decoder_metadata(
+    config: Mapping[str, Any], prefix: str, schema: type[FamilyKeys] = FamilyKeys
+) -> dict[str, Any]:
+    """Returns the metadata that targets and drafters share, and those of `schema`."""
+    fields = *dataclasses.fields(_DecoderKeys), *dataclasses.fields(schema)
+    values = {key_of(field): config[field.name] for field in fields if field.name in config}
+    values["attention.value_length"] = config["head_dim"]
+    for name in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
+        values[name] = float(values[name])
     scaling = config["rope_scaling"]
-    if scaling is None or scaling["rope_type"] == _LLAMA3_NAME:
-        return values
-    for field in scaling.keys() - {"rope_type", *_YARN.values()}:
+    if scaling is not None and scaling["rope_type"] != _LLAMA3_NAME:
+        values |= _scaling_metadata(scaling)
+    return {prefix + name: value for name, value in values.items()}
+
+
+def _scaling_metadata(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name: key_of(field) for field in dataclasses.fields(_YarnKeys)}
+    for field in scaling.keys() - names.keys():
         raise errors.CheckpointError(
             f"config.json: rope_scaling: {field} cannot be written to a GGUF file"
         )
-    return values | {
-        f"{prefix}{_SCALING}type": scaling["rope_type"],
-        **{
-            f"{prefix}{_SCALING}{key}": scaling[field]
-            for key, field in _SCALED[scaling["rope_type"]].items()
-        },
-    }
+    return {names[field]: value for field, value in scaling.items()}
 
 
 def rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
@@ -173,9 +200,8 @@ def rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
     return np.array(_divisors(config, scaling), np.float32)
 
 
-def check_known(header: GgufHeader, prefix: str, family_keys: Collection[str]) -> None:
-    """Checks that options in the file are common ones, or `family_keys` without the prefix."""
-    known = {*_INTEGERS, *family_keys, *_ELSEWHERE}
+def _check_known(header: GgufHeader, prefix: str, known: Collection[str]) -> None:
+    """Checks that options in the file, without the prefix, are known ones, or change nothing."""
     options = {
         key.removeprefix(prefix): value
         for key, value in header.metadata.items()
@@ -184,7 +210,7 @@ def check_known(header: GgufHeader, prefix: str, family_keys: Collection[str]) -
     unknown = [
         f"{prefix}{key}={value!s:.40}"
         for key, value in options.items()
-        if key not in known and value != _NEUTRAL.get(key)
+        if key not in known and key not in _IGNORED and value != _NEUTRAL.get(key)
     ]
     if unknown:
         raise errors.CheckpointError(
@@ -192,52 +218,33 @@ def check_known(header: GgufHeader, prefix: str, family_keys: Collection[str]) -
         )
 
 
-def _theta(header: GgufHeader, key: str) -> float:
-    theta = header.get(key, float, _DEFAULT_THETA)
-    if theta < 1:
-        raise file_header.unsupported(header.file, f"{key} is {theta}")
-    return families.shortest(theta)
-
-
-def _head_dim(header: GgufHeader, prefix: str, width: int, heads: int) -> int:
-    if heads < 1:
-        raise file_header.unsupported(header.file, f"{prefix}attention.head_count is {heads}")
-    size = header.get(prefix + "attention.key_length", int, width // heads)
+def _check_head_sizes(
+    header: GgufHeader, prefix: str, decoder: _DecoderKeys, size: int, *, rotates_all: bool
+) -> None:
+    """Raises unless keys, values and, with `rotates_all`, rotated parts of heads have one size."""
     if size < 1:
         raise file_header.unsupported(header.file, f"{prefix}attention.key_length is {size}")
-    _check_size(header, prefix + "attention.value_length", size)
-    return size
+    sizes = {"attention.value_length": decoder.value_dim}
+    if rotates_all:
+        sizes[ROTATED] = decoder.rotated_dim
+    for name, value in sizes.items():
+        if value not in (None, size):
+            raise errors.CheckpointError(
+                f"{header.file}: {prefix}{name}: {value} is not supported with heads of {size}"
+            )
 
 
-def _check_size(header: GgufHeader, key: str, size: int) -> None:
-    value = header.get(key, int, size)
-    if value != size:
-        raise errors.CheckpointError(
-            f"{header.file}: {key}: {value} is not supported with heads of {size}"
-        )
-
-
-def _num_rows(header: GgufHeader) -> int:
-    if EMBEDDING not in header.tensors:
-        raise errors.CheckpointError(f"{header.file}: the tensor {EMBEDDING!r} is missing")
-    return header.tensors[EMBEDDING].shape[0]
-
-
-def stated_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
+def _stated_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
     """Returns `rope_scaling` of config.json that the metadata state; None without scaling."""
-    kind = header.get(f"{prefix}{_SCALING}type", str, _UNSCALED)
+    kind = header.read(_ScalingKeys, prefix).rope_type
     if kind == _UNSCALED:
         return None
     if kind not in _SCALED:
         raise errors.CheckpointError(
-            f"{header.file}: {prefix}{_SCALING}type: {kind!r} is not supported, only "
+            f"{header.file}: {prefix}rope.scaling.type: {kind!r} is not supported, only "
             f"{' and '.join(map(repr, _SCALED))}"
         )
-    fields = {
-        field: header.require(f"{prefix}{_SCALING}{key}", _SCALING_TYPES[field])
-        for key, field in _SCALED[kind].items()
-    }
-    return {"rope_type": kind, **fields}
+    return dict(vars(header.read(_SCALED[kind], prefix)))
 
 
 def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,15 @@ file names the inputs of layers: input n is the output of layer n - 1.
 Source: llama.cpp, src/models/dflash.cpp and the converters under conversion/.
 """
 
+import dataclasses
+import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.checkpoints.gguf import architecture, families, file_header
+from dflash.checkpoints.gguf.families import ROTATED, FamilyKeys
 from dflash.checkpoints.gguf.file_header import GgufHeader
 
 DRAFT_IDS = "d2t"  # Tensor with the target token of each draft token.
@@ -20,20 +23,13 @@ DRAFT_CODES = "selector_successor.weight"
 DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"
 HF_CLASSES = DFLASH, DFLASH2, DSPARK
 
-_PREFIX = architecture.DRAFTER + "."
-_MASK, _TOKENS = "tokenizer.ggml.mask_token_id", "tokenizer.ggml.tokens"
-_BLOCK_SIZE, _TAPS = _PREFIX + "block_size", _PREFIX + "target_layers"
-_CAUSAL, _VALUE_SCALE = _PREFIX + "attention.causal", _PREFIX + "attention.value_scale"
-_WINDOW = _PREFIX + "attention.sliding_window"
+_PREFIX, _TOKENIZER = architecture.DRAFTER + ".", "tokenizer.ggml."
+_BLOCK_SIZE, _TAPS, _FROM_ANCHOR = "block_size", "target_layers", "sample_from_anchor"
+_WINDOW = "attention.sliding_window"
 _PATTERN = _WINDOW + "_pattern"
-_ROTATED = _PREFIX + "rope.dimension_count"
-_SECTIONS = _PREFIX + "rope.dimension_sections"  # Of positions in images; texts need none.
-_FROM_ANCHOR, _CONFIDENCE = _PREFIX + "sample_from_anchor", _PREFIX + "has_confidence_head"
+_CAUSAL, _VALUE_SCALE = "attention.causal", "attention.value_scale"
+_CONFIDENCE = "has_confidence_head"
 _DFLASH2_FIELDS = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
-_KEYS = {
-    *(_BLOCK_SIZE, _TAPS, _CAUSAL, _VALUE_SCALE, _WINDOW, _PATTERN, _SECTIONS, _FROM_ANCHOR),
-    *(_CONFIDENCE, *(_PREFIX + name for name in _DFLASH2_FIELDS)),
-}
 _GROUP = "dflash_config"
 # Fields that llama.cpp lacks.
 _UNKNOWN = (
@@ -43,35 +39,68 @@ _UNKNOWN = (
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Keys(FamilyKeys):
+    block_size: int
+    target_layers: list
+    is_causal: Annotated[bool, _CAUSAL] = False
+    attention_value_scale: Annotated[float, _VALUE_SCALE] = 1.0
+    window: Annotated[int, _WINDOW] = 0
+    window_pattern: Annotated[list | None, _PATTERN] = None
+    rotated_dim: Annotated[int | None, ROTATED] = None
+    rope_sections: Annotated[Any, "rope.dimension_sections"] = None  # Of positions in images.
+    sample_from_anchor: bool = False
+    has_confidence_head: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Dflash2Keys(_Keys):
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TokenizerKeys:
+    tokens: list
+    mask_token_id: int
+
+
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """Returns the contents of a config.json for the drafter in a file."""
-    architecture.check_known(header, _PREFIX, {key.removeprefix(_PREFIX) for key in _KEYS})
-    decoder = architecture.decoder_of(header, _PREFIX)
-    causal = header.get(_CAUSAL, bool, False)
+    is_dflash2 = "selector_hidden.weight" in header.tensors
+    schema = _Dflash2Keys if is_dflash2 else _Keys
+    decoder, keys = architecture.decoder_of(header, _PREFIX, schema)
+    words = header.read(_TokenizerKeys, _TOKENIZER)
+    size = decoder["head_dim"]
+    rotated = size if keys.rotated_dim is None else keys.rotated_dim
     config = decoder | {
+        "intermediate_size": keys.intermediate_size,
         "model_type": "qwen3",
-        "vocab_size": len(header.require(_TOKENS, list)),
-        "rope_scaling": architecture.stated_scaling(header, _PREFIX),
-        "block_size": header.require(_BLOCK_SIZE, int),
-        **_windows(header, decoder["num_hidden_layers"]),
-        "partial_rotary_factor": families.rotated_part(
-            header.get(_ROTATED, int, decoder["head_dim"]), decoder["head_dim"]
-        ),
+        "vocab_size": len(words.tokens),
+        "block_size": keys.block_size,
+        **_windows(header.file, keys, decoder["num_hidden_layers"]),
+        "partial_rotary_factor": families.rotated_part(rotated, size),
         "attention_sink_bias": "blk.0.attn_sinks.weight" in header.tensors,
-        "attention_value_scale": header.get(_VALUE_SCALE, float, 1.0),
+        "attention_value_scale": keys.attention_value_scale,
     }
-    block = {"mask_token_id": header.require(_MASK, int), "target_layer_ids": _tapped(header)}
-    if "markov_w1.weight" in header.tensors:
-        return config | block | {"is_causal": causal} | _dspark_fields(header)
-    if header.get(_FROM_ANCHOR, bool, False):
-        raise errors.CheckpointError(f"{header.file}: {_FROM_ANCHOR}: only of DSpark drafters")
-    block["causal"] = causal
+    layers = _tapped(header.file, keys.target_layers)
+    block = {"mask_token_id": words.mask_token_id, "target_layer_ids": layers}
+    is_dspark = "markov_w1.weight" in header.tensors
+    if is_dspark != keys.sample_from_anchor:
+        only = "only true is supported for" if is_dspark else "only of"
+        raise errors.CheckpointError(
+            f"{header.file}: {_PREFIX}{_FROM_ANCHOR}: {only} DSpark drafters"
+        )
+    if is_dspark:
+        return config | block | {"is_causal": keys.is_causal} | _dspark_fields(header)
+    block["causal"] = keys.is_causal
     if DRAFT_IDS in header.tensors:
         config["draft_vocab_size"] = header.tensors[DRAFT_IDS].shape[0]
-    if "selector_hidden.weight" in header.tensors:
-        fields = {name: header.require(_PREFIX + name, int) for name in _DFLASH2_FIELDS}
-        return config | {"architectures": [DFLASH2], _GROUP: block | fields}
-    return config | {"architectures": [DFLASH], _GROUP: block}
+    if is_dflash2:
+        block |= {name: getattr(keys, name) for name in _DFLASH2_FIELDS}
+    return config | {"architectures": [DFLASH2 if is_dflash2 else DFLASH], _GROUP: block}
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,14 +109,11 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in (*_UNKNOWN, "draft_vocab_size") if hf_class == DSPARK else _UNKNOWN:
         hf_config.check_only(config, name, None)
     block = config.get(_GROUP, config)
-    rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
-    values = architecture.decoder_metadata(config, _PREFIX) | {
-        architecture.ARCHITECTURE: architecture.DRAFTER,
+    values = {
         _BLOCK_SIZE: config["block_size"],
         _TAPS: [layer + 1 for layer in block["target_layer_ids"]],
         _CAUSAL: _causality(config),
-        _ROTATED: rotated,
-        _MASK: block["mask_token_id"],
+        ROTATED: int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)),
     }
     if "attention_value_scale" in config:
         values[_VALUE_SCALE] = float(config["attention_value_scale"])
@@ -95,39 +121,39 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         values[_WINDOW] = config["sliding_window"]
         values[_PATTERN] = [kind == _SLIDING for kind in config["layer_types"]]
     if hf_class == DFLASH2:
-        values |= {_PREFIX + name: block[name] for name in _DFLASH2_FIELDS}
+        values |= {name: block[name] for name in _DFLASH2_FIELDS}
     if hf_class == DSPARK:
         hf_config.check_only(config, "markov_head_type", "vanilla")
         if config["enable_confidence_head"]:
             hf_config.check_only(config, "confidence_head_with_markov", True)
         values |= {_FROM_ANCHOR: True, _CONFIDENCE: config["enable_confidence_head"]}
-    return values
+    return {
+        **architecture.decoder_metadata(config, _PREFIX),
+        **{_PREFIX + name: value for name, value in values.items()},
+        architecture.ARCHITECTURE: architecture.DRAFTER,
+        _TOKENIZER + "mask_token_id": block["mask_token_id"],
+    }
 
 
-def _tapped(header: GgufHeader) -> list[int]:
+def _tapped(file: pathlib.Path, taps: list) -> list[int]:
     """Returns the target layers whose outputs are the features."""
-    taps = header.require(_TAPS, list)
     if not taps or any(type(tap) is not int or tap < 1 for tap in taps):
-        raise file_header.unsupported(header.file, f"{_TAPS} is {taps!s:.40}")
+        raise file_header.unsupported(file, f"{_PREFIX}{_TAPS} is {taps!s:.40}")
     return [tap - 1 for tap in taps]
 
 
-def _windows(header: GgufHeader, num_layers: int) -> dict[str, Any]:
-    window = header.get(_WINDOW, int, 0)
-    if not window:
+def _windows(file: pathlib.Path, keys: _Keys, num_layers: int) -> dict[str, Any]:
+    if not keys.window:
         return {"layer_types": [_FULL] * num_layers, "sliding_window": None}
-    pattern = header.require(_PATTERN, list)
+    pattern = keys.window_pattern or []
     if len(pattern) != num_layers or any(type(slides) is not bool for slides in pattern):
-        raise file_header.unsupported(header.file, f"{_PATTERN} is not one boolean for each layer")
+        problem = f"{_PREFIX}{_PATTERN} is not one boolean for each layer"
+        raise file_header.unsupported(file, problem)
     types = [_SLIDING if slides else _FULL for slides in pattern]
-    return {"layer_types": types, "sliding_window": window}
+    return {"layer_types": types, "sliding_window": keys.window}
 
 
 def _dspark_fields(header: GgufHeader) -> dict[str, Any]:
-    if not header.get(_FROM_ANCHOR, bool, False):
-        raise errors.CheckpointError(
-            f"{header.file}: {_FROM_ANCHOR}: only true is supported for DSpark drafters"
-        )
     confident = "conf_proj.weight" in header.tensors
     return {
         "architectures": [DSPARK],

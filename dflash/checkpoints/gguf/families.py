@@ -5,12 +5,12 @@ Keys and rules: llama.cpp, gguf-py/gguf/constants.py, src/models/ and the conver
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import numpy as np
 
-from dflash.checkpoints.gguf import file_header, layouts, stored_values, tensor_names
+from dflash.checkpoints.gguf import layouts, stored_values, tensor_names
 from dflash.checkpoints.gguf.file_header import GgufHeader
 from dflash.checkpoints.gguf.layouts import LayoutOf
 from dflash.checkpoints.gguf.stored_values import Tensors
@@ -20,16 +20,25 @@ from dflash.checkpoints.gguf.tensor_names import TensorNames
 DRAFTING_LAYERS = "mtp_num_hidden_layers"
 
 Fields = Mapping[str, Any]
-Own = Callable[[GgufHeader, str, Fields], dict[str, Any]]
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_PATTERN = "attention.sliding_window_pattern"
-_WINDOW, _BASE_IN_WINDOWS = "attention.sliding_window", "rope.freq_base_swa"
-_SOFTCAP, _EXPERT_WIDTH = "final_logit_softcapping", "expert_feed_forward_length"
-_ROTATED, _INTERVAL, _INNER = "rope.dimension_count", "full_attention_interval", "ssm.inner_size"
-_MTP_LAYERS, _RECURRENT = "nextn_predict_layers", "attention.recurrent_layers"
-_GEMMA_INTERVAL, _GEMMA_27B_LAYERS = 6, 62
-_GEMMA_WINDOW_BASE = 10_000.0
+_EXPERT_SIZE, ROTATED = "expert_feed_forward_length", "rope.dimension_count"
+_GEMMA_27B_LAYERS = 62
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyKeys:
+    """Metadata that a family adds to those of all targets, by fields of config.json."""
+
+    intermediate_size: Annotated[int, "feed_forward_length"]
+
+    def fields(self, header: GgufHeader, config: Fields) -> dict[str, Any]:
+        """Returns further fields of config.json, given those that all targets have.
+
+        Raises:
+          ValueError: A value is not supported; the message begins with its key.
+        """
+        return dict(vars(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +48,8 @@ class Family:
     Attributes:
       layout: Function from a tensor's name, its shape and config.json to its `TensorLayout`.
       join: Function that joins tensors that Hugging Face's layout does not separate.
-      fields: Fields of config.json that the file states as integers, by key without the
-        architecture.
+      keys: Metadata of the family alone.
       implied: Fields of config.json that the architecture implies.
-      own: Function from the header, the architecture and a dot, and the common fields to further
-        fields of config.json.
-      own_keys: Keys that `own` reads, without the architecture.
       is_written: Whether models are written, too.
     """
 
@@ -53,10 +58,8 @@ class Family:
     names: TensorNames = tensor_names.TARGET
     layout: LayoutOf = layouts.as_stored
     join: Callable[[Tensors, Fields], Tensors] = stored_values.unchanged
-    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    keys: type[FamilyKeys] = FamilyKeys
     implied: Fields = dataclasses.field(default_factory=dict)
-    own: Own = lambda header, prefix, config: {}
-    own_keys: Collection[str] = ()
     is_written: bool = True
 
 
@@ -71,116 +74,128 @@ def rotated_part(rotated: int, head_dim: int) -> float:
     return part if int(part * head_dim) == rotated else math.nextafter(part, 2)
 
 
-def _gemma3(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
-    """Returns windows, rotary bases, and what the architecture implies by its size."""
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    window = header.get(prefix + _WINDOW, int, 0)
-    base = header.get(prefix + _BASE_IN_WINDOWS, float, _GEMMA_WINDOW_BASE)
-    softcap = header.get(prefix + _SOFTCAP, float)
-    largest = layers == _GEMMA_27B_LAYERS
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": window or None,
-        "layer_types": _pattern(header, prefix, layers) if window else [_FULL] * layers,
-        "rope_local_base_freq": shortest(base),
-        "final_logit_softcapping": None if softcap is None else shortest(softcap),
-        "query_pre_attn_scalar": config["hidden_size"] // heads if largest else config["head_dim"],
-    }
-
-
-def _pattern(header: GgufHeader, prefix: str, layers: int) -> list[str]:
-    """Returns the kinds of layers, of which the file may state the interval or each one."""
-    pattern = header.metadata.get(prefix + _PATTERN, _GEMMA_INTERVAL)
-    if type(pattern) is int and pattern > 0:
-        return _alternating(layers, pattern)
-    if not isinstance(pattern, list) or len(pattern) < layers or not {*pattern} <= {0, 1}:
-        raise file_header.unsupported(header.file, f"{prefix}{_PATTERN} is {pattern!s:.40}")
-    return [_SLIDING if slides else _FULL for slides in pattern[:layers]]
-
-
-def _gpt_oss(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
-    """Returns windows, experts, and YaRN without the rounding that no file states."""
-    scaling = config["rope_scaling"]
-    packed = any(
-        entry.kind == stored_values.MXFP4 and name.endswith("_exps.weight")
-        for name, entry in header.tensors.items()
-    )
-    return {
-        "attention_bias": True,
-        "layer_types": _alternating(config["num_hidden_layers"], 2),
-        "intermediate_size": header.require(prefix + _EXPERT_WIDTH, int),
-        "rope_scaling": {**scaling, "truncate": False} if scaling else {"rope_type": "default"},
-        **({"quantization_config": {"quant_method": "mxfp4"}} if packed else {}),
-    }
-
-
-def _hybrid(header: GgufHeader, prefix: str, config: Fields) -> dict[str, Any]:
-    """Returns linear attention, partial rotation, and layers without those that only draft."""
-    heads, inner = (header.require(prefix + key, int) for key in ("ssm.time_step_rank", _INNER))
-    if heads < 1 or inner % heads or config["head_dim"] < 1:
-        raise file_header.unsupported(header.file, f"{prefix}{_INNER} is {inner} for {heads} heads")
-    rotated = header.get(prefix + _ROTATED, int, config["head_dim"])
-    drafting = header.get(prefix + _MTP_LAYERS, int, 0)
-    layers = config["num_hidden_layers"] - drafting
-    interval = header.get(prefix + _INTERVAL, int, 4)
-    pattern = [bool(layer % max(interval, 1)) for layer in range(1, layers + 1)]
-    if header.get(prefix + _RECURRENT, list, pattern)[:layers] != pattern:
-        reason = f"{prefix}{_RECURRENT} is not all layers but every {interval}th"
-        raise file_header.unsupported(header.file, reason)
-    return {
-        "num_hidden_layers": layers,
-        DRAFTING_LAYERS: drafting,
-        "linear_value_head_dim": inner // heads,
-        "partial_rotary_factor": rotated_part(rotated, config["head_dim"]),
-        _INTERVAL: interval,
-    }
-
-
 def _alternating(layers: int, interval: int) -> list[str]:
     """Returns the kinds of layers, of which every `interval`th sees all positions."""
     return [_SLIDING if layer % interval else _FULL for layer in range(1, layers + 1)]
 
 
-_EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    _EXPERT_WIDTH: "moe_intermediate_size",
-}
-_SHARED_EXPERTS = _EXPERTS | {
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size"
-}
-_LINEAR = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
-}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Gemma3(FamilyKeys):
+    """Windows, whose pattern is an interval or one number per layer, and their rotary base."""
+
+    window: Annotated[int, "attention.sliding_window"] = 0
+    pattern: Annotated[int | list, "attention.sliding_window_pattern"] = 6
+    window_base: Annotated[float, "rope.freq_base_swa"] = 10_000.0
+    softcap: Annotated[float | None, "final_logit_softcapping"] = None
+
+    def fields(self, header: GgufHeader, config: Fields) -> dict[str, Any]:
+        layers, width = config["num_hidden_layers"], config["head_dim"]
+        if layers == _GEMMA_27B_LAYERS:
+            width = config["hidden_size"] // config["num_attention_heads"]
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": self.window or None,
+            "layer_types": self._layer_types(layers) if self.window else [_FULL] * layers,
+            "rope_local_base_freq": shortest(self.window_base),
+            "final_logit_softcapping": None if self.softcap is None else shortest(self.softcap),
+            "query_pre_attn_scalar": width,
+        }
+
+    def _layer_types(self, layers: int) -> list[str]:
+        pattern = self.pattern
+        if type(pattern) is int and pattern > 0:
+            return _alternating(layers, pattern)
+        if type(pattern) is int or len(pattern) < layers or not {*pattern} <= {0, 1}:
+            raise ValueError(f"attention.sliding_window_pattern is {pattern!s:.40}")
+        return [_SLIDING if slides else _FULL for slides in pattern[:layers]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _GptOss(FamilyKeys):
+    num_local_experts: Annotated[int, "expert_count"]
+    num_experts_per_tok: Annotated[int, "expert_used_count"]
+    sliding_window: Annotated[int, "attention.sliding_window"]
+    intermediate_size: Annotated[int, _EXPERT_SIZE]
+
+    def fields(self, header: GgufHeader, config: Fields) -> dict[str, Any]:
+        """Returns windows, experts, and YaRN without the rounding that no file states."""
+        scaling = config["rope_scaling"]
+        packed = any(
+            entry.kind == stored_values.MXFP4 and name.endswith("_exps.weight")
+            for name, entry in header.tensors.items()
+        )
+        return {
+            **vars(self),
+            "attention_bias": True,
+            "layer_types": _alternating(config["num_hidden_layers"], 2),
+            "rope_scaling": {**scaling, "truncate": False} if scaling else {"rope_type": "default"},
+            **({"quantization_config": {"quant_method": "mxfp4"}} if packed else {}),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Experts(FamilyKeys):
+    """Experts; models without dense layers may state the size of experts only."""
+
+    intermediate_size: Annotated[int | None, "feed_forward_length"] = None
+    num_experts: Annotated[int, "expert_count"]
+    num_experts_per_tok: Annotated[int, "expert_used_count"]
+    moe_intermediate_size: Annotated[int, _EXPERT_SIZE]
+
+    def fields(self, header: GgufHeader, config: Fields) -> dict[str, Any]:
+        size = self.intermediate_size or self.moe_intermediate_size
+        return {**super().fields(header, config), "intermediate_size": size}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Hybrid(FamilyKeys):
+    """Linear attention, partial rotation, and layers behind the others that only draft."""
+
+    linear_conv_kernel_dim: Annotated[int, "ssm.conv_kernel"]
+    linear_key_head_dim: Annotated[int, "ssm.state_size"]
+    linear_num_key_heads: Annotated[int, "ssm.group_count"]
+    linear_num_value_heads: Annotated[int, "ssm.time_step_rank"]
+    linear_value_dim: Annotated[int, "ssm.inner_size"]
+    full_attention_interval: int = 4
+    mtp_num_hidden_layers: Annotated[int, "nextn_predict_layers"] = 0
+    recurrent_layers: Annotated[list | None, "attention.recurrent_layers"] = None
+    rotated_dim: Annotated[int | None, ROTATED] = None
+    rope_sections: Annotated[Any, "rope.dimension_sections"] = None  # They tell images from text.
+
+    def fields(self, header: GgufHeader, config: Fields) -> dict[str, Any]:
+        heads, values = self.linear_num_value_heads, self.linear_value_dim
+        head_dim, interval = config["head_dim"], self.full_attention_interval
+        if heads < 1 or values % heads or head_dim < 1:
+            raise ValueError(f"ssm.inner_size is {values} for {heads} heads")
+        layers = config["num_hidden_layers"] - self.mtp_num_hidden_layers
+        pattern = [bool(layer % max(interval, 1)) for layer in range(1, layers + 1)]
+        if (self.recurrent_layers or pattern)[:layers] != pattern:
+            raise ValueError(f"attention.recurrent_layers is not all layers but every {interval}th")
+        rotated = head_dim if self.rotated_dim is None else self.rotated_dim
+        return {
+            **vars(self),
+            "num_hidden_layers": layers,
+            "linear_value_head_dim": values // heads,
+            "partial_rotary_factor": rotated_part(rotated, head_dim),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _HybridExperts(_Experts, _Hybrid):
+    shared_expert_intermediate_size: Annotated[int, "expert_shared_feed_forward_length"]
 
 
 def _hybrid_family(hf_class: str, model_type: str, layout: LayoutOf, **options) -> Family:
-    return Family(
-        hf_class,
-        model_type,
-        names=tensor_names.HYBRID,
-        layout=layout,
-        own=_hybrid,
-        # Sections of the rotary embedding tell images from text.
-        own_keys={
-            *(_INNER, _INTERVAL, _ROTATED, _MTP_LAYERS, _RECURRENT),
-            "rope.dimension_sections",
-        },
-        is_written=False,
-        **options,
-    )
+    options = {"names": tensor_names.HYBRID, "keys": _HybridExperts, "is_written": False, **options}
+    return Family(hf_class, model_type, layout=layout, **options)
 
 
+_NORMALIZED = {"norm_topk_prob": True}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", layout=layouts.paired_rope),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": Family(
-        "Qwen3MoeForCausalLM", "qwen3_moe", fields=_EXPERTS, implied={"norm_topk_prob": True}
-    ),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", keys=_Experts, implied=_NORMALIZED),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         "smollm3",
@@ -193,8 +208,7 @@ FAMILIES = {
         "gemma3_text",
         names=tensor_names.GEMMA3,
         layout=layouts.shifted_norms,
-        own=_gemma3,
-        own_keys={_WINDOW, _PATTERN, _BASE_IN_WINDOWS, _SOFTCAP},
+        keys=_Gemma3,
         is_written=False,
     ),
     "gpt-oss": Family(
@@ -202,13 +216,7 @@ FAMILIES = {
         "gpt_oss",
         names=tensor_names.GPT_OSS,
         join=stored_values.alternating_experts,
-        fields={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            _WINDOW: "sliding_window",
-        },
-        own=_gpt_oss,
-        own_keys={_EXPERT_WIDTH},
+        keys=_GptOss,
         is_written=False,
     ),
     "qwen3next": _hybrid_family(
@@ -216,17 +224,12 @@ FAMILIES = {
         "qwen3_next",
         layouts.grouped_delta,
         join=stored_values.qkvz,
-        fields=_LINEAR | _SHARED_EXPERTS,
-        implied={"norm_topk_prob": True},
+        implied=_NORMALIZED,
     ),
     "qwen35": _hybrid_family(
-        "Qwen3_5ForCausalLM", "qwen3_5_text", layouts.tiled_delta, fields=_LINEAR
+        "Qwen3_5ForCausalLM", "qwen3_5_text", layouts.tiled_delta, keys=_Hybrid
     ),
     "qwen35moe": _hybrid_family(
-        "Qwen3_5MoeForCausalLM",
-        "qwen3_5_moe_text",
-        layouts.tiled_delta,
-        fields=_LINEAR | _SHARED_EXPERTS,
-        implied={"norm_topk_prob": True},
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", layouts.tiled_delta, implied=_NORMALIZED
     ),
 }

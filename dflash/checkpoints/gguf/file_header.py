@@ -9,8 +9,9 @@ import math
 import pathlib
 import re
 import stat
+import typing
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ MAGIC = b"GGUF"
 _VERSIONS, _VERSION_BYTES = (2, 3), 4
 _AGAIN = "copy or download the file again"
 _PART_NAME = re.compile(r"(.*)-00001-of-\d{5}\.gguf")
+
+Values = TypeVar("Values")
 
 
 class TensorEntry(NamedTuple):
@@ -51,38 +54,63 @@ class GgufHeader:
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns the value of a key, `default` if there is none; integers count as floats, too."""
-        value = self.metadata.get(key)
-        if value is None:
-            return default
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise errors.CheckpointError(
-                f"{self.file}: {key}: expected {kind.__name__}, got {type(value).__name__}"
-            )
-        if kind is float and not math.isfinite(value):
-            raise unsupported(self.file, f"{key} is {value}")
-        return value
+    def read(self, schema: type[Values], prefix: str) -> Values:
+        """Reads the fields of a dataclass from the metadata; integers count as floats, too.
 
-    def require(self, key: str, kind: type) -> Any:
-        """Returns the value of a key that the file must have; see `get`."""
-        value = self.get(key, kind)
-        if value is None:
-            raise errors.CheckpointError(f"{self.file}: the metadata lacks {key}")
-        return value
+        Args:
+          schema: Dataclass; the key of a field is its name, or the note of an `Annotated` type.
+          prefix: Beginning of the keys.
+        Raises:
+          CheckpointError: A value has another type, or one without a default is missing.
+        """
+        types, values = typing.get_type_hints(schema), {}
+        for field in dataclasses.fields(schema):
+            key = prefix + key_of(field)
+            value = self.metadata.get(key)
+            if value is not None:
+                self._check(key, value, types[field.name])
+                values[field.name] = value
+            elif field.default is dataclasses.MISSING:
+                raise errors.CheckpointError(f"{self.file}: the metadata lacks {key}")
+        return schema(**values)
+
+    def _check(self, key: str, value: Any, kind: Any) -> None:
+        kinds = [each for each in typing.get_args(kind) or (kind,) if each is not type(None)]
+        accepted = {*kinds, int} if float in kinds else {*kinds}
+        if type(value) not in accepted and Any not in accepted:
+            expected = " or ".join(each.__name__ for each in kinds)
+            raise errors.CheckpointError(
+                f"{self.file}: {key}: expected {expected}, got {type(value).__name__}"
+            )
+        if type(value) is float and not math.isfinite(value):
+            raise unsupported(self.file, f"{key} is {value}")
+
+
+def key_of(field: dataclasses.Field) -> str:
+    """Returns the key of a field, without the prefix: the note of its type, or its name."""
+    return getattr(field.type, "__metadata__", (field.name,))[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Split:
+    """Place of a file among those that a model is split into."""
+
+    count: int = 1
+    number: Annotated[int, "no"] = 0
+    num_tensors: Annotated[int | None, "tensors.count"] = None
 
 
 def read_header(file: pathlib.Path) -> GgufHeader:
     """Reads the header of a model's first file, and checks that the files hold every tensor."""
     header = _read_part(file)
-    count = header.get("split.count", int, 1)
-    return header if count < 2 else _read_others(header, count)
+    split = header.read(_Split, "split.")
+    return header if split.count < 2 else _read_others(header, split)
 
 
-def _read_others(header: GgufHeader, count: int) -> GgufHeader:
+def _read_others(header: GgufHeader, split: _Split) -> GgufHeader:
     """Returns the header of the first of several files with the tensors of all of them."""
-    match = _PART_NAME.fullmatch(header.file.name)
-    if match is None or header.get("split.no", int, 0):
+    match, count = _PART_NAME.fullmatch(header.file.name), split.count
+    if match is None or split.number:
         raise errors.CheckpointError(
             f"{header.file}: a part of a model that is split into {count} files; give the first, "
             f"…-00001-of-{count:05}.gguf, or join them with llama-gguf-split --merge"
@@ -93,11 +121,10 @@ def _read_others(header: GgufHeader, count: int) -> GgufHeader:
         if not part.exists():
             raise errors.CheckpointError(f"{part}: missing; the model is split into {count} files")
         tensors |= _read_part(part).tensors
-    total = header.get("split.tensors.count", int, len(tensors))
-    if len(tensors) != total:
+    if split.num_tensors not in (None, len(tensors)):
         raise errors.CheckpointError(
             f"{header.file}: the {count} parts of the model hold {len(tensors)} tensors, not "
-            f"{total}; {_AGAIN}"
+            f"{split.num_tensors}; {_AGAIN}"
         )
     return dataclasses.replace(header, tensors=tensors)
 

@@ -48,13 +48,14 @@ def _directory(file: pathlib.Path) -> pathlib.Path:
 
 def _contents(header: GgufHeader) -> dict[str, bytes]:
     """Returns the content of each file in the directory, config.json last."""
-    ends = {"eos_token_id": list(tokenizer_files.end_ids(header))}
+    tokenizer = tokenizer_files.of_file(header)
+    ends = {"eos_token_id": list(tokenizer.end_ids())}
     config = kinds.of_file(header).config_of(header) | ends
-    licence = header.get("general.license", str)
+    licence = header.metadata.get("general.license")
     # The licence stands in README.md as in the model cards of the hub.
     card = {} if licence is None else {"README.md": f"---\nlicense: {licence}\n---\n".encode()}
     return {
-        **tokenizer_files.files_of(header),
+        **tokenizer.files(),
         "generation_config.json": json.dumps(ends).encode(),
         **card,
         CONFIG: json.dumps(config, indent=2).encode(),

@@ -9,11 +9,11 @@ Source of the pre-tokenizers and of the tokens that end an answer: llama.cpp, sr
 import dataclasses
 import enum
 import json
+import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.checkpoints.gguf import file_header
 from dflash.checkpoints.gguf.file_header import GgufHeader
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
 
@@ -114,26 +114,212 @@ _PRE_TOKENIZERS = {
 }
 
 
-def files_of(header: GgufHeader) -> dict[str, bytes]:
-    """Returns the content of each file of the tokenizer, by name; none without a tokenizer."""
-    model = header.get(PREFIX + "model", str, _NO_MODEL)
-    if model == _NO_MODEL:
-        return {}
-    if model not in (BYTE_LEVEL, SENTENCEPIECE):
-        raise errors.CheckpointError(
-            f"{header.file}: {PREFIX}model: {model!r} is not supported, only "
-            f"{BYTE_LEVEL} and {SENTENCEPIECE}"
-        )
-    tokens, types = _vocabulary(header)
-    ids = {name: _id(header, key) for key, name in NAMED.items()}
-    named = {name: tokens[token] for name, token in ids.items() if token is not None}
-    config: dict[str, Any] = {**named, "chat_template": list(_templates(header))}
-    if model == BYTE_LEVEL:
-        name, content = TOKENIZER_JSON, _encode(_byte_level(header, tokens, types))
-    else:
-        config["add_bos_token"] = header.get(PREFIX + "add_bos_token", bool, True)
-        name, content = SENTENCEPIECE_MODEL, _sentencepiece(header, tokens, types, named)
-    return {name: content, TOKENIZER_CONFIG: _encode(config)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """Metadata of a tokenizer, by key without the prefix."""
+
+    model: str = _NO_MODEL
+    pre: str | None = None
+    tokens: list = ()
+    token_type: list | None = None
+    scores: list | None = None
+    merges: list | None = None
+    add_bos_token: bool | None = None
+    add_space_prefix: bool = True
+
+
+_NAMES = sorted({*NAMED, *ENDS, *_CODE_ENDS})
+_Ids = dataclasses.make_dataclass("_Ids", [(f"{n}_token_id", int | None, None) for n in _NAMES])
+
+
+def of_file(header: GgufHeader) -> "GgufTokenizer":
+    """Returns the tokenizer of a file; raises CheckpointError if a value has a wrong type."""
+    templates = {}
+    for key, template in header.metadata.items():
+        name = key.removeprefix(TEMPLATE)
+        if key == TEMPLATE or name.startswith("."):
+            templates[name[1:] or "default"] = str(template)
+    ids = vars(header.read(_Ids, PREFIX))
+    return GgufTokenizer(header.file, header.read(_Keys, PREFIX), ids, templates)
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTokenizer:
+    """Tokenizer as the metadata of a file describe it; chat templates are by name."""
+
+    file: pathlib.Path
+    keys: _Keys
+    ids: Mapping[str, int | None]
+    templates: Mapping[str, str]
+
+    def files(self) -> dict[str, bytes]:
+        """Returns the content of each file of the tokenizer, by name; none without a tokenizer."""
+        model = self.keys.model
+        if model == _NO_MODEL:
+            return {}
+        if model not in (BYTE_LEVEL, SENTENCEPIECE):
+            raise self._unusable(
+                f"model: {model!r} is not supported, only {BYTE_LEVEL} and {SENTENCEPIECE}"
+            )
+        tokens, types = self._vocabulary()
+        ids = {name: self._id(key) for key, name in NAMED.items()}
+        named = {name: tokens[token] for name, token in ids.items() if token is not None}
+        templates = [{"name": k, "template": text} for k, text in self.templates.items()]
+        config: dict[str, Any] = {**named, "chat_template": templates}
+        if model == BYTE_LEVEL:
+            name, content = TOKENIZER_JSON, _encode(self._byte_level(tokens, types))
+        else:
+            config["add_bos_token"] = self.keys.add_bos_token is not False
+            name, content = SENTENCEPIECE_MODEL, self._sentencepiece(tokens, types, named)
+        return {name: content, TOKENIZER_CONFIG: _encode(config)}
+
+    def end_ids(self) -> tuple[int, ...]:
+        """Returns the ids of the tokens that end an answer, by name or by spelling."""
+        named = (self._id(name) for name in (*ENDS, *_CODE_ENDS))
+        ids = *(token for token in named if token is not None), *self._spelled_ends()
+        return tuple(dict.fromkeys(ids))
+
+    def _spelled_ends(self) -> list[int]:
+        types = self.keys.token_type or []
+        ids = {
+            token: number
+            for number, token in enumerate(self.keys.tokens)
+            if token in _END_SPELLINGS
+        }
+        if all(ids.keys() & ends for ends in _AFTER_MESSAGES):
+            ids.pop("<|end|>", None)
+        if _HTML_TOO in ids and types[ids[_HTML_TOO] :][:1] != [TokenType.CONTROL]:
+            del ids[_HTML_TOO]
+        return sorted(ids.values())
+
+    def _vocabulary(self) -> tuple[list[str], list[int]]:
+        """Returns spelling and type of each token; those that end an answer are control tokens."""
+        tokens = self.keys.tokens
+        types = [1] * len(tokens) if self.keys.token_type is None else self.keys.token_type
+        texts = bool(tokens) and all(isinstance(token, str) for token in tokens)
+        if not texts or len(types) != len(tokens):
+            raise self._unsupported("tokens and token_type do not fit")
+        unknown = [kind for kind in types if type(kind) is not int or kind not in _TYPES]
+        if unknown:
+            raise self._unsupported(f"token_type has a type {unknown[0]}")
+        hidden = {token for token, kind in enumerate(types) if kind == TokenType.UNKNOWN}
+        hidden |= {*self.end_ids()}
+        kinds = (TokenType.CONTROL if token in hidden else kind for token, kind in enumerate(types))
+        return [text or f"[EMPTY_{token}]" for token, text in enumerate(tokens)], [*kinds]
+
+    def _id(self, name: str) -> int | None:
+        """Returns the id of a special token, such as "bos"; None if there is none."""
+        count, token = len(self.keys.tokens), self.ids[f"{name}_token_id"]
+        if token is None and self.keys.model == SENTENCEPIECE:
+            default = _DEFAULT_IDS.get(name, count)
+            return default if default < count else None
+        if token is None or token in _NO_TOKEN:
+            return None
+        if token < 0 or token >= count > 0:  # A file without tokens may still name ids.
+            raise self._unsupported(f"{name}_token_id is {token} of {count} tokens")
+        return token
+
+    def _byte_level(self, tokens: list[str], types: list[int]) -> dict[str, Any]:
+        name = self.keys.pre
+        if name is None:
+            raise errors.CheckpointError(
+                f"{self.file}: lacks {PREFIX}pre, without which texts cannot be split into words "
+                "as the model expects; convert the model again with a present llama.cpp"
+            )
+        if name not in _PRE_TOKENIZERS:
+            known = ", ".join(_PRE_TOKENIZERS)
+            raise self._unusable(f"pre: {name!r} is not supported, only {known}")
+        pre, adds_bos = _PRE_TOKENIZERS[name], self.keys.add_bos_token
+        added = (TokenType.CONTROL, TokenType.USER_DEFINED)
+        return {
+            "version": "1.0",
+            "added_tokens": [
+                _added(token, tokens[token], kind)
+                for token, kind in enumerate(types)
+                if kind in added
+            ],
+            "normalizer": {"type": "NFC"} if pre.nfc else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_splits(pre))},
+            "post_processor": (
+                self._beginning(tokens)
+                if (pre.adds_bos if adds_bos is None else adds_bos)
+                else None
+            ),
+            "decoder": _byte_level_part(use_regex=False),
+            "model": {
+                "type": "BPE",
+                "vocab": {text: token for token, text in enumerate(tokens)},
+                "merges": self._merges(set(tokens)),
+                "ignore_merges": pre.ignore_merges,
+                "byte_fallback": False,
+                "fuse_unk": False,
+            },
+        }
+
+    def _merges(self, known: set[str]) -> list[list[str]]:
+        merges = [
+            merge.split(" ") if isinstance(merge, str) else [] for merge in self._required("merges")
+        ]
+        for number, parts in enumerate(merges):
+            if len(parts) != 2 or not {*parts, "".join(parts)} <= known:
+                raise self._unsupported(
+                    f"merges: merge {number} is no pair of tokens that form a token"
+                )
+        return merges
+
+    def _beginning(self, tokens: list[str]) -> dict[str, Any] | None:
+        """Returns the post-processor that adds the beginning-of-sequence token."""
+        token = self._id("bos")
+        if token is None:
+            return None
+        text = tokens[token]
+        spelling = {"SpecialToken": {"id": text, "type_id": 0}}
+        pair = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
+        return {
+            "type": "TemplateProcessing",
+            "single": [spelling, pair[0]],
+            "pair": [spelling, *pair],
+            "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]}},
+        }
+
+    def _sentencepiece(
+        self, tokens: list[str], types: list[int], named: Mapping[str, str]
+    ) -> bytes:
+        from sentencepiece import sentencepiece_model_pb2
+
+        scores = self._required("scores")
+        if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
+            raise self._unsupported("scores do not fit the tokens")
+        unknown = self._id("unknown")
+        if unknown is None:
+            raise self._unusable("unknown_token_id names no token")
+        types[unknown] = TokenType.UNKNOWN
+        model = sentencepiece_model_pb2.ModelProto()
+        for text, kind, score in zip(tokens, types, scores, strict=True):
+            piece = text.replace(" ", _SPACE_SIGN) if kind == TokenType.USER_DEFINED else text
+            model.pieces.add(piece=piece, score=score, type=kind)
+        trainer, normalizer = model.trainer_spec, model.normalizer_spec
+        trainer.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+        trainer.byte_fallback = TokenType.BYTE in types
+        trainer.unk_piece = tokens[unknown]
+        for field, name in (("bos_piece", "bos_token"), ("eos_piece", "eos_token")):
+            setattr(trainer, field, named.get(name, ""))
+        normalizer.name = "identity"
+        normalizer.add_dummy_prefix = self.keys.add_space_prefix
+        normalizer.remove_extra_whitespaces = False
+        return model.SerializeToString()
+
+    def _required(self, name: str) -> list:
+        value = getattr(self.keys, name)
+        if value is None:
+            raise errors.CheckpointError(f"{self.file}: the metadata lacks {PREFIX}{name}")
+        return value
+
+    def _unusable(self, problem: str) -> errors.CheckpointError:
+        return errors.CheckpointError(f"{self.file}: {PREFIX}{problem}")
+
+    def _unsupported(self, problem: str) -> errors.CheckpointError:
+        return self._unusable(f"{problem}, which is not supported")
 
 
 def spelled(piece: str, kind: int) -> str:
@@ -160,112 +346,8 @@ def _essence(part: Mapping[str, Any]) -> tuple[Any, ...]:
     return part.get("type"), *(str(part.get(name)) for name in names)
 
 
-def end_ids(header: GgufHeader) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end an answer, by name or by spelling."""
-    named = (_id(header, name) for name in (*ENDS, *_CODE_ENDS))
-    ids = *(token for token in named if token is not None), *_spelled_ends(header)
-    return tuple(dict.fromkeys(ids))
-
-
-def _spelled_ends(header: GgufHeader) -> list[int]:
-    tokens, types = (header.get(PREFIX + name, list, []) for name in ("tokens", "token_type"))
-    ids = {token: number for number, token in enumerate(tokens) if token in _END_SPELLINGS}
-    if all(ids.keys() & ends for ends in _AFTER_MESSAGES):
-        ids.pop("<|end|>", None)
-    if _HTML_TOO in ids and types[ids[_HTML_TOO] :][:1] != [TokenType.CONTROL]:
-        del ids[_HTML_TOO]
-    return sorted(ids.values())
-
-
-def _templates(header: GgufHeader) -> Iterator[dict[str, str]]:
-    """Yields the chat templates as entries of tokenizer_config.json."""
-    for key in header.metadata:
-        name = key.removeprefix(TEMPLATE)
-        if key == TEMPLATE or name.startswith("."):
-            yield {"name": name[1:] or "default", "template": header.get(key, str)}
-
-
 def _encode(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, ensure_ascii=False).encode()
-
-
-def _vocabulary(header: GgufHeader) -> tuple[list[str], list[int]]:
-    tokens = header.require(PREFIX + "tokens", list)
-    types = header.get(PREFIX + "token_type", list, [1] * len(tokens))
-    texts = bool(tokens) and all(isinstance(token, str) for token in tokens)
-    if not texts or len(types) != len(tokens):
-        raise file_header.unsupported(header.file, f"{PREFIX}tokens and token_type do not fit")
-    unknown = next((kind for kind in types if type(kind) is not int or kind not in _TYPES), None)
-    if unknown is not None:
-        raise file_header.unsupported(header.file, f"{PREFIX}token_type has a type {unknown}")
-    hidden = {token for token, kind in enumerate(types) if kind == TokenType.UNKNOWN}
-    hidden |= {*end_ids(header)}
-    kinds = (TokenType.CONTROL if token in hidden else kind for token, kind in enumerate(types))
-    return [text or f"[EMPTY_{token}]" for token, text in enumerate(tokens)], [*kinds]
-
-
-def _id(header: GgufHeader, name: str) -> int | None:
-    """Returns the id of a special token, such as "bos"; None if there is none."""
-    key = f"{PREFIX}{name}_token_id"
-    count = len(header.get(PREFIX + "tokens", list, []))
-    token = header.get(key, int)
-    if token is None and header.get(PREFIX + "model", str) == SENTENCEPIECE:
-        default = _DEFAULT_IDS.get(name, count)
-        return default if default < count else None
-    if token is None or token in _NO_TOKEN:
-        return None
-    if token < 0 or token >= count > 0:  # A file without tokens may still name ids.
-        raise file_header.unsupported(header.file, f"{key} is {token} of {count} tokens")
-    return token
-
-
-def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    name = header.get(PREFIX + "pre", str)
-    if name is None:
-        raise errors.CheckpointError(
-            f"{header.file}: lacks {PREFIX}pre, without which texts cannot be split into words as "
-            "the model expects; convert the model again with a present llama.cpp"
-        )
-    if name not in _PRE_TOKENIZERS:
-        raise errors.CheckpointError(
-            f"{header.file}: {PREFIX}pre: {name!r} is not supported, only "
-            f"{', '.join(_PRE_TOKENIZERS)}"
-        )
-    pre = _PRE_TOKENIZERS[name]
-    adds_bos = header.get(PREFIX + "add_bos_token", bool, pre.adds_bos)
-    added = {
-        token
-        for token, kind in enumerate(types)
-        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
-    }
-    return {
-        "version": "1.0",
-        "added_tokens": [_added(token, tokens[token], types[token]) for token in sorted(added)],
-        "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_splits(pre))},
-        "post_processor": _beginning(header, tokens) if adds_bos else None,
-        "decoder": _byte_level_part(use_regex=False),
-        "model": {
-            "type": "BPE",
-            "vocab": {text: token for token, text in enumerate(tokens)},
-            "merges": _merges(header, set(tokens)),
-            "ignore_merges": pre.ignore_merges,
-            "byte_fallback": False,
-            "fuse_unk": False,
-        },
-    }
-
-
-def _merges(header: GgufHeader, known: set[str]) -> list[list[str]]:
-    merges = [
-        merge.split(" ") if isinstance(merge, str) else []
-        for merge in header.require(PREFIX + "merges", list)
-    ]
-    for number, parts in enumerate(merges):
-        if len(parts) != 2 or not {*parts, "".join(parts)} <= known:
-            problem = f"{PREFIX}merges: merge {number} is no pair of tokens that form a token"
-            raise file_header.unsupported(header.file, problem)
-    return merges
 
 
 def _splits(pre: _PreTokenizer) -> Iterator[dict[str, Any]]:
@@ -286,51 +368,6 @@ def _byte_level_part(*, use_regex: bool) -> dict[str, Any]:
     }
 
 
-def _beginning(header: GgufHeader, tokens: list[str]) -> dict[str, Any] | None:
-    """Returns the post-processor that adds the beginning-of-sequence token."""
-    token = _id(header, "bos")
-    if token is None:
-        return None
-    spelling = {"id": tokens[token], "type_id": 0}
-    pair = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
-    return {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": spelling}, pair[0]],
-        "pair": [{"SpecialToken": spelling}, *pair],
-        "special_tokens": {
-            tokens[token]: {"id": tokens[token], "ids": [token], "tokens": [tokens[token]]}
-        },
-    }
-
-
 def _added(token: int, text: str, kind: int) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token, "content": text, **flags, "special": kind == TokenType.CONTROL}
-
-
-def _sentencepiece(
-    header: GgufHeader, tokens: list[str], types: list[int], named: Mapping[str, str]
-) -> bytes:
-    from sentencepiece import sentencepiece_model_pb2
-
-    scores = header.require(PREFIX + "scores", list)
-    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
-        raise file_header.unsupported(header.file, f"{PREFIX}scores do not fit the tokens")
-    unknown = _id(header, "unknown")
-    if unknown is None:
-        raise errors.CheckpointError(f"{header.file}: {PREFIX}unknown_token_id names no token")
-    types[unknown] = TokenType.UNKNOWN
-    model = sentencepiece_model_pb2.ModelProto()
-    for text, kind, score in zip(tokens, types, scores, strict=True):
-        piece = text.replace(" ", _SPACE_SIGN) if kind == TokenType.USER_DEFINED else text
-        model.pieces.add(piece=piece, score=score, type=kind)
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    trainer.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
-    trainer.byte_fallback = TokenType.BYTE in types
-    trainer.unk_piece = tokens[unknown]
-    for field, name in (("bos_piece", "bos_token"), ("eos_piece", "eos_token")):
-        setattr(trainer, field, named.get(name, ""))
-    normalizer.name = "identity"
-    normalizer.add_dummy_prefix = header.get(PREFIX + "add_space_prefix", bool, True)
-    normalizer.remove_extra_whitespaces = False
-    return model.SerializeToString()
