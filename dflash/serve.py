@@ -11,7 +11,6 @@ from dflash.config import serve_schema
 from dflash.version import install_command
 
 _REQUIRED = ("starlette", "uvicorn", "prometheus_client", "pydantic")
-_TRACES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -53,8 +52,6 @@ def _serve(command: cli.Command) -> int:
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         raise errors.ConfigError(f"{missing[0]}: not installed; {install_command('serve')}")
-    if command.config.serve.traces is not None and any(map(_is_missing, _TRACES)):
-        raise errors.ConfigError(f"serve.traces: needs OpenTelemetry; {install_command('otel')}")
     # Import jax only now, so that a bad config fails without waiting for the import.
     import jax
 
@@ -86,13 +83,6 @@ def _serve(command: cli.Command) -> int:
         on_ready=lambda url: print(url, flush=True),
         profile_dir=command.profile_dir,
     )
-
-
-def _is_missing(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # A package that holds it is missing.
-        return True
 
 
 main = cli.entry_point(SUBCOMMAND, _serve)

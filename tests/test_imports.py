@@ -53,7 +53,7 @@ NAMESAKES = {("dflash.checkpoints.hf_config", "llama3")}  # a rope type of Huggi
 # Dataclasses of one strategy, one target family or one file format. They are read with a config, so
 # they stand beside the code that they configure, but on the level of `config`.
 # Modules that derive from the classes of an optional package, and so import it.
-ADAPTERS = {"dflash.rl.rollout", "dflash.serving.tracing"}
+ADAPTERS = {"dflash.rl.rollout"}
 CONFIG_MODULE = re.compile(r"dflash\.(drafters|models|checkpoints)\.(\w+\.)?(\w+_)?config")
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = {

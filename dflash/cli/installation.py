@@ -27,11 +27,6 @@ EXTRAS = (
         ("starlette", "uvicorn", "prometheus-client", "pydantic", "h11", "httpx2"),
         "dflash serve; dflash benchmark study.name=serve",
     ),
-    (
-        "otel",
-        ("opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"),
-        "traces of a server for an OpenTelemetry collector",
-    ),
     ("gcs", ("gcsfs",), "paths in buckets: gs://bucket/name"),
     ("grammar", ("llguidance",), "structured output: JSON schemas, regular expressions"),
     ("tfds", ("tensorflow-datasets",), "training on data sets of tensorflow-datasets"),

@@ -9,7 +9,6 @@ import math
 import re
 import types
 import typing
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -331,21 +330,6 @@ def _adapters(config: Any) -> Iterator[Problem]:
         yield ("serve.adapters", "drafter.overlap"), message
 
 
-def _traces(config: Any) -> Iterator[Problem]:
-    """Checks the URL of the collector."""
-    url = config.serve.traces
-    if url is None:
-        return
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        is_url = False
-    if not is_url:
-        example = "http://localhost:4318/v1/traces"
-        yield ("serve.traces",), f"expected the URL of a collector, such as {example}; got {url!r}"
-
-
 def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Problem]:
     shape = config.target.architecture
     outside = [token for token in ids if shape is not None and token >= shape.vocab_size]
@@ -470,6 +454,5 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),
     (("serve", "target", "drafter"), _adapters),
-    (("serve",), _traces),
     (("train", "optimizer", "mesh", "sharding_rules"), _training_length),
 )

@@ -31,6 +31,7 @@ REMOVED: dict[str, Removed] = {
     "answers.tasks": Removed("give questions in answers.files", ({},)),
     "drafter.divide_rows": Removed("only drafters with a confidence divide rows", None),
     "mesh.drafter": Removed("use drafter.devices", (None, 1)),
+    "serve.traces": Removed("/metrics has the times of requests", (None,)),
     "serve.role": _ONE_SERVER,
     "serve.prefill": _ONE_SERVER,
     "serve.prefill_s": _ONE_SERVER,

@@ -45,8 +45,6 @@ class ServeConfig:
     reasoning: Literal["auto", "think", "none"] = "auto"
     # LoRA adapters of the target by the name that requests give as their model.
     adapters: Mapping[str, str] = location("adapter", {})
-    # URL of an OpenTelemetry collector for traces, such as http://localhost:4318/v1/traces.
-    traces: str | None = None
     # Let clients replace the target's weights by those of a checkpoint on this machine.
     update_weights: bool = False
     # Accept requests that constrain their output by a grammar. Compiles two more programs.

@@ -30,7 +30,7 @@ from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.responses import Answer
 from dflash.serving.responses_api import ItemsAnswer, renamed
 from dflash.serving.served_model import ServedModel
-from dflash.serving.served_requests import HttpHead, RequestGroup
+from dflash.serving.served_requests import RequestGroup
 from dflash.serving.service import Service, ServiceState
 from dflash.serving.structured_output import GrammarQueue
 from dflash.serving.validation import RequestError
@@ -135,8 +135,7 @@ class Endpoints:
             compiling = self._grammars.compile(request.structure, vocabulary, client)
             grammar = await http.until_disconnect(http_request.receive, compiling)
             request = dataclasses.replace(request, grammar=grammar)
-        head = HttpHead(http_request.url.path, _id(http_request), http_request.headers)
-        return self._service.admit(request, client, head)
+        return self._service.admit(request, client)
 
     async def _respond(self, http_request: Request, answer: Answer) -> Response:
         """Decodes a request and responds; a thread builds large responses."""

@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal, Protocol
 
 from dflash.inference.request import Event, Request, RequestOutput, Tokens
 from dflash.serving.validation import RequestError
@@ -18,7 +18,6 @@ class ServedRequest:
 
     Attributes:
       submitted_at: Time of submission, in seconds of time.perf_counter.
-      taken_at: Time at which the scheduler got the request, in the same unit; None before it.
       first_at: Time of the first output token, in the same unit; None before it.
       last_at: Time of the latest output token, in the same unit; None before the first.
     """
@@ -27,7 +26,6 @@ class ServedRequest:
     index: int
     request: Request
     submitted_at: float
-    taken_at: float | None = None
     first_at: float | None = None
     last_at: float | None = None
     tokens: int = 0
@@ -39,16 +37,8 @@ class ServedRequest:
         self.tokens += num_tokens
 
 
-class HttpHead(NamedTuple):
-    """Head of the HTTP request that outputs belong to."""
-
-    path: str
-    id: str
-    headers: Mapping[str, str]
-
-
 class Recorder(Protocol):
-    """Receiver of what becomes of requests; see `metrics.Metrics`."""
+    """Receiver of what becomes of requests: `metrics.Metrics`, which imports this module."""
 
     def tokens(self, served: ServedRequest, event: Tokens, now: float) -> None:
         """Counts new tokens of a request."""
@@ -73,14 +63,14 @@ class RequestGroup:
         *,
         timeout_s: float,
         cancel: Callable[[int], None],
-        recorders: Sequence[Recorder],
+        metrics: Recorder,
     ):
         now = time.perf_counter()
         self.requests = tuple(requests)
         self.served = tuple(
             ServedRequest(self, i, request, now) for i, request in enumerate(requests)
         )
-        self._timeout_s, self._cancel, self._recorders = timeout_s, cancel, recorders
+        self._timeout_s, self._cancel, self._metrics = timeout_s, cancel, metrics
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._open = {request.id for request in requests}
         self._unrecorded = set(range(len(requests)))  # Requests whose end was not recorded yet.
@@ -121,8 +111,7 @@ class RequestGroup:
         """Ends the requests at these indices whose end was not recorded yet."""
         for index in sorted(self._unrecorded.intersection(indices)):
             self._unrecorded.discard(index)
-            for recorder in self._recorders:
-                recorder.cancelled(self.served[index], reason)
+            self._metrics.cancelled(self.served[index], reason)
             id = self.requests[index].id
             if id in self._open:
                 self._open.discard(id)
@@ -130,16 +119,14 @@ class RequestGroup:
 
     def count(self, index: int, event: Tokens, now: float) -> None:
         """Records tokens of the output of the request at `index`, which arrived at `now`."""
-        for recorder in self._recorders:
-            recorder.tokens(self.served[index], event, now)
+        self._metrics.tokens(self.served[index], event, now)
         self.served[index].count(len(event.ids), now)
 
     def finish(self, index: int, done: RequestOutput, now: float) -> None:
         """Records the end of the request at `index`, unless it was cancelled."""
         if index in self._unrecorded:
             self._unrecorded.discard(index)
-            for recorder in self._recorders:
-                recorder.finished(self.served[index], done, now)
+            self._metrics.finished(self.served[index], done, now)
 
     def deliver(self, index: int, event: Event, now: float) -> None:
         """Passes an event of the request at `index`, which arrived at `now`, on to `events`."""

@@ -139,7 +139,6 @@ async def serve(
         await asyncio.sleep(_LAST_ANSWERS_S)
     server.should_exit = True
     await serving
-    await service.close()
     for task in (announcing, *waits):
         task.cancel()
 

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash import errors
 from dflash.config.serve_schema import ServeConfig
@@ -35,17 +35,13 @@ from dflash.serving.engine_thread import (
 from dflash.serving.fair_queue import FairQueue
 from dflash.serving.metrics import Metrics
 from dflash.serving.served_model import ServedModel
-from dflash.serving.served_requests import HttpHead, Recorder, RequestGroup, ServedRequest
+from dflash.serving.served_requests import RequestGroup, ServedRequest
 from dflash.serving.validation import RequestError, unavailable, unsupported
 
 _MAX_RETRY_S = 60
 _DEFAULT_RETRY_S = 1  # Used until a request has finished.
 # Requests that wait in the scheduler, per slot, so that a slot is filled as soon as it is free.
 _AHEAD = 0.25
-
-
-if TYPE_CHECKING:
-    from dflash.serving.tracing import Tracing
 
 
 class ServiceState(enum.Enum):
@@ -73,7 +69,6 @@ class Service(Listener):
         self._is_profiling = False
         self.created = int(time.time())
         self.metrics = Metrics()
-        self.tracing = _tracing(self.config.traces)
         self.state = ServiceState.STARTING
         self.model: ServedModel | None = None
         self.stats: Mapping[str, SchedulerStats] = {}
@@ -117,9 +112,7 @@ class Service(Listener):
             raise unavailable(self.state.value)
         return self.model
 
-    def admit(
-        self, completion_request: CompletionRequest, client: str, head: HttpHead
-    ) -> RequestGroup:
+    def admit(self, completion_request: CompletionRequest, client: str) -> RequestGroup:
         """Queues the requests of one HTTP request: all of them, or none.
 
         Args:
@@ -138,11 +131,8 @@ class Service(Listener):
             except errors.InputError as error:
                 raise RequestError(str(error).removeprefix(f"prompt {request.id}: ")) from error
         self._check_room(len(requests), client)
-        recorders: list[Recorder] = [self.metrics]
-        if self.tracing is not None:
-            recorders.append(self.tracing.recorder(head, completion_request, model))
         group = RequestGroup(
-            requests, timeout_s=self.config.request_s, cancel=self.cancel, recorders=recorders
+            requests, timeout_s=self.config.request_s, cancel=self.cancel, metrics=self.metrics
         )
         for served in group.served:
             self._requests[served.request.id] = served
@@ -223,17 +213,10 @@ class Service(Listener):
         if self.is_ready.is_set():
             await self.ended.wait()
 
-    async def close(self) -> None:
-        """Sends the spans of requests that have ended; call it after their connections closed."""
-        if self.tracing is not None:
-            await asyncio.to_thread(self.tracing.close)
-
     def _submit_next(self) -> None:
         for mode, queue in self._queues.items():
             for id in queue.take():
-                served = self._requests[id]
-                served.taken_at = time.perf_counter()
-                self._thread.put(Submit(mode, served.request))
+                self._thread.put(Submit(mode, self._requests[id].request))
 
     def _leave_queue(self, id: int) -> bool:
         """Gives the place of a request back; returns whether it had been submitted."""
@@ -302,12 +285,3 @@ class Service(Listener):
                 served.group.fail(problem)
         self.is_ready.set()
         self.ended.set()
-
-
-def _tracing(endpoint: str | None) -> "Tracing | None":
-    if endpoint is None:
-        return None
-    # Imported late, since OpenTelemetry is an extra.
-    from dflash.serving.tracing import Tracing
-
-    return Tracing.to(endpoint)
