@@ -183,9 +183,15 @@ def target_config(architecture: type[TargetArchitecture]) -> type[TargetConfig]:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """Drafting strategy; strategies with keys of their own subclass it."""
+    """Drafting strategy; strategies with keys of their own subclass it.
+
+    Attributes:
+      overlaps: Whether the drafter runs on devices of its own, while the target verifies.
+    """
 
     name: str = "none"
+
+    overlaps = False
 
     @property
     def adaptive(self) -> bool:
@@ -196,11 +202,6 @@ class DrafterConfig:
     def divides_rows(self) -> bool:
         """Returns whether cycles may divide rows among sequences, if block sizes are chosen."""
         return getattr(self, "divide_rows", True)
-
-    @property
-    def overlaps(self) -> bool:
-        """Returns whether the drafter runs on devices of its own, while the target verifies."""
-        return getattr(self, "overlap", None) == "ssd"
 
     def as_chain(self) -> "DrafterConfig":
         """Returns the config of chains with a fixed block size, on the target's devices."""

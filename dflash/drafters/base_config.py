@@ -75,6 +75,11 @@ class OverlapKeys:
     # Bonus tokens that ssd foresees for each number of accepted drafts.
     fan_out: int = option(3, minimum=1, maximum=64)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the drafter runs on devices of its own, while the target verifies."""
+        return self.overlap == "ssd"
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):

@@ -57,7 +57,6 @@ class Engine:
         divide_rows: bool = True,
         num_stop_ids: int = NUM_STOP_IDS,
         revise: Revise | None = None,
-        prefix_cache: bool | None = None,
     ):
         """Creates an engine; abstract models suffice to plan and to compile.
 
@@ -70,15 +69,31 @@ class Engine:
           divide_rows: Let cycles of chosen block sizes divide their rows among sequences.
           num_stop_ids: Number of stop ids that a request may have.
           revise: Function that changes the result of every cycle, for measurements.
-          prefix_cache: Overrides `decode.prefix_cache` unless None.
         """
-        enabled = config.prefix_cache if prefix_cache is None else prefix_cache
         restorable = drafter.prefix_cache_mode != "never" and not target.has_recurrent_state
-        self.prefix_cache = enabled and restorable
+        self.prefix_cache = config.prefix_cache and restorable
         self.target, self.drafter, self.config = target, drafter, config
+        self.sharding, self.num_stop_ids = target.sharding, num_stop_ids
         drafter = self._wrapped(drafter)
-        self.sharding = target.sharding
-        self.layout = Layout(
+        self.layout = self._layout(drafter, max_length)
+        # Confidence depends on the drawn tokens, so a rejection rule must not go by it.
+        divides = divide_rows and config.verify == "coupled"
+        choices = Choices.of(drafter, self.layout, adaptive=adaptive_blocks, divides=divides)
+        self.rules = Rules(choices, drafter.longest_context, config.verify, revise=revise)
+        sizes = {"layout": self.layout, "rules": self.rules, "num_stop_ids": num_stop_ids}
+        self.shapes = Shapes(target, drafter, config, **sizes)
+        self._programs = program_table.Programs(self.shapes, program_table.TABLE)
+        self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
+        # Seconds per cycle by batch bucket, length and choice of rows, [W, 2, S], or by its last
+        # axes only; see `ChosenRows`.
+        self.cycle_seconds: np.typing.ArrayLike | None = None
+        # Default constraints by number of sequences, created on the device once.
+        self._unconstrained = functools.cache(lambda count: self.program("unconstrained", count)())
+        self._learnt: Any = None  # What the last run learnt; see `retire`.
+
+    def _layout(self, drafter: Drafter, max_length: int) -> Layout:
+        config = self.config
+        return Layout(
             batch_size=config.batch_size,
             max_length=max_length,
             block_size=drafter.block_size,
@@ -89,29 +104,8 @@ class Engine:
             num_pages=config.num_pages,
             prefix_cache=self.prefix_cache,
             partial=config.partial_dispatches,
-            window=target.window,
+            window=self.target.window,
         )
-        # Confidence depends on the drawn tokens, so a rejection rule must not go by it.
-        divides = divide_rows and config.verify == "coupled"
-        choices = Choices.of(drafter, self.layout, adaptive=adaptive_blocks, divides=divides)
-        self.rules = Rules(choices, drafter.longest_context, config.verify, revise=revise)
-        self.num_stop_ids = num_stop_ids
-        self.shapes = Shapes(
-            target,
-            drafter,
-            config,
-            layout=self.layout,
-            rules=self.rules,
-            num_stop_ids=num_stop_ids,
-        )
-        self._programs = program_table.Programs(self.shapes, program_table.TABLE)
-        self.target_params, self.drafter_params = nnx.state(target), nnx.state(drafter)
-        # Seconds per cycle by batch bucket, length and choice of rows, [W, 2, S], or by its last
-        # axes only; see `ChosenRows`.
-        self.cycle_seconds: np.typing.ArrayLike | None = None
-        # Default constraints by number of sequences, created on the device once.
-        self._unconstrained = functools.cache(lambda count: self.program("unconstrained", count)())
-        self._learnt: Any = None  # What the last run learnt; see `retire`.
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
