@@ -68,7 +68,7 @@ def of(config: Mapping[str, Any], model_type: str, *, sizes: bool = True) -> Map
       model_type: Type whose defaults apply if the file states none that is known.
       sizes: Whether the sizes have defaults.
     """
-    stated = config.get("model_type")
-    known = isinstance(stated, str) and stated in _DEFAULTS
-    defaults = _DEFAULTS.get(stated if known else model_type, {})
+    declared = config.get("model_type")
+    known = isinstance(declared, str) and declared in _DEFAULTS
+    defaults = _DEFAULTS.get(declared if known else model_type, {})
     return {name: defaults[name] for name in defaults if sizes or name not in _SIZES}

@@ -139,11 +139,11 @@ class TargetArchitecture:
     eos_token_id: tuple[int, ...] = option((), minimum=0)
 
     @classmethod
-    def hf_overrides(cls, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    def hf_overrides(cls, added: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config.json fields of the decoder to replace before they are read.
 
         Args:
-          own: Values of the fields that the subclass adds.
+          added: Values of the fields that the subclass adds.
         """
         return {}
 

@@ -134,8 +134,8 @@ def _shortened(question: str, before: str, earlier: str) -> str:
       earlier: The prompt without the beginning of an answer.
     """
     begun = question.removeprefix(earlier)
-    head, found, _ = before.rpartition(begun) if begun else ("", "", "")
-    return head + found
+    head, beginning, _ = before.rpartition(begun) if begun else ("", "", "")
+    return head + beginning
 
 
 def _cut(rendered: str, ending: _Ending, tokenizer: Tokenizer) -> str:

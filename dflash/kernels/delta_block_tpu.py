@@ -66,12 +66,12 @@ class DeltaTiling:
             for f, s in self.columns(parts)
         ]
 
-    def own(self, *shape: int) -> pl.BlockSpec:
+    def group_spec(self, *shape: int) -> pl.BlockSpec:
         """Returns the spec of a block of an array [B, groups, *shape]."""
         zeros = (0,) * len(shape)
         return pl.BlockSpec((None, None, *shape), lambda g, b: (b, g, *zeros))
 
-    def whole(self, array) -> pl.BlockSpec:
+    def sequence_spec(self, array) -> pl.BlockSpec:
         """Returns the spec of all entries of a sequence in an array [B, ...]."""
         zeros = (0,) * (array.ndim - 1)
         return pl.BlockSpec((None, *array.shape[1:]), lambda g, b: (b, *zeros))
@@ -125,10 +125,10 @@ def verify_block_tpu(
             *tiling.row_specs(padded, parts),
             *tiling.row_specs(taps - 1, mixed),
             *convs,
-            *[tiling.own(padded, heads)] * 2,
+            *[tiling.group_spec(padded, heads)] * 2,
             pl.BlockSpec((1, tiling.width), lambda g, b: (0, 0)),
             tiling.memory_spec(),
-            *map(tiling.whole, masks),
+            *map(tiling.sequence_spec, masks),
         ],
         out_specs=[tiling.flat_spec(heads), tiling.flat_spec(key_heads), tiling.flat_spec(heads)],
         out_shape=[
@@ -174,10 +174,10 @@ def commit_block_tpu(memory, before, keys, updates, log_decay, rows, count, path
             columns,
             tiling.flat_spec(tiling.group),
             tiling.flat_spec(tiling.step_heads),
-            tiling.own(tiling.padded, tiling.step_heads),
+            tiling.group_spec(tiling.padded, tiling.step_heads),
             pl.BlockSpec((None, tiling.padded, share), lambda g, b: (b, 0, g)),
-            tiling.whole(accepted),
-            tiling.whole(chosen),
+            tiling.sequence_spec(accepted),
+            tiling.sequence_spec(chosen),
         ],
         out_specs=[tiling.memory_spec(), columns],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (memory, before)],

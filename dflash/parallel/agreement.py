@@ -75,8 +75,8 @@ def check_same(name: str, value: Any) -> None:
     Raises:
       InputError: On all processes; names the first process that differs from process 0.
     """
-    first, *others = gather(f"same {name}", value)
-    for process, other in enumerate(others, start=1):
+    first, *later = gather(f"same {name}", value)
+    for process, other in enumerate(later, start=1):
         if other != first:
             raise errors.InputError(
                 f"{name}: {_difference(first, other, process)}; give all processes the same files"
@@ -123,8 +123,8 @@ class ProcessGroup:
         Raises:
           ConfigError: Names the first process that differs from process 0, and the value.
         """
-        first, *others = _gather("start", dict(facts), self._coordination)
-        for process, other in enumerate(others, start=1):
+        first, *later = _gather("start", dict(facts), self._coordination)
+        for process, other in enumerate(later, start=1):
             for key in {**first, **other}:
                 if first.get(key) != other.get(key):
                     difference = _difference(first.get(key), other.get(key), process)

@@ -124,9 +124,9 @@ def _structure(
     if structure is not None:
         schema = json.loads(structure.source or '{"type": "object"}')
         rules = dataclasses.replace(rules, content=inline_schema(schema))
-    whole = "tools" if rules.tools else structure.param if structure else _limit_name(fields)
+    answer_param = "tools" if rules.tools else structure.param if structure else _limit_name(fields)
     places = {tool.function.name: place for place, tool in enumerate(fields.tools)}
-    param, parts = whole, []
+    param, parts = answer_param, []
     try:
         tokens = TargetTokens(model.tokenizer.special_spellings, model.vocabulary())
         for tool in rules.tools:
@@ -134,11 +134,13 @@ def _structure(
             schema = json.dumps(tool.closed(tool.parameters))
             parts.append(StructuredOutput("json_schema", schema, param))
             model.chat_format.grammar(AnswerRules((tool,)), tokens)  # to name the tool in errors
-        param = whole
+        param = answer_param
         source = model.chat_format.grammar(rules, tokens)
     except (errors.InputError, RecursionError) as error:
         raise RequestError(f"{param}: {error}", param=param) from error
-    return StructuredOutput("lark", source, whole, (*parts, *((structure,) if structure else ())))
+    return StructuredOutput(
+        "lark", source, answer_param, (*parts, *((structure,) if structure else ()))
+    )
 
 
 def _limit_name(fields: ChatBody) -> str:

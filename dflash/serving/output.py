@@ -169,8 +169,8 @@ class Output:
                 likeliest = logprobs[place]
                 top = tuple(zip(likeliest.top_ids, likeliest.top_logprobs, strict=True))
                 tokens.append(TokenText(token, text, likeliest.logprob, top))
-            if self._finder.found is not None:
-                self.finish_reason, self.stop_reason = "stop", self._finder.found
+            if self._finder.stop is not None:
+                self.finish_reason, self.stop_reason = "stop", self._finder.stop
                 break
         self._count(event.first(len(self.ids) - before))
         return self._delta("".join(texts), tokens)
@@ -185,8 +185,8 @@ class Output:
             self._pieces.add(remainder, "own")
         text = self._finder.push(remainder, exempt=self._is_exempt, final=True)
         self.finish_reason = done.finish_reason
-        if self._finder.found is not None:
-            self.finish_reason, self.stop_reason = "stop", self._finder.found
+        if self._finder.stop is not None:
+            self.finish_reason, self.stop_reason = "stop", self._finder.stop
         elif done.finish_reason == "stop":
             self.stop_reason = done.output_ids[-1]
         return self._delta(text, ())
@@ -273,7 +273,7 @@ class StopFinder:
         self._stops, self._include = stops, include
         self._held, self._visible = "", b""  # Text that is held back; a byte 0 hides a character.
         self._exempt = 0  # Characters of `_held` with which no stop string may end.
-        self.found: str | None = None
+        self.stop: str | None = None
 
     def push(
         self, text: str, *, hidden: str = "", exempt: bool = False, final: bool = False
@@ -286,7 +286,7 @@ class StopFinder:
           exempt: Whether no stop string may end within this piece; one may begin there.
           final: Whether this is the last piece, so that nothing is held back.
         """
-        if self.found is not None:
+        if self.stop is not None:
             return ""
         visible = self._visible + b"\1" * len(text) + b"\0" * len(hidden)
         text = self._held + text + hidden
@@ -295,7 +295,7 @@ class StopFinder:
         # Choose the stop string that ends first and, among those that end together, the longest.
         ends = [(end, -len(stop), stop) for stop in self._stops if (end := self._end(stop, text))]
         if ends:
-            size, length, self.found = min(ends)
+            size, length, self.stop = min(ends)
             size += 0 if self._include else length
         else:
             size = len(text) - (0 if final else unfinished(text, self._stops))

@@ -114,10 +114,10 @@ def _mark_all(text: str) -> str:
     return "".join(MARK + character for character in text)
 
 
-def _pattern(spelling: str, left: bool, right: bool) -> str:
+def _pattern(spelling: str, strips_left: bool, strips_right: bool) -> str:
     # The lookbehind avoids quadratic time, since long runs of spaces match from their start only.
-    before = r"(?:(?<!\s)\s+)?" if left else ""
-    return before + re.escape(spelling) + (r"\s*" if right else "")
+    before = r"(?:(?<!\s)\s+)?" if strips_left else ""
+    return before + re.escape(spelling) + (r"\s*" if strips_right else "")
 
 
 def complete(tokenizer: "tokenizers.Tokenizer", directory: pathlib.Path) -> None:

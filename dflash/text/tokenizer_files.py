@@ -213,16 +213,18 @@ def _completed(content: bytes, directory: pathlib.Path) -> Any:
     vocabulary, added = parsed["model"]["vocab"], parsed.get("added_tokens") or []
     if not isinstance(vocabulary, Mapping):
         return tokenizer
-    stated = _stated_ids(vocabulary, added, directory)
-    ids = {*vocabulary.values(), *stated.values()}
+    declared_ids = _stated_ids(vocabulary, added, directory)
+    ids = {*vocabulary.values(), *declared_ids.values()}
     gaps = set(range(max(ids, default=0))) - ids
-    if not gaps and all(tokenizer.token_to_id(text) == token for text, token in stated.items()):
+    if not gaps and all(
+        tokenizer.token_to_id(text) == token for text, token in declared_ids.items()
+    ):
         return tokenizer
     names = {f"<unused {token}>": token for token in gaps}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     unused = [{"id": names[name], "content": name, "special": True, **flags} for name in names]
     parsed["added_tokens"] = [*added, *unused]
-    vocabulary |= stated | names
+    vocabulary |= declared_ids | names
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(parsed))
     special_tokens.complete(tokenizer, directory)
     return tokenizer
@@ -235,12 +237,12 @@ def _stated_ids(
     declared = (
         (options["content"], token) for token, options in special_tokens.declared(directory)
     )
-    taken, stated = {*vocabulary.values(), None}, {}
+    taken, declared_ids = {*vocabulary.values(), None}, {}
     for text, token in (*((entry["content"], entry["id"]) for entry in added), *declared):
-        if text not in vocabulary and text not in stated and token not in taken:
-            stated[text] = token
+        if text not in vocabulary and text not in declared_ids and token not in taken:
+            declared_ids[text] = token
             taken.add(token)
-    return stated
+    return declared_ids
 
 
 def _encode(encoder: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:

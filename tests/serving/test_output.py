@@ -189,7 +189,7 @@ def test_output_does_not_depend_on_the_pieces(pieces, stops, include):
         output += finder.push(piece)
         assert expected.startswith(output)  # nothing has to be taken back
     output += finder.push("", final=True)
-    assert (output, finder.found) == (expected, stop)
+    assert (output, finder.stop) == (expected, stop)
 
 
 @given(
@@ -209,7 +209,7 @@ def test_no_stop_string_ends_within_an_exempt_beginning(exempt, rest, stops):
     end, length, stop = min(ends, default=(len(text), 0, None))
     output = "".join(finder.push(piece, exempt=True) for piece in exempt)
     output += "".join(finder.push(piece) for piece in rest) + finder.push("", final=True)
-    assert (output, finder.found) == (text[: end + length], stop)
+    assert (output, finder.stop) == (text[: end + length], stop)
 
 
 @given(st.lists(st.tuples(LETTERS, LETTERS), max_size=6), STOPS)
@@ -220,4 +220,4 @@ def test_hidden_text_matches_and_is_not_shown(pieces, stops):
     output = "".join(finder.push(text, hidden=hidden) for text, hidden in pieces)
     output += finder.push("", final=True)
     shown = [character for character, bit in zip(expected, visible, strict=False) if bit == "1"]
-    assert (output, finder.found) == ("".join(shown), stop)
+    assert (output, finder.stop) == ("".join(shown), stop)

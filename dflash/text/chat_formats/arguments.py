@@ -296,8 +296,12 @@ _MERGES: Mapping[str, Callable[[Any, Any], Any]] = {
 
 def _exclude(first: Any, second: Any) -> bool:
     """Returns whether two schemas list their values and have none in common."""
-    values, others = _listed(first), _listed(second)
-    return values is not None and others is not None and not any(map(others.__contains__, values))
+    values, other_values = _listed(first), _listed(second)
+    return (
+        values is not None
+        and other_values is not None
+        and not any(map(other_values.__contains__, values))
+    )
 
 
 def _listed(schema: Any) -> list[Any] | None:
@@ -321,5 +325,5 @@ def _kinds(*flats: Flat) -> list[str]:
 
 def _property(flat: Flat, name: str) -> Any:
     """Returns the schema of a property; True if patterns determine it."""
-    others = True if "patternProperties" in flat else flat.get("additionalProperties", True)
-    return flat.get("properties", {}).get(name, others)
+    default = True if "patternProperties" in flat else flat.get("additionalProperties", True)
+    return flat.get("properties", {}).get(name, default)

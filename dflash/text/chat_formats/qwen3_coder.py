@@ -70,9 +70,9 @@ def _alternatives(tool: Tool) -> list[Flat]:
 
 def _parameters(flat: Flat, tool: Tool) -> dict[str | None, Any]:
     """Returns the schemas of the possible parameters by name, and that of all others as None."""
-    others = flat.get("additionalProperties", True)
-    required = dict.fromkeys(flat.get("required", ()), others)
-    parameters = {**required, **flat.get("properties", {}), None: others}
+    default = flat.get("additionalProperties", True)
+    required = dict.fromkeys(flat.get("required", ()), default)
+    parameters = {**required, **flat.get("properties", {}), None: default}
     is_possible = functools.partial(arguments.alternatives, root=tool.parameters)
     return {name: schema for name, schema in parameters.items() if is_possible(schema)}
 
