@@ -77,7 +77,7 @@ class OverlapKeys:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the drafter runs on devices of its own, while the target verifies."""
+        """Returns whether the drafter runs on devices of its own, while the target verifies."""
         return self.overlap == "ssd"
 
 

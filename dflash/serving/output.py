@@ -262,7 +262,7 @@ def _with_origin(event: Tokens) -> Iterator[tuple[int, Origin, tuple[int, ...]]]
 
 
 class StopFinder:
-    """Incremental search that truncates a text at its first stop string, its `found`.
+    """Incremental search that truncates a text at its first stop string, its `stop`.
 
     While the end of the text may be the beginning of a stop string, `push` holds it back. So text
     that `push` has returned is final.
