@@ -60,7 +60,7 @@ def _chat(command: cli.Command) -> None:
     from dflash.runs.display import Display
 
     with contextlib.suppress(AttributeError):  # A replaced stdout may lack it.
-        sys.stdout.reconfigure(errors="backslashreplace")  # A terminal may lack characters.
+        sys.stdout.reconfigure(errors="backslashreplace")  # The terminal's encoding may lack some.
     display = Display(stream=False)
     with display.status("loading weights"):
         llm = LLM(command.config_path, *command.overrides)

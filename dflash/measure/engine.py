@@ -150,7 +150,7 @@ class MeasuredEngine(Engine):
 
 
 def _like(array: jax.Array, values) -> jax.Array:
-    """Returns host values with the shape, dtype and sharding of an array."""
+    """Returns an array of host values that has the shape, dtype and sharding of `array`."""
     host = np.broadcast_to(np.asarray(values, array.dtype), array.shape)
     return jax.device_put(host, array.sharding)
 

@@ -114,7 +114,7 @@ class TiktokenTokenizer(TemplateTokenizer):
 
 
 def _read_ranks(file: pathlib.Path) -> dict[bytes, int]:
-    """Reads lines of a token in base64 and its rank, and returns the ranks by token."""
+    """Reads lines, each a token in base64 and its rank, and returns the ranks by token."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line.strip()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}

@@ -46,7 +46,7 @@ class Block:
 
         Args:
           anchor: int32 [B]; last committed tokens.
-          position: int32 [B]; their positions.
+          position: int32 [B]; positions of the anchors.
           longest_path: Rows on the longest path that the drafter proposes, anchor included.
         """
         tokens = jnp.concatenate([anchor[:, None], proposal.tokens], axis=1)

@@ -362,7 +362,7 @@ def seconds_at(table: ArrayLike, length: ArrayLike, lengths: tuple[int, int]) ->
     """
     (short, long), (least, most) = jnp.asarray(table), lengths
     weight = jnp.maximum(length - least, 0) / max(most - least, 1)
-    # Where the two are equal, they may be infinite.
+    # Equal times may both be infinite, and their difference is then no number.
     return jnp.where(short == long, short, short + weight * (long - short))
 
 
