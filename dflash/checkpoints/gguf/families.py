@@ -93,6 +93,7 @@ class _Gemma3(FamilyKeys):
         if layers == _GEMMA_27B_LAYERS:
             width = config["hidden_size"] // config["num_attention_heads"]
         return {
+            "intermediate_size": self.intermediate_size,
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": self.window or None,
             "layer_types": self._layer_types(layers) if self.window else [_FULL] * layers,
