@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dflash import errors
-from dflash.config import checks, merging, registry, strict_yaml, typed
+from dflash.config import checks, merging, registry, removed_keys, strict_yaml, typed
 from dflash.config.merging import Path, text_of
 from dflash.config.merging import find_config as find_config
 from dflash.config.schema import (
@@ -121,7 +121,8 @@ def resolve(
         tree,
         complete=complete,
         known=known_keys(schema, tree.root),
-        earlier_run=earlier_run,
+        notice=removed_keys.notice,
+        ignores=lambda *key: earlier_run and removed_keys.is_without_effect(*key),
         choices=_CHOICES,
         choose=_chosen_schema,
     )

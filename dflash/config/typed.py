@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from dflash.config import registry, removed_keys, schema
+from dflash.config import registry, schema
 from dflash.config.merging import ConfigTree, Path, text_of
 from dflash.config.strict_yaml import Malformed, Node
 
@@ -192,7 +192,8 @@ class Builder:
         *,
         complete: bool,
         known: Iterable[Path] = (),
-        earlier_run: bool = False,
+        notice: Callable[..., str | None] = lambda path, value=None: None,
+        ignores: Callable[[Path, Any], bool] = lambda path, value: False,
         choices: Mapping[type, Collection[str]] | None = None,
         choose: Callable[[type, Mapping[str, Node]], type | None] = lambda declared, content: (
             declared
@@ -203,13 +204,15 @@ class Builder:
         Args:
           complete: Every layer could be read. Otherwise missing keys are not reported.
           known: Paths of all keys, for suggestions in messages.
-          earlier_run: Ignore removed keys without effect.
+          notice: Returns the message for a path, and a value that it does not accept, of which
+            there is more to say than that it is unknown; None for others.
+          ignores: Returns whether an unknown path with a value is no problem.
           choices: Names that choose the schema of a group, by the class that a run declares for it.
           choose: Returns the schema of a group; None if its name is unusable.
         """
         self.tree = tree
         self.complete = complete
-        self.earlier_run = earlier_run
+        self.notice, self.ignores = notice, ignores
         self.choices = choices or {}
         self.choose = choose
         self.unusable: set[Path] = set()
@@ -226,7 +229,7 @@ class Builder:
         # Keys may be known to a schema that is named in an unreadable file; do not report them.
         judged = self.complete or declared not in self.choices or "name" in content
         for key in content:
-            if judged and key not in kinds and not self._ignores((*path, key), content[key]):
+            if judged and key not in kinds and not self.ignores((*path, key), content[key].value):
                 self._unknown((*path, key), kinds)
         values = {}
         usable = True
@@ -263,7 +266,7 @@ class Builder:
             if name is not INVALID:
                 here = (*path, "name")
                 unknown = f"unknown name {name!r}{registry.suggest(name, self.choices[declared])}"
-                self._report(here, removed_keys.notice(here, name) or unknown)
+                self._report(here, self.notice(here, name) or unknown)
         return cls
 
     def _value(self, declared: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
@@ -312,9 +315,8 @@ class Builder:
         return {key: value for key, value in values.items() if key not in bad}
 
     def _mismatch(self, path: Path, declared: Any, node: Node, bounds: Mapping[str, Any]) -> Any:
-        removed = removed_keys.notice(path, text_of(node))
-        if removed:
-            self._report(path, removed, node.source)
+        if notice := self.notice(path, text_of(node)):
+            self._report(path, notice, node.source)
             return INVALID
         if type(node.value) is int and node.value > schema.INT32_MAX:
             bounds = {**bounds, "maximum": bounds.get("maximum") or schema.INT32_MAX}
@@ -324,9 +326,6 @@ class Builder:
         got = f"{show(node)}{near(declared, node)}"
         self._report(path, f"expected {expected}, got {got}", node.source)
         return INVALID
-
-    def _ignores(self, path: Path, node: Node) -> bool:
-        return self.earlier_run and removed_keys.is_without_effect(path, node.value)
 
     def _unknown(self, path: Path, siblings: Iterable[str]) -> None:
         """Reports an unknown key and suggests one of the same name elsewhere, or a similar one."""
@@ -338,7 +337,7 @@ class Builder:
         elif namesakes:
             nearest = max(namesakes, key=lambda known: _shared(known, path))
             hint = f"; did you mean {'.'.join(nearest)!r}?"
-        self._report(path, removed_keys.notice(path) or f"unknown key{hint}")
+        self._report(path, self.notice(path) or f"unknown key{hint}")
 
     def _report(self, path: Path, message: str, source: str | None = None) -> None:
         self.problems.append(f"{source or self.tree.source(path)}: {'.'.join(path)}: {message}")
