@@ -135,7 +135,7 @@ def test_maxtext_and_back(kind, layers, tmp_path, capsys):
     """The tree itself is compared in tests/checkpoints/test_maxtext_io.py."""
     model = make_target(kind)
     config = kind.config_to_hf(model.arch)
-    checkpoint.save_hf(model, tmp_path / "hf", config)
+    checkpoint.save(model, tmp_path / "hf", config)
     assert run(capsys, tmp_path / "hf", tmp_path / "mt", "--to=maxtext", layers)[0] == 0
     (tmp_path / "mt/config.json").unlink()
     code, _, err = run(capsys, tmp_path / "mt", tmp_path / "back", "--to=hf")

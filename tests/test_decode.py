@@ -41,8 +41,8 @@ def models(tmp_path_factory):
     shape = DFlash.architecture_for(target.arch, options)
     drafter = DFlash(shape, dtype=target.dtype, sharding=target.sharding)
     parameters.initialize(drafter, jax.random.key(1))
-    checkpoint.save_hf(target, directory / "target", target.config_to_hf(target.arch))
-    checkpoint.save_hf(drafter, directory / "draft", drafter.config_to_hf(shape))
+    checkpoint.save(target, directory / "target", target.config_to_hf(target.arch))
+    checkpoint.save(drafter, directory / "draft", drafter.config_to_hf(shape))
     return directory
 
 

@@ -4,8 +4,10 @@ The light parts of this module (references, config.json) work without importing 
 wrong name in a config is reported at once.
 """
 
-import functools
+import importlib
 import pathlib
+import types
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash import errors
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 Layout = Literal["hf", "orbax", "maxtext", "gguf"]
 
 GGUF_FILE = "model.gguf"
+_MODULES: Mapping[Layout, str] = {
+    "hf": "safetensors_io",
+    "orbax": "orbax_io",
+    "maxtext": "maxtext_io",
+    "gguf": "gguf.hf_tensors",
+}
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -147,61 +155,46 @@ def load(module: "nnx.Module", directory: pathlib.Path) -> None:
     _io(layout(directory)).load(module, directory)
 
 
-def save_hf(
+def save(
     module: "nnx.Module",
     directory: pathlib.Path,
     config: dict[str, Any],
     *,
+    layout: Layout = "hf",
     dtype: "jnp.dtype | None" = None,
-    max_shard_bytes: int = 5 * 2**30,
     companions: pathlib.Path | None = None,
+    **options: Any,
 ) -> int:
-    """Writes a checkpoint directory in the Hugging Face layout, atomically.
+    """Writes a checkpoint directory, atomically.
 
     Args:
       directory: New or empty directory.
       config: Content of config.json; its dtype field is set to the stored dtype.
-      dtype: Dtype of the stored tensors; None keeps each parameter's own.
-      max_shard_bytes: Size limit of a file; larger models are split into several, with an index.
+      layout: Layout to write, all but "gguf".
+      dtype: Dtype of the stored tensors, of "hf" only; None keeps each parameter's own.
       companions: Directory whose tokenizer, generation and licence files are copied, too.
+      **options: Options of the layout: `safetensors_io.save`, `maxtext_io.save`.
     Returns:
       Number of tensors written.
     Raises:
       CheckpointError: `directory` exists and is not empty.
       WorkdirError: `directory` cannot be written.
     """
-    from dflash.checkpoints import safetensors_io
+    import jax
+    import numpy as np
 
-    write = functools.partial(safetensors_io.save, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    return _save(write, module, directory, config, dtype, companions)
+    from dflash.parallel import parameters
 
-
-def save_orbax(
-    module: "nnx.Module",
-    directory: pathlib.Path,
-    config: dict[str, Any],
-    *,
-    companions: pathlib.Path | None = None,
-) -> int:
-    """Writes a checkpoint directory in the native layout, atomically; see `save_hf`."""
-    from dflash.checkpoints import orbax_io
-
-    return _save(orbax_io.save, module, directory, config, None, companions)
-
-
-def save_maxtext(
-    module: "nnx.Module",
-    directory: pathlib.Path,
-    config: dict[str, Any],
-    *,
-    scan_layers: bool = True,
-    companions: pathlib.Path | None = None,
-) -> int:
-    """Writes a checkpoint directory in MaxText's layout, atomically; see `save_hf`."""
-    from dflash.checkpoints import maxtext_io
-
-    write = functools.partial(maxtext_io.save, scan_layers=scan_layers)
-    return _save(write, module, directory, config, None, companions)
+    if dtype is None:
+        stored = next(parameters.named_parameters(module))[1].get_value().dtype
+    else:
+        stored, options = dtype, {"dtype": dtype, **options}
+    with files.staged(paths.to_path(directory)) as staged:
+        if jax.process_index() == 0:
+            files.write_json(staged / files.CONFIG, _with_dtype(config, np.dtype(stored).name))
+            if companions is not None:
+                files.copy_companions(companions, staged)
+        return _io(layout).save(module, staged, **options)
 
 
 def stored_dtype(directory: pathlib.Path) -> "jnp.dtype":
@@ -216,40 +209,15 @@ def narrowest(dtypes: "set[np.dtype]") -> "jnp.dtype":
     return jnp.dtype(*dtypes) if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
 
-def _save(write, module, directory, config, dtype, companions) -> int:
-    import jax
-    import numpy as np
-
-    from dflash.parallel import parameters
-
-    if dtype is None:
-        dtype = next(parameters.named_parameters(module))[1].get_value().dtype
-    with files.staged(paths.to_path(directory)) as staged:
-        if jax.process_index() == 0:
-            files.write_json(staged / files.CONFIG, _with_dtype(config, np.dtype(dtype).name))
-            if companions is not None:
-                files.copy_companions(companions, staged)
-        return write(module, staged)
-
-
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Sets the dtype field, named dtype in newer files and torch_dtype in older ones."""
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
     return config | dict.fromkeys(names, dtype)
 
 
-def _io(name: Layout):
-    if name == "hf":
-        from dflash.checkpoints import safetensors_io
-
-        return safetensors_io
-    if name == "gguf":
-        from dflash.checkpoints.gguf import hf_tensors
-
-        return hf_tensors
-    from dflash.checkpoints import orbax_io
-
-    return orbax_io
+def _io(name: Layout) -> types.ModuleType:
+    """Returns the module of a layout, imported late: references and --help do without it."""
+    return importlib.import_module(f"dflash.checkpoints.{_MODULES[name]}")
 
 
 def _open_file(file: pathlib.Path) -> pathlib.Path:

@@ -99,11 +99,11 @@ def _writer(
     Whatever the metadata of a GGUF file lack is found before weights are read.
     """
     if to != "gguf":
-        save = checkpoint.save_hf if to == "hf" else checkpoint.save_orbax
-        if to == "maxtext":
-            save = functools.partial(checkpoint.save_maxtext, scan_layers=scan_layers)
+        options = {"scan_layers": scan_layers} if to == "maxtext" else {}
         config = checkpoint.read_config(directory)
-        return functools.partial(save, config=config, companions=directory)
+        return functools.partial(
+            checkpoint.save, layout=to, config=config, companions=directory, **options
+        )
     from dflash.checkpoints.gguf import tokenizer_metadata, writer  # They need further packages.
 
     architecture = type(module).architecture_from_hf(checkpoint.read_config(directory))

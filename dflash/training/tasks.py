@@ -101,10 +101,10 @@ class Task(abc.ABC):
         """Returns the loss and the metrics of a batch; see `LossFunction`."""
 
     def export(self, params: Params, directory: pathlib.Path, companions) -> None:
-        """Writes the learner's weights in the Hugging Face layout; see `save_hf`."""
+        """Writes the learner's weights in the Hugging Face layout; see `checkpoint.save`."""
         nnx.update(self.learner, params)
         module, config = self.exported()
-        checkpoint.save_hf(
+        checkpoint.save(
             module,
             directory,
             config,

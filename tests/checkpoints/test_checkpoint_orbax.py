@@ -29,7 +29,7 @@ def source():
 @pytest.fixture
 def saved(tmp_path, source):
     directory = tmp_path / "saved"
-    count = checkpoint.save_orbax(source, directory, Qwen3.config_to_hf(source.arch))
+    count = checkpoint.save(source, directory, Qwen3.config_to_hf(source.arch), layout="orbax")
     assert count == len(list(parameters.named_parameters(source)))
     return directory
 
@@ -72,7 +72,7 @@ def test_reads_directly_sharded(saved, source, dtype, mesh, monkeypatch):
 def test_writes_from_a_mesh(tmp_path, saved, source):
     sharded = abstract(mesh={"data": 2, "fsdp": 2, "tensor": 2})
     checkpoint.load(sharded, saved)
-    checkpoint.save_orbax(sharded, tmp_path / "out", {})
+    checkpoint.save(sharded, tmp_path / "out", {}, layout="orbax")
     module = abstract()
     checkpoint.load(module, tmp_path / "out")
     assert_same(module, source)
@@ -82,7 +82,7 @@ def test_layout_on_disk(tmp_path, source):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
     config = Qwen3.config_to_hf(source.arch)
-    checkpoint.save_orbax(source, tmp_path / "out", config, companions=tmp_path / "in")
+    checkpoint.save(source, tmp_path / "out", config, layout="orbax", companions=tmp_path / "in")
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["config.json", "params", "tokenizer.json"]
     written = json.loads((tmp_path / "out" / "config.json").read_text())

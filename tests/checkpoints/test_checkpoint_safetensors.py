@@ -291,7 +291,7 @@ def loaded_toy(directory, tensors, **options):
 def test_writes_what_it_read(tmp_path, mesh, dtype):
     tensors = make_tensors(dtype)
     module = loaded_toy(tmp_path / "in", tensors, dtype=dtype, **mesh)
-    assert checkpoint.save_hf(module, tmp_path / "out", {"a": 1}) == 3
+    assert checkpoint.save(module, tmp_path / "out", {"a": 1}) == 3
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: value.tobytes() for name, value in written.items()} == {
         name: value.tobytes() for name, value in tensors.items()
@@ -303,7 +303,7 @@ def test_writes_what_it_read(tmp_path, mesh, dtype):
 def test_splits_into_shards(tmp_path):
     tensors = make_tensors()
     module = loaded_toy(tmp_path / "in", tensors)
-    checkpoint.save_hf(module, tmp_path / "out", {}, max_shard_bytes=VOCAB * WIDTH * 4 + WIDTH * 4)
+    checkpoint.save(module, tmp_path / "out", {}, max_shard_bytes=VOCAB * WIDTH * 4 + WIDTH * 4)
     index = json.loads((tmp_path / "out" / safetensors_io.INDEX).read_text())
     assert index["metadata"] == {"total_size": sum(value.nbytes for value in tensors.values())}
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -321,6 +321,6 @@ def test_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(outgoing.OutgoingTensor, "fetch", fail)
     with pytest.raises(errors.WorkdirError) as caught:
-        checkpoint.save_hf(module, tmp_path / "out", {})
+        checkpoint.save(module, tmp_path / "out", {})
     assert str(caught.value) == f"{tmp_path}/out: cannot be written: No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

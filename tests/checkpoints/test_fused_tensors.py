@@ -35,7 +35,7 @@ def save_fused(directory, kind=Qwen2, shape=None):
     shape = shape or make_architecture()
     model = kind(shape, dtype=jnp.float32, sharding=make_sharding())
     parameters.initialize(model, jax.random.key(0))
-    checkpoint.save_hf(model, directory, kind.config_to_hf(shape))
+    checkpoint.save(model, directory, kind.config_to_hf(shape))
     fuse(directory)
     return model
 

@@ -125,7 +125,7 @@ def test_writes_what_it_read(stored, tmp_path, mesh):
     module = Mapped(**mesh)
     checkpoint.load(module, stored)
     tensors = make_tensors()
-    assert checkpoint.save_hf(module, tmp_path / "out", {}) == len(tensors)
+    assert checkpoint.save(module, tmp_path / "out", {}) == len(tensors)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == tensors.keys()
     for name, value in tensors.items():

@@ -105,7 +105,7 @@ def test_fresh_mixtures_prefer_one_layer_each():
 
 def test_checkpoints_come_back(tmp_path):
     drafter = make_drafter()
-    checkpoint.save_hf(drafter, tmp_path / "d", DFlare.config_to_hf(SHAPE))
+    checkpoint.save(drafter, tmp_path / "d", DFlare.config_to_hf(SHAPE))
     again = DFlare(DFlare.architecture_from_hf(checkpoint.read_config(tmp_path / "d")), **BUILD)
     checkpoint.load(again, tmp_path / "d")
     assert again.shape == SHAPE

@@ -135,7 +135,7 @@ def test_weights_of_speculators(name, drafted, tmp_path):
     drafter = kind(shape, **build)
     parameters.init_fast_random(drafter, 0)
     directory = tmp_path / "drafter"
-    checkpoint.save_hf(drafter, directory, kind.config_to_hf(shape))
+    checkpoint.save(drafter, directory, kind.config_to_hf(shape))
     config = speculators(name, dataclasses.replace(shape, num_target_layers=None))
     (directory / files.CONFIG).write_text(json.dumps(config))
     tensors = safetensors.load_file(directory / "model.safetensors")

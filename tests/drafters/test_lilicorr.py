@@ -274,7 +274,7 @@ def test_training_scores_what_decoding_drafts():
 @pytest.mark.parametrize("shape", [SHAPE, WIDE], ids=["narrow", "wide"])
 def test_files_come_back_under_published_names(shape, tmp_path):
     drafter = make_drafter(shape)
-    checkpoint.save_hf(drafter, tmp_path / "d", LiLiCorr.config_to_hf(shape))
+    checkpoint.save(drafter, tmp_path / "d", LiLiCorr.config_to_hf(shape))
     again = LiLiCorr(LiLiCorr.architecture_from_hf(checkpoint.read_config(tmp_path / "d")), **BUILD)
     checkpoint.load(again, tmp_path / "d")
     assert again.shape == shape

@@ -103,7 +103,7 @@ def test_a_mask_embedding_replaces_the_target_s():
 @pytest.mark.parametrize("stored", ["model.safetensors", "mask_embedding.pt"])
 def test_files_with_a_mask_embedding(stored, tmp_path):
     plain, directory = make(DFlash, BASE), tmp_path / "drafter"
-    checkpoint.save_hf(plain, directory, DFlash.config_to_hf(BASE))
+    checkpoint.save(plain, directory, DFlash.config_to_hf(BASE))
     if stored.endswith(".pt"):
         (directory / stored).write_bytes(b"")
     else:
@@ -193,7 +193,7 @@ def test_conditioned_drafters_with_a_draft_vocabulary(name, tmp_path):
     found, wanted = draft(fewer, target, rows), draft(plain, only, rows)
     np.testing.assert_array_equal(found[0], wanted[0])
     assert np.isin(found[0], DRAFTED).all()
-    checkpoint.save_hf(fewer, tmp_path / "out", kind.config_to_hf(shape))
+    checkpoint.save(fewer, tmp_path / "out", kind.config_to_hf(shape))
     again = kind(kind.architecture_from_hf(checkpoint.read_config(tmp_path / "out")), **BUILD)
     checkpoint.load(again, tmp_path / "out")
     check_same_weights(again, fewer)

@@ -36,7 +36,7 @@ def directories(tmp_path_factory):
     parameters.initialize(model, jax.random.key(0))
     root = tmp_path_factory.mktemp("mxfp4")
     plain, packed = root / "plain", root / "packed"
-    checkpoint.save_hf(model, plain, kind.config_to_hf(arch))
+    checkpoint.save(model, plain, kind.config_to_hf(arch))
     shutil.copytree(plain, packed)
     tensors, rng = load_file(plain / "model.safetensors"), np.random.default_rng(0)
     blocks_and_scales = {}

@@ -43,7 +43,7 @@ def checkpoints(tmp_path_factory):
             values = rng.normal(path.endswith("scale"), 0.2, leaf.get_value().shape)
             leaf.set_value(jnp.asarray(values, jnp.float32))
         found[family] = tmp_path_factory.mktemp(family) / "target"
-        checkpoint.save_hf(model, found[family], kind.config_to_hf(arch))
+        checkpoint.save(model, found[family], kind.config_to_hf(arch))
     return found
 
 

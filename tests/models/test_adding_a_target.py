@@ -75,7 +75,7 @@ def save(target, directory, **changes):
     """Writes a checkpoint; `changes` replace fields of its config.json."""
     config = target.config_to_hf(target.arch) | changes
     config = {name: value for name, value in config.items() if value is not None}
-    checkpoint.save_hf(target, directory, config)
+    checkpoint.save(target, directory, config)
 
 
 def load(directory):

@@ -178,7 +178,7 @@ def test_states_after_cycles_are_those_of_a_fresh_prefill(family, cycles, seed, 
 def test_what_was_written_is_read_back(family, tmp_path):
     model = tiny(family)
     config = type(model).config_to_hf(model.arch)
-    checkpoint.save_hf(model, tmp_path / "out", config)
+    checkpoint.save(model, tmp_path / "out", config)
     again = load_target(tmp_path / "out")
     assert again.arch == dataclasses.replace(model.arch, eos_token_id=again.arch.eos_token_id)
     saved = dict(parameters.named_parameters(again))

@@ -60,7 +60,7 @@ def target(tmp_path_factory):
     """A checkpoint of a tiny target, on disk."""
     directory = tmp_path_factory.mktemp("models") / "target"
     model = make_target(vocab_size=12, num_hidden_layers=2)
-    checkpoint.save_hf(model, directory, model.config_to_hf(model.arch))
+    checkpoint.save(model, directory, model.config_to_hf(model.arch))
     return directory
 
 

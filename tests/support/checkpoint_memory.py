@@ -76,7 +76,7 @@ def make(directory: pathlib.Path, megabytes: int, dtype: str, experts: bool, ggu
     parameters.initialize(module, jax.random.key(0))
     config = kind.config_to_hf(arch)
     shards = 1 if gguf else 5
-    checkpoint.save_hf(module, directory, config, max_shard_bytes=megabytes * 1_100_000 // shards)
+    checkpoint.save(module, directory, config, max_shard_bytes=megabytes * 1_100_000 // shards)
     if gguf:
         sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
         from gguf import GGMLQuantizationType

@@ -46,7 +46,7 @@ def make_model(directory, family="qwen3", **changes):
     rng = np.random.default_rng(0)
     for _, leaf in parameters.named_parameters(module):
         leaf.set_value(jnp.asarray(rng.normal(0, 0.2, leaf.get_value().shape), jnp.float32))
-    checkpoint.save_hf(module, directory, kind.config_to_hf(arch))
+    checkpoint.save(module, directory, kind.config_to_hf(arch))
     return kind, arch
 
 

@@ -125,10 +125,11 @@ def test_a_whole_vocabulary_counts_nothing():
     assert model.t2d[...].all()
 
 
-@pytest.mark.parametrize("save", [checkpoint.save_hf, checkpoint.save_orbax])
-def test_tables_travel_with_the_weights(tmp_path, save):
+@pytest.mark.parametrize("layout", ["hf", "orbax"])
+def test_tables_travel_with_the_weights(tmp_path, layout):
     model = make_drafter()
-    count = save(model, tmp_path / "out", Eagle3.config_to_hf(model.shape))
+    config = Eagle3.config_to_hf(model.shape)
+    count = checkpoint.save(model, tmp_path / "out", config, layout=layout)
     assert count == len(list(parameters.named_arrays(model)))
     assert checkpoint.stored_dtype(tmp_path / "out") == jnp.float32
     again = create(checkpoint.read_config(tmp_path / "out"))
@@ -162,7 +163,7 @@ def test_a_table_that_names_other_tokens_is_refused(tmp_path, draft, offset, mes
 
 def test_tables_are_checked_when_weights_are_loaded(tmp_path):
     model, directory = make_drafter(), tmp_path / "out"
-    checkpoint.save_hf(model, directory, Eagle3.config_to_hf(model.shape))
+    checkpoint.save(model, directory, Eagle3.config_to_hf(model.shape))
     source = models.Source(directory, checkpoint.read_config(directory), 0)
     again = create(source.hf)
     models.load_weights(again, source)
@@ -175,7 +176,7 @@ def test_tables_are_checked_when_weights_are_loaded(tmp_path):
 
 def test_a_weight_stored_as_integers_is_refused(tmp_path):
     model, directory = make_drafter(), tmp_path / "out"
-    checkpoint.save_hf(model, directory, Eagle3.config_to_hf(model.shape))
+    checkpoint.save(model, directory, Eagle3.config_to_hf(model.shape))
     tensors = safetensors.numpy.load_file(directory / "model.safetensors")
     for name, dtype, message in [
         (

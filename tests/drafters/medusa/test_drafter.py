@@ -149,7 +149,7 @@ def test_loss_by_loops():
 def test_checkpoints_come_back(tmp_path):
     model = make_drafter()
     path = tmp_path / "heads"
-    checkpoint.save_hf(model, path, Medusa.config_to_hf(model.shape))
+    checkpoint.save(model, path, Medusa.config_to_hf(model.shape))
     config = MedusaConfig(checkpoint=str(path), block_size=3)
     source = models.find_drafter(config)
     found = models.build_drafter(config, source, ARCH, dtype="float32", sharding=make_sharding())

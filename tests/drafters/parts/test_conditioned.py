@@ -373,7 +373,7 @@ def test_checkpoints_come_back(case, tmp_path):
     shape = drafter.shape
     if shape.num_target_layers is None:  # in a file of speculators; `fit` knows it
         shape = dataclasses.replace(shape, num_target_layers=6)
-    checkpoint.save_hf(drafter, tmp_path / "d", kind_of(case).config_to_hf(shape))
+    checkpoint.save(drafter, tmp_path / "d", kind_of(case).config_to_hf(shape))
     again = load(kind_of(case), tmp_path / "d")
     assert again.shape == shape
     for (path, mine), (_, other) in zip(
