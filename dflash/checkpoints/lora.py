@@ -59,9 +59,8 @@ class Adapter:
 
 def check(reference: str) -> None:
     """Checks an adapter as far as possible without network access and without its weights."""
-    checkpoint.check_reference(reference)
-    if not checkpoint.is_remote(reference):
-        directory = checkpoint.resolve(reference)
+    directory = checkpoint.find(reference, download=False)
+    if directory is not None:
         _read_config(directory)
         _headers(directory)
 

@@ -32,7 +32,7 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
             elif place == "adapter":
                 lora.check(location)
             elif place == "tokenizer":
-                checkpoint.check_reference(location)
+                checkpoint.find(location, download=False)
             elif place in ("directory", "disk"):
                 _check_directory(location)
             elif files:

