@@ -399,9 +399,6 @@ MISTAKES = {
     "name of an adapter": Mistake(
         "serve c.yml serve.adapters.x=m serve.model=x", "serve.adapters.x: is the name of the"
     ),
-    "collector": Mistake(
-        "serve c.yml serve.traces=localhost:4317", "serve.traces: expected the URL of a collector"
-    ),
     "new weights under an adapter": Mistake(
         "serve c.yml target.adapter=m serve.update_weights=true",
         "serve.update_weights: not with target.adapter",
