@@ -202,7 +202,7 @@ def test_a_plan_counts_the_tables_and_no_networks():
 
 
 def save(model: UBTree, directory) -> None:
-    checkpoint.save_hf(model, directory, UBTree.config_to_hf(model.shape))
+    checkpoint.save(model, directory, UBTree.config_to_hf(model.shape))
 
 
 def load(directory) -> UBTree:
