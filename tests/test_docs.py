@@ -112,6 +112,8 @@ def pages_by_extras(*, slow: bool) -> dict[str, dict[str, list]]:
         if page.endswith("--help") and TREATMENTS.get(command, ("",))[0] != "run" and not slow:
             continue  # tests/cli/test_commands.py loads the configs of these examples.
         form = form_of(command, slow=slow)
+        if form and "--print_config" in form[1]:
+            extras = frozenset()  # Configs are read without any, in one process.
         if form and not any(form == other and fewer <= extras for other, fewer in tested):
             tested.append((form, extras))
             name = ",".join(sorted(extras)) or "none"
