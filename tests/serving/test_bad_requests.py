@@ -49,7 +49,6 @@ WRONG = [
     (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     (TEXT, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     (TEXT, {"prompt": "a", "drafting": 1}, "drafting"),
-    (TEXT, {"prompt": "a", "drafting": False}, "drafting"),  # serve.compare is off
     (TEXT, {"prompt": "\ud800"}, "prompt"),
     (TEXT, {"prompt": "é"}, "prompt"),
     (TEXT, {"prompt": "a", "messages": [USER]}, "messages"),

@@ -4,7 +4,6 @@ import json
 import pathlib
 
 import pytest
-from support.served import decoded
 
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
@@ -48,7 +47,7 @@ def test_openai_lists_models(client):
 def test_openai_completions(client, server):
     parameters = {"max_tokens": 10, "temperature": 0.8, "seed": 4}
     response = client.completions.create(model="tiny", prompt="abcabc", **parameters)
-    expected = bytes(decoded(server.config, "abcabc", **parameters)).decode()
+    expected = server.plain("abcabc", **parameters)
     assert response.choices[0].text == expected
     assert response.usage.completion_tokens == 10
     parts = client.completions.create(model="tiny", prompt="abcabc", stream=True, **parameters)
@@ -56,7 +55,7 @@ def test_openai_completions(client, server):
 
 
 def test_openai_chat_completions(client, server):
-    expected = bytes(decoded(server.config, "abcabc\n", max_tokens=10)).decode()
+    expected = server.plain("abcabc\n", max_tokens=10)
     response = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10)
     assert response.choices[0].message.content == expected
     assert response.choices[0].finish_reason == "length"

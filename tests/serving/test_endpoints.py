@@ -7,9 +7,7 @@ import pathlib
 import re
 
 import pytest
-from support.served import decoded, plain_decoding
-
-import dflash
+from support.served import decoded
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PROMPT = "abcabcabcab"
@@ -47,9 +45,9 @@ def test_new_weights_are_off_by_default(server):
 def test_a_completion(server):
     status, answer = server.post(TEXT, {"model": "tiny", "prompt": PROMPT, "max_tokens": 9})
     (choice,) = answer["choices"]
-    expected = decoded(server.config, PROMPT, max_tokens=9)
+    expected = server.plain(PROMPT, max_tokens=9)
     assert (status, answer["object"], choice["index"]) == (200, "text_completion", 0)
-    assert choice["text"] == bytes(expected).decode()
+    assert choice["text"] == expected
     assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), 9)
@@ -77,17 +75,17 @@ def test_a_chat(server):
     (choice,) = answer["choices"]
     assert choice["message"]["role"] == "assistant"
     # Without a checkpoint there is no template: contents are lines.
-    expected = decoded(server.config, "abc\n", max_tokens=5)
-    assert choice["message"]["content"] == bytes(expected).decode()
+    assert choice["message"]["content"] == server.plain("abc\n", max_tokens=5)
 
 
-@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("by", ["the server", "LLM"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_output_is_that_of_plain_decoding(request, temperature, drafting):
-    server = request.getfixturevalue("server" if drafting else "comparing")
+def test_output_is_that_of_plain_decoding(server, temperature, by):
     parameters = {"temperature": temperature, "max_tokens": 24, "seed": 5}
-    expected = bytes(decoded(server.config, PROMPT, **parameters)).decode()
-    body = {"prompt": PROMPT, "drafting": drafting, **parameters}
+    expected = server.plain(PROMPT, **parameters)
+    if by == "LLM":
+        assert bytes(decoded(server.config, PROMPT, **parameters)).decode() == expected
+    body = {"prompt": PROMPT, **parameters}
     _, answer = server.post(TEXT, body)
     assert answer["choices"][0]["text"] == expected
     events = server.events(TEXT, body)
@@ -117,21 +115,18 @@ def test_output_is_the_same_in_a_batch_of_32(server):
     with concurrent.futures.ThreadPoolExecutor(33) as pool:
         texts = list(pool.map(ask, range(33)))
     for i, text in enumerate(texts):
-        assert text == bytes(decoded(server.config, prompts[i], **parameters[i])).decode(), i
+        assert text == server.plain(prompts[i], **parameters[i]), i
 
 
 def test_choices_have_independent_noise(server):
     parameters = {"temperature": 1.0, "max_tokens": 12, "seed": 3}
-    _, answer = server.post(TEXT, {"prompt": [PROMPT, "xyz"], "n": 3, **parameters})
-    llm = plain_decoding(server.config)
-    expected = [
-        one.text
-        for prompt in (PROMPT, "xyz")
-        for one in llm.generate([prompt] * 3, dflash.Sampling(**parameters))
-    ]
-    assert [choice["text"] for choice in answer["choices"]] == expected
+    body = {"prompt": [PROMPT, "xyz"], "n": 3, **parameters}
+    answer, plain = (server.post(TEXT, body | {"drafting": how})[1] for how in (True, False))
+    assert answer["choices"] == plain["choices"]
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    assert len(set(expected[:3])) > 1
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(set(texts[:3])) > 1
+    assert texts[0] == server.plain(PROMPT, **parameters)
     assert answer["usage"]["completion_tokens"] == 72
 
 
@@ -144,7 +139,7 @@ def test_outputs_differ_without_a_seed(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(server, stream):
     parameters = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
-    whole = bytes(decoded(server.config, PROMPT, **parameters)).decode()
+    whole = server.plain(PROMPT, **parameters)
     stop = whole[21:26]
     at = whole.index(stop)
     body = {"prompt": PROMPT, "stop": ["never said", stop], **parameters}
@@ -168,15 +163,15 @@ def test_stop_strings(server, stream):
 
 def test_stop_tokens(server):
     parameters = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
-    whole = decoded(server.config, PROMPT, **parameters)
-    token = whole[9]
+    whole = server.plain(PROMPT, **parameters)
+    token = ord(whole[9])
     _, answer = server.post(TEXT, {"prompt": PROMPT, "stop_token_ids": [token], **parameters})
     (choice,) = answer["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
-    assert choice["text"] == bytes(whole[: whole.index(token)]).decode()
+    assert choice["text"] == whole[: whole.index(chr(token))]
     fields = {"stop_token_ids": [token], "include_stop_str_in_output": True}
     _, answer = server.post(TEXT, {"prompt": PROMPT, **fields, **parameters})
-    assert answer["choices"][0]["text"] == bytes(whole[: whole.index(token) + 1]).decode()
+    assert answer["choices"][0]["text"] == whole[: whole.index(chr(token)) + 1]
 
 
 def test_echo(server):
@@ -237,9 +232,9 @@ def test_sglang_generate(server):
     sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     body = {"text": PROMPT, "sampling_params": sampling}
     _, answer = server.post("/generate", body)
-    expected = decoded(server.config, PROMPT, max_tokens=12)
+    expected = server.plain(PROMPT, max_tokens=12)
     meta = answer["meta_info"]
-    assert (answer["text"], answer["output_ids"]) == (bytes(expected).decode(), list(expected))
+    assert (answer["text"], answer["output_ids"]) == (expected, list(expected.encode()))
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 12)
     assert meta["finish_reason"] == {"type": "length", "length": 12}
     assert meta["spec_accept_length"] == 12 / meta["spec_verify_ct"]

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 from support import served
-from support.served import decoded
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -21,13 +20,13 @@ def browser():
 
 
 @pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide", "narrow"])
-def page(browser, comparing, request):
+def page(browser, server, request):
     width, scheme = request.param
     opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     problems = []
     opened.on("console", lambda one: problems.append(one.text) if "policy" in one.text else None)
     opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.goto(comparing.url)
+    opened.goto(server.url)
     playwright.expect(opened.locator("#model")).to_contain_text("tiny")
     yield opened
     assert problems == []
@@ -41,10 +40,10 @@ def send(page, text):
     done.to_have_attribute("aria-busy", "false", timeout=60_000)
 
 
-def test_a_chat_colors_drafts(page, comparing):
+def test_a_chat_colors_drafts(page, server):
     send(page, "abcabcabcabc")
     (mine, answer) = page.locator(".said").all()
-    wanted = bytes(decoded(comparing.config, "abcabcabcabc\n", max_tokens=24)).decode()
+    wanted = server.plain("abcabcabcabc\n", max_tokens=24)
     assert mine.text_content() == "abcabcabcabc"
     assert answer.text_content() == wanted
     assert page.locator("#turns .drafted").count() > 0 < page.locator("#turns .own").count()

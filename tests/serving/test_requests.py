@@ -25,6 +25,12 @@ def test_chats_are_rendered_by_the_template():
     assert chat(parts).prompts == chat("What is\n2 + 3?").prompts
 
 
+def test_plain_decoding_needs_a_server_that_compares():
+    with pytest.raises(RequestError, match="drafting: false needs a server with serve"):
+        chat("q", drafting=False)
+    assert chat("q", drafting=True)
+
+
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 

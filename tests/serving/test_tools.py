@@ -29,9 +29,9 @@ BODY = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_call_is_that_of_plain_decoding(comparing, temperature):
+def test_a_call_is_that_of_plain_decoding(server, temperature):
     body = BODY | {"temperature": temperature, "seed": 3}
-    answers = [comparing.post(CHAT, body | {"drafting": drafting}) for drafting in (True, False)]
+    answers = [server.post(CHAT, body | {"drafting": drafting}) for drafting in (True, False)]
     (drafted, plain) = (answer["choices"][0] for status, answer in answers if status == 200)
     message = drafted["message"]
     (call,), (expected,) = message["tool_calls"], plain["message"]["tool_calls"]

@@ -22,7 +22,7 @@ target: {name: qwen3, checkpoint: random, architecture: {
   num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 512}}
 drafter: {name: ngram, block_size: 4}
 decode: {max_new_tokens: 24, batch_size: 4, sync_every: 4, page_size: 16, max_length: 128,
-  prefill_chunk: 32, partial_dispatches: false}
+  prefill_chunk: 16, partial_dispatches: false}
 serve: {model: tiny, queue: 64, max_body_bytes: 100000, read_s: 2, drain_s: 20}
 dtype: float32
 """
@@ -78,6 +78,13 @@ class Server:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.headers, _content(error)
+
+    def plain(self, prompt: str | Sequence[int], **parameters: Any) -> str:
+        """The completion of a prompt without drafting, which serve.compare allows."""
+        body = {"prompt": prompt, "drafting": False, **parameters}
+        status, content = self.post("/v1/completions", body)
+        assert status == 200, content
+        return content["choices"][0]["text"]
 
     def events(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """The events of a stream, which has to end with [DONE]."""
