@@ -15,7 +15,7 @@ import pytest
 from safetensors import numpy as safetensors
 from support import TESTS
 from support.engines import count_compilations
-from support.models import SMALL_LLM
+from support.models import small_llm
 from support.trained_tokenizers import train_metaspace
 
 import dflash
@@ -32,7 +32,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 @pytest.fixture(scope="module")
 def small():
     """A small random target, with all of its programs for short prompts."""
-    made = dflash.LLM(*SMALL_LLM, "prompts.chat=true")
+    made = small_llm()
     made.generate(QUESTION)
     return made
 

@@ -5,15 +5,15 @@ import signal
 
 import pytest
 import rich.console
-from support.models import SMALL_LLM
+from support.models import small_llm
 
 import dflash
 from dflash import chat
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llm():
-    return dflash.LLM(*SMALL_LLM)
+    return small_llm()
 
 
 def talk(llm, *said, terminal=False, out=None, **options):

@@ -25,7 +25,8 @@ from dflash.parallel import parameters
 CONFIG = """
 target: {{checkpoint: {models}/target}}
 drafter: {{name: dflash, checkpoint: {models}/draft}}
-decode: {{max_new_tokens: 20, ignore_eos: true, page_size: 16, prefill_chunk: 16}}
+decode: {{max_new_tokens: 20, ignore_eos: true, page_size: 16, prefill_chunk: 16,
+  partial_dispatches: false}}
 prompts: {{file: prompts.jsonl}}
 dtype: float32
 """

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support import grammars
 from support.engines import (
+    all_logits,
     decode,
     decode_all,
     engine,
@@ -399,12 +400,10 @@ def test_plain_decoding_is_what_one_forward_says(temperature):
 @functools.partial(jax.jit, static_argnums=0)
 def draw_all(model, text, temperature, seed, index):
     """The token that the target draws after each token of one text, int32 [T]."""
-    cache = model.new_cache(batch=1, pages_per_sequence=1, num_pages=1, page_size=text.shape[1])
-    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
-    positions = jnp.arange(text.shape[1])[None]
-    logits = model.unembed(model(text, positions, cache).hidden)[0]
+    logits = all_logits(model, text)
     sequence = jax.random.fold_in(jax.random.key(seed), index)
-    keys = jax.vmap(lambda position: jax.random.fold_in(sequence, position))(positions[0] + 1)
+    following = jnp.arange(text.shape[1]) + 1
+    keys = jax.vmap(lambda position: jax.random.fold_in(sequence, position))(following)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
     scale = jnp.where(temperature > 0, temperature, 1.0)
     return jnp.argmax(logits / scale + jnp.where(temperature > 0, noise, 0.0), axis=-1)

@@ -36,7 +36,7 @@ def contract(monkeypatch, tmp_path):
         f"[{group}]\n{point}".replace("my_package.", "page_"),
         {f"page_{name}": text.replace("my_package.", "page_") for name, text in modules.items()},
     )
-    return importlib.import_module("contract.test_drafter_contract")
+    return importlib.import_module("contract.test_strategy_contract")
 
 
 @pytest.mark.usefixtures("contract")
@@ -52,19 +52,12 @@ def test_its_keys_are_checked(tmp_path):
     ]
 
 
-RULES = (
-    "output_is_that_of_plain_decoding",
-    "a_cached_prefix_changes_no_token_no_draft_and_no_acceptance",
-    "greedy_rejection_is_plain_greedy_decoding",
-)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_it_meets_a_rule_of_the_contract(contract, rule):
+def test_it_meets_the_contract_of_strategies(contract):
     form = contract.Form("repeat")
-    case = [contract.fitting(form, contract.RAGGED)] if rule == RULES[0] else []
-    getattr(contract, f"test_{rule}")(form, *case)
-    model = contract.ragged_engine(form).drafter
+    contract.test_output_is_that_of_plain_decoding(form, 0.8, 0)
+    contract.test_live_state_drafts_as_a_freshly_prefilled_one(form)
+    contract.test_probabilities_are_those_that_drafts_were_drawn_from(form)
+    model = contract.loop(form).drafter
     assert type(model).__name__ == "Repeat"
     assert model.num_draft_tokens == 4
 

@@ -8,14 +8,13 @@ from support import grammars
 from support.engines import (
     count_compilations,
     decode_all,
-    engine,
     expected,
     make_requests,
     random_prompts,
     shared_engine,
+    with_programs,
     without_prefix_cache,
 )
-from support.models import drafter
 
 from dflash.inference.engine import Engine
 
@@ -23,9 +22,21 @@ PROMPTS, LIMITS = random_prompts([5, 9]), [24, 4]
 
 
 @functools.cache
-def shared() -> Engine:
-    model = drafter("dflash", block_size=4)
-    return engine(model, batch_size=2, sync_every=2, max_length=64)
+def for_greedy() -> Engine:
+    """The shared engine with the programs that greedy requests need."""
+    base = shared_engine("dflash")
+    names = base.program_names(map(len, PROMPTS), greedy=True)
+    run = with_programs(base, [name for name in names if name != ("generate_greedy",)])
+    run.compile(map(len, PROMPTS), greedy=True)
+    return run
+
+
+@functools.cache
+def for_all() -> Engine:
+    """The same with all programs."""
+    run = with_programs(shared_engine("dflash"), [("generate",)])
+    run._programs._compiled |= for_greedy()._programs._compiled
+    return run
 
 
 def alone() -> Engine:
@@ -51,8 +62,7 @@ def outputs(run, requests) -> list[tuple]:
 
 
 def test_greedy_requests_need_no_other_programs():
-    run = shared()  # The tests below compile the others.
-    run.compile(map(len, PROMPTS), greedy=True)
+    run = for_greedy()
     with count_compilations() as compilations:
         found = outputs(run, make_requests(PROMPTS, LIMITS))
     assert found == expected(PROMPTS, LIMITS)
@@ -74,7 +84,7 @@ def test_greedy_requests_need_no_other_programs():
 )
 def test_a_greedy_request_beside_another_one(other):
     """The dispatches become greedy when the other one, which is shorter, has ended."""
-    watch, requests = Watch(shared()), make_requests(PROMPTS, LIMITS)
+    watch, requests = Watch(for_all()), make_requests(PROMPTS, LIMITS)
     (second,) = make_requests(PROMPTS[1:], LIMITS[1:], **other)
     requests[1] = dataclasses.replace(second, id=1)
     found = outputs(watch, requests)
@@ -85,7 +95,7 @@ def test_a_greedy_request_beside_another_one(other):
 
 
 def test_a_greedy_program_neither_draws_nor_filters():
-    run = shared()
+    run = for_all()
     for name in ("generate", "generate_greedy"):
         text = run.program(name).as_text()
         parts = ("if_sampled", "if_filtered", "if_shaped", "if_logprobs")

@@ -350,8 +350,8 @@ def test_dispatches_count_as_decoding_and_a_share_of_the_last_one(clock):
 
 
 def test_a_bad_request_is_refused_before_any_other_begins():
-    bad = Request(9, (1,) * 64, 1)
-    with pytest.raises(errors.InputError, match="prompt 9: 64 prompt tokens"):
+    bad = Request(9, (1,) * 96, 1)
+    with pytest.raises(errors.InputError, match="prompt 9: 96 prompt tokens"):
         next(decode(run(), [*requests(), bad]))
 
 
@@ -375,8 +375,8 @@ GOOD = Request(4, (1, 2), 1)
         ({"prompt": (0, 24, 30)}, r"prompt 4: token id 24 is outside the vocabulary of 24"),
         ({"prompt": (0, -1)}, r"prompt 4: token id -1 is outside the vocabulary of 24"),
         (
-            {"prompt": (1,) * 40, "max_new_tokens": 25},
-            r"prompt 4: 40 prompt tokens \+ 25 new ones = 65, but the cache holds 64; ",
+            {"prompt": (1,) * 72, "max_new_tokens": 25},
+            r"prompt 4: 72 prompt tokens \+ 25 new ones = 97, but the cache holds 96; ",
         ),
         ({"max_new_tokens": 0}, r"prompt 4: max_new_tokens: 0, expected 1 or more"),
         ({"stop_ids": (3, 24)}, r"prompt 4: stop id 24 is outside the vocabulary of 24"),

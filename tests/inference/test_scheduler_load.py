@@ -13,8 +13,10 @@ from support.engines import (
     engine,
     expected,
     make_requests,
+    plain_engine,
     random_prompts,
     shared_engine,
+    without_prefix_cache,
 )
 from support.models import drafter
 
@@ -27,17 +29,22 @@ from dflash.inference.scheduler import Scheduler
 CHUNK = 16
 
 
+def run() -> Engine:
+    return without_prefix_cache(shared_engine("dflash"))
+
+
 @functools.cache
-def run(**options) -> Engine:
-    model = drafter("dflash", block_size=4)
-    found = engine(model, **{"batch_size": 3, "sync_every": 2, "max_length": 96} | options)
+def run_of(**options) -> Engine:
+    """An engine of small pages with a prefix cache."""
+    sizes = {"batch_size": 3, "sync_every": 2, "max_length": 96, "page_size": 8}
+    found = engine(drafter("dflash", block_size=4), **sizes, prefix_cache=True, **options)
     found.program("generate")  # As in `shared_engine`.
     return found
 
 
 def few() -> Engine:
-    """An engine with too few pages for all slots, and a prefix cache."""
-    return run(page_size=8, num_pages=15, prefix_cache=True)
+    """An engine with too few pages for all slots."""
+    return run_of(num_pages=15)
 
 
 class Spy:
@@ -259,20 +266,20 @@ def test_a_cached_prompt_leaves_its_last_token_to_compute():
 
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_dispatch_ends_early_only_for_requests_that_wait(waiting):
-    """The first sequence ends after one cycle, and would leave its slot idle for five."""
-    prompts, limits = random_prompts([5, 7, 3, 9])[: 3 + waiting], [2, 14, 14, 14][: 3 + waiting]
-    plain = engine(batch_size=3, sync_every=6, max_length=96)
-    watch = Counted(plain)
+    """The first sequence ends after one cycle, and would leave its slot idle for seven."""
+    watch = Counted(plain_engine())
+    slots = watch.layout.batch_size
+    prompts, limits = random_prompts([5] * (slots + waiting)), [2, *[14] * (slots + waiting - 1)]
     one = Scheduler(watch, fill_at_once=True)
     for request in make_requests(prompts, limits):
         one.submit(request)
     assert list(outputs(drain(one)).values()) == expected(prompts, limits, temperature=0.0)
-    assert watch.cycles == ([1, 6, 6, 1] if waiting else [6, 6, 1])
+    assert watch.cycles == ([1, 8, 5] if waiting else [8, 5])
 
 
 def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
     """Cycles that draft nothing put their rows aside, and the last ones are never observed."""
-    chosen = run(page_size=8, prefix_cache=True, adaptive_blocks=True)
+    chosen = run_of(adaptive_blocks=True)
     chosen.cycle_seconds = tuple(only(PLAIN, len(chosen.rules.choices)).tolist())
     one = Scheduler(chosen)
     (prompt,) = random_prompts([20])

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -53,7 +54,7 @@ def shared_engine(name: str, *, tree: bool = False, verify: str = "coupled") -> 
         Form(name, tree).build(),
         batch_size=5,
         sync_every=2,
-        max_length=64,
+        max_length=96,
         num_pages=16,
         prefix_cache=True,
         verify=verify,
@@ -67,6 +68,15 @@ def without_prefix_cache(base: Engine) -> Engine:
     """`base` without its prefix cache; both share all programs."""
     twin = copy.copy(base)
     twin.prefix_cache = False
+    return twin
+
+
+def with_programs(base: Engine, names: Iterable[tuple]) -> Engine:
+    """`base` without its prefix cache, as if no other programs were compiled."""
+    twin, programs = without_prefix_cache(base), copy.copy(base._programs)
+    programs._table = dict(programs._table)
+    programs._compiled = {name: base.program(*name) for name in names}
+    twin._programs = programs
     return twin
 
 
@@ -181,6 +191,24 @@ def drain(scheduler: Scheduler) -> list:
     return events
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(model: Decoder, text: jax.Array) -> jax.Array:
+    """The target's logits [T, V] after each token of one text [1, T], by one forward pass."""
+    cache = model.new_cache(batch=1, pages_per_sequence=1, num_pages=1, page_size=text.shape[1])
+    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
+    return model.unembed(model(text, jnp.arange(text.shape[1])[None], cache).hidden)[0]
+
+
+def logits_before(
+    model: Decoder, prompt: Sequence[int], output_ids: Sequence[int], length: int = 64
+) -> np.ndarray:
+    """The target's logits [n, V] before each output id, by a pass over `length` tokens."""
+    text = np.zeros((1, length), np.int32)
+    text[0, : len(prompt) + len(output_ids)] = (*prompt, *output_ids)
+    begin = len(prompt) - 1
+    return np.asarray(all_logits(model, text))[begin : begin + len(output_ids)]
+
+
 def check_plain_outputs(
     run: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int], stop_ids: Sequence[int]
 ) -> None:
@@ -213,7 +241,8 @@ def expected(
 
 
 @functools.cache
-def _plain_engine() -> Engine:
+def plain_engine() -> Engine:
+    """Returns the engine without a drafter that tells what others must decode."""
     run = engine(batch_size=8, sync_every=8, max_length=128)
     run.program("generate")  # As in `shared_engine`.
     return run
@@ -221,5 +250,5 @@ def _plain_engine() -> Engine:
 
 @functools.cache
 def _plain_outputs(prompts, num_tokens, first_index, **sampling):
-    done = decode(_plain_engine(), prompts, num_tokens, first_index=first_index, **sampling)
+    done = decode(plain_engine(), prompts, num_tokens, first_index=first_index, **sampling)
     return [one.output_ids for one in done]

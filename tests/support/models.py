@@ -127,13 +127,22 @@ BYTE_TARGET = """{name: qwen3, checkpoint: random, architecture: {
   num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 256}}"""
 
 # A Python API over such a target, and a drafter without weights.
-SMALL_LLM = (
+_SMALL_LLM = (
     *("configs/random_tiny_dflash.yml", f"target={BYTE_TARGET}", "drafter.name=ngram"),
     *("target.architecture.tie_word_embeddings=false", "target.architecture.eos_token_id=[0]"),
     "target.architecture.vocab_size=128",  # Every token is a character.
     *("decode.max_new_tokens=24", "decode.batch_size=2", "decode.sync_every=2"),
     *("decode.prefill_chunk=32", "decode.partial_dispatches=false"),
 )
+
+
+@functools.cache
+def small_llm():
+    """Returns this API, whose programs all tests share."""
+    import dflash
+
+    return dflash.LLM(*_SMALL_LLM, "prompts.chat=true")
+
 
 # What a drafter's architecture is told, where it has such a field.
 TINY = {

@@ -53,31 +53,19 @@ def check(base: Engine, script: Script, *, temperature: float, index: int, stop_
         assert one.acceptance_lengths == lengths, one.id
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("block_size", "batch_size"), [(5, 3), (2, 3), (16, 1)])
-def test_drafts_always_right(block_size, batch_size, temperature):
-    base = scripted_engine(block_size, False, batch_size)
-    script = Script.chain(LENGTH, block_size - 1, False)
-    check(base, script, temperature=temperature, index=100)
-    whole_blocks = script.acceptance_lengths(1, 20)[:-1]
-    assert set(whole_blocks) == {block_size}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("block_size", "batch_size"), [(5, 3), (2, 3), (16, 1)])
-def test_drafts_always_wrong(block_size, batch_size, temperature):
-    base = scripted_engine(block_size, False, batch_size)
-    script = Script.chain(LENGTH, block_size - 1, True)
-    check(base, script, temperature=temperature, index=200)
-    assert set(script.acceptance_lengths(1, 20)) == {1}
-
-
 @few
-@given(index=indices, rate=st.floats(0.0, 1.0), temperature=st.sampled_from([0.0, 0.8]))
-def test_chains_right_here_and_wrong_there(index, rate, temperature):
-    wrong = np.random.default_rng(index).random((LENGTH, 5)) < rate
-    base = scripted_engine(5, False, 3)
-    check(base, Script.chain(LENGTH, 4, wrong), temperature=temperature, index=index)
+@given(
+    index=indices, rate=st.sampled_from([0.0, 0.3, 1.0]), temperature=st.sampled_from([0.0, 0.8])
+)
+@pytest.mark.parametrize(("block_size", "batch_size"), [(5, 3), (2, 3), (16, 1)])
+def test_chains_right_here_and_wrong_there(block_size, batch_size, index, rate, temperature):
+    """Drafts of a chain are always right, always wrong, or wrong in part."""
+    wrong = np.random.default_rng(index).random((LENGTH, block_size)) < rate
+    script = Script.chain(LENGTH, block_size - 1, wrong)
+    base = scripted_engine(block_size, False, batch_size)
+    check(base, script, temperature=temperature, index=index)
+    if rate in (0.0, 1.0):
+        assert set(script.acceptance_lengths(1, 20)[:-1]) == {1 if rate else block_size}
 
 
 @few
@@ -122,29 +110,30 @@ def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree, dept
     state = occupied(run, requests)
     fresh = occupied(run, make_requests(texts, 1, temperature=0.8))
     dispatches = 0
-    while bool(state.active.any()):
+    fresh = on_host(fresh)
+    while np.asarray(state.active).any():
         state, _ = run.generate(state)
-        dispatches += 1
+        dispatches, now = dispatches + 1, on_host(state)
         for i, text in enumerate(texts):
-            held = int(state.length[i]) - 1
-            assert int(state.drafter["count"][i]) == held
-            np.testing.assert_array_equal(state.drafter["tokens"][i, :held], text[:held])
-            np.testing.assert_array_equal(state.drafter["following"][i, :held], text[1 : held + 1])
+            held = now.length[i] - 1
+            assert now.drafter["count"][i] == held
+            np.testing.assert_array_equal(now.drafter["tokens"][i, :held], text[:held])
+            np.testing.assert_array_equal(now.drafter["following"][i, :held], text[1 : held + 1])
             features = fresh.drafter["features"][i, :held]
-            np.testing.assert_allclose(state.drafter["features"][i, :held], features, atol=1e-4)
-            assert int(state.anchor[i]) == text[held]
-            for rows, wanted in zip(
-                jax.tree.leaves(state.cache.layers),
-                jax.tree.leaves(fresh.cache.layers),
-                strict=True,
-            ):
-                held_rows = cached_rows(rows, state.cache.page_table[i], held)
+            np.testing.assert_allclose(now.drafter["features"][i, :held], features, atol=1e-4)
+            assert now.anchor[i] == text[held]
+            for rows, wanted in zip(now.cache.pools, fresh.cache.pools, strict=True):
+                held_rows = cached_rows(rows, now.cache.page_table[i], held)
                 fresh_rows = cached_rows(wanted, fresh.cache.page_table[i], held)
                 np.testing.assert_allclose(held_rows, fresh_rows, atol=1e-4)
     assert dispatches > 2
 
 
+def on_host(state):
+    """A state as numpy arrays, whose parts cost no program each."""
+    return jax.tree.map(np.asarray, state)
+
+
 def cached_rows(pages, table, count: int) -> np.ndarray:
     """Rows 0 … count - 1 of one sequence, [K, count, H]."""
-    pages, table = np.asarray(pages), np.asarray(table)
     return pages[:, table].reshape(pages.shape[0], -1, pages.shape[-1])[:, :count]

@@ -41,12 +41,13 @@ def _cycles(event: Tokens):
 
 def test_an_origin_does_not_depend_on_where_the_output_ends():
     """An output that ends within an accepted draft ends with a draft, at a limit and a stop."""
-    run = shared_engine("ngram")
+    run = shared_engine("dflash")
     (prompt,) = random_prompts([6])
 
     def origins(limit, **how):
         drafted, ids = [], []
-        for event in decoding.decode(run, make_requests([prompt], limit, **how)):
+        asked = make_requests([prompt], limit, temperature=0.8, **how)
+        for event in decoding.decode(run, asked):
             if isinstance(event, Tokens):
                 ids += event.ids
                 for length, accepted in zip(event.acceptance_lengths, event.accepted, strict=True):

@@ -1,12 +1,11 @@
 """Log-probabilities, and plain decoding under controls, against one forward over the whole text."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import make_requests, random_prompts, shared_engine
+import scipy.special
+from support.engines import logits_before, make_requests, random_prompts, shared_engine
 from support.models import target
 
 from dflash.inference.logits import logprobs
@@ -20,22 +19,6 @@ ASKED = [3, None, 0, 20]  # likeliest tokens that each prompt asks for
 
 def run(form: str):
     return shared_engine("none" if form == "none" else "dflash", tree=form == "tree")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def all_logits(model, text):
-    """The target's logits [T, V] after each token of one text [1, T]."""
-    cache = model.new_cache(batch=1, pages_per_sequence=1, num_pages=1, page_size=text.shape[1])
-    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
-    return model.unembed(model(text, jnp.arange(text.shape[1])[None], cache).hidden)[0]
-
-
-def logits_of(prompt, ids) -> np.ndarray:
-    """The target's logits before each of the output ids, [n, V]."""
-    text = np.zeros((1, 64), np.int32)
-    text[0, : len(prompt) + len(ids)] = (*prompt, *ids)
-    begin = len(prompt) - 1
-    return np.asarray(all_logits(target(), text))[begin : begin + len(ids)]
 
 
 def decode(form: str, **how):
@@ -65,7 +48,8 @@ def test_they_are_those_of_one_forward(form, how):
             assert told[i] == []
             continue
         ids = done[i].output_ids
-        wanted = np.asarray(jax.nn.log_softmax(logits_of(prompt, ids)))
+        logits = logits_before(target(), prompt, ids)
+        wanted = scipy.special.log_softmax(logits, axis=-1)
         assert len(told[i]) == len(ids) == 20
         for token, row, found in zip(ids, wanted, told[i], strict=True):
             assert found.logprob == pytest.approx(row[token], abs=1e-4)
@@ -73,7 +57,7 @@ def test_they_are_those_of_one_forward(form, how):
             best = np.sort(row)[::-1][: ASKED[i]]
             np.testing.assert_allclose(found.top_logprobs, best, atol=1e-4)
             np.testing.assert_allclose(row[list(found.top_ids)], best, atol=1e-4)
-        drawn = under_sampling(logits_of(prompt, ids), ids, **how)
+        drawn = under_sampling(logits, ids, **how)
         np.testing.assert_allclose([found.sampled_logprob for found in told[i]], drawn, atol=1e-4)
 
 
@@ -104,7 +88,7 @@ def test_plain_decoding_under_controls_is_what_one_forward_says():
     for i, prompt in enumerate(PROMPTS):
         ids = done[i].output_ids
         assert len(ids) > 6
-        for place, row in enumerate(logits_of(prompt, ids).astype(np.float64)):
+        for place, row in enumerate(logits_before(target(), prompt, ids).astype(np.float64)):
             said = list(ids[:place])
             row[4] += 1.5
             for token in {*prompt, *said}:
