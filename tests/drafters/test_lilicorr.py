@@ -259,7 +259,7 @@ def test_training_scores_what_decoding_drafts():
     for b, slots in enumerate((SLOTS, 2)):
         previous = tokens[b, 7]
         for slot in range(slots):
-            rank = int(jnp.argmax(before.tokens[b, slot] == previous))
+            rank = int(np.argmax(before.tokens[b, slot] == previous))
             scores = NETWORK["lilicorr_logit_scale"] * (
                 own.vectors[b, slot] @ before.vectors[b, slot, rank]
             )

@@ -121,10 +121,10 @@ def test_invalid_blocks_are_zero_and_reach_no_gradient():
     check(case)
     for name in ("queries", "keys", "values"):
         case[name] = case[name].at[0, 1].set(1e4)
-    outputs = anchored_attention(**case, scale=SCALE)
+    outputs = np.asarray(_forward(None, False)(**case))
     assert not outputs[~np.asarray(case["valid"])].any()
     for name, grad in gradients(case, None, False).items():
-        assert bool(jnp.isfinite(grad).all()), name
+        assert np.isfinite(grad).all(), name
         if grad.shape[:2] == case["valid"].shape:
             assert not grad[~np.asarray(case["valid"])].any(), name
     assert not gradients(case, None, False)["context_keys"][1].any()

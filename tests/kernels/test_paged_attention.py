@@ -147,18 +147,18 @@ def test_new_rows_become_context():
     def part(rows, start, pages):
         arguments = dict(whole.arguments)
         for name in ("queries", "keys", "values"):
-            arguments[name] = arguments[name][:, rows]
+            arguments[name] = np.asarray(arguments[name])[:, rows]
         arguments["start"] = arguments["start"] + start
         arguments["key_pages"], arguments["value_pages"] = pages
         with mock.patch.object(paged, "TILE_TOKENS", 8):
-            return paged.paged_attention(**arguments, scale=SCALE)
+            return jax.jit(functools.partial(paged.paged_attention, scale=SCALE))(**arguments)
 
     first, *pages = part(
         slice(0, 3), 0, (whole.arguments["key_pages"], whole.arguments["value_pages"])
     )
     second, *pages = part(slice(3, 6), 3, pages)
     np.testing.assert_allclose(
-        jnp.concatenate([first, second], axis=1), everything, rtol=1e-5, atol=1e-5
+        np.concatenate([first, second], axis=1), everything, rtol=1e-5, atol=1e-5
     )
     jax.tree.map(np.testing.assert_array_equal, pages, whole_pages)
 

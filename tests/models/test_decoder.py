@@ -297,7 +297,7 @@ def run_chain(target, tokens):
     hidden, features, _, _ = step(
         target, [tokens], [0], make_cache(target, 1, 24), feature_layers=(0, 1)
     )
-    return hidden[0], features[0]
+    return np.asarray(hidden[0]), np.asarray(features[0])
 
 
 @pytest.fixture(scope="module")
@@ -310,23 +310,23 @@ def tree_run():
             rows, positions, cache, feature_layers=(0, 1), tree_mask=tree.ancestry
         )
     )(jnp.array([ROWS]), len(PREFIX) + tree.depth, cache)
-    return target, output
+    return target, output, *map(np.asarray, (output.hidden, output.features))
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_each_path_of_a_tree_is_a_chain(tree_run, path):
-    target, output = tree_run
+    target, _, of_tree, features_of_tree = tree_run
     hidden, features = run_chain(target, PREFIX + [ROWS[row] for row in path])
-    rows = np.array(path)
-    np.testing.assert_allclose(output.hidden[0, rows], hidden[len(PREFIX) :], atol=1e-5)
-    np.testing.assert_allclose(output.features[0, rows], features[len(PREFIX) :], atol=1e-4)
+    np.testing.assert_allclose(of_tree[0, path], hidden[len(PREFIX) :], atol=1e-5)
+    np.testing.assert_allclose(features_of_tree[0, path], features[len(PREFIX) :], atol=1e-4)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_decoding_goes_on_after_an_accepted_path(tree_run, path):
-    target, output = tree_run
-    padded = jnp.array([path + [path[-1]] * (len(ROWS) - len(path))])
-    cache = output.cache.compact(jnp.array([len(PREFIX)]), padded, target.sharding)
+    target, output, *_ = tree_run
+    padded = np.array([path + [path[-1]] * (len(ROWS) - len(path))])
+    compact = jax.jit(lambda cache: cache.compact(np.array([len(PREFIX)]), padded, target.sharding))
+    cache = compact(output.cache)
     tokens = PREFIX + [ROWS[row] for row in path]
     hidden, _, _, _ = step(target, [[40]], [len(tokens)], cache)
     np.testing.assert_allclose(hidden[0, 0], run_chain(target, [*tokens, 40])[0][-1], atol=1e-5)

@@ -135,8 +135,8 @@ def test_loss_by_loops(lengths, share, seed):
     np.testing.assert_allclose(metrics["token_accuracy"], accuracy, rtol=1e-6)
     assert float(metrics["weight"]) == count
     assert float(metrics["loss"]) == float(loss)
-    assert all(bool(jnp.isfinite(grad).all()) for grad in grads.values())
-    assert any(grad.any() for grad in grads.values()) == (count > 0)
+    assert all(np.isfinite(grad).all() for grad in grads.values())
+    assert any(np.any(grad) for grad in grads.values()) == (count > 0)
 
 
 def test_gradients_equal_those_of_the_plain_loss():
@@ -155,7 +155,7 @@ def test_gradients_equal_those_of_the_plain_loss():
         return jnp.sum(nll * counted) / counted.sum()
 
     for path, expected in jax.jit(jax.grad(plain))(weights_of(target)).items():
-        scale = float(jnp.abs(expected).max())
+        scale = np.abs(expected).max()
         np.testing.assert_allclose(grads[path], expected, rtol=0, atol=1e-4 * scale, err_msg=path)
 
 
@@ -178,7 +178,7 @@ def test_many_devices_equal_one(axes):
     (loss, _), grads = value_and_grad(many)(weights_of(many), batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for path, grad in grads.items():
-        scale = float(jnp.abs(expected_grads[path]).max())
+        scale = np.abs(expected_grads[path]).max()
         np.testing.assert_allclose(
             np.asarray(grad), expected_grads[path], rtol=0, atol=1e-4 * scale, err_msg=path
         )

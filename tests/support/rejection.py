@@ -1,7 +1,5 @@
 """What the tests of rejection share: its noise, and how well tokens fit the target."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dflash.inference.logits.sampling import SamplingParams
@@ -10,14 +8,10 @@ VOCAB = 6
 
 
 def make_params(batch: int, temperature: float = 1.0, seed: int = 0) -> SamplingParams:
-    keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"), batch)
-    return SamplingParams(
-        jax.random.key_data(keys),
-        jnp.full(batch, temperature, jnp.float32),
-        jnp.zeros(batch, jnp.int32),
-        jnp.ones(batch, jnp.float32),
-        jnp.zeros(batch, jnp.float32),
-    )
+    keys = np.random.default_rng(seed).integers(0, 2**32, (batch, 2), np.uint32)
+    ones = np.ones(batch, np.float32)
+    zeros = np.zeros(batch, np.float32)
+    return SamplingParams(keys, temperature * ones, zeros.astype(np.int32), ones, zeros)
 
 
 def chi_square(first: np.ndarray, second: np.ndarray, joint: np.ndarray) -> float:

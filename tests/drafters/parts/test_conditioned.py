@@ -327,8 +327,8 @@ def test_training_sees_what_decoding_drafts(case):
     np.testing.assert_allclose(loss, wanted, rtol=1e-4)
     np.testing.assert_allclose(metrics["token_accuracy"], right.mean(), rtol=1e-6)
     for path, grad in grads.items():
-        assert bool(jnp.isfinite(grad).all()), path
-        assert float(jnp.abs(grad).max()) > 0, path
+        assert np.isfinite(grad).all(), path
+        assert np.abs(grad).max() > 0, path
 
 
 def test_confidence_is_of_a_draft_whose_predecessors_are_right():

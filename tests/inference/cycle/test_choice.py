@@ -29,7 +29,7 @@ few = settings(max_examples=25)
 def blank(batch: int, seconds, among: Choices | None = None) -> ChosenRows:
     """A choice that knows the times of cycles, and nothing else."""
     among = among or Choices(SIZES)
-    table = jnp.broadcast_to(jnp.asarray(seconds, jnp.float32), (1, 2, len(among)))
+    table = np.broadcast_to(np.asarray(seconds, np.float32), (1, 2, len(among)))
     abstract = choices.abstract(among, batch, 8, jnp.float32, make_sharding())
     return zeros(abstract).starting(table)
 
@@ -53,6 +53,18 @@ def learn(choice: ChosenRows, rows: Block, accepted, left=FAR, active=True) -> C
     accepted, active = jnp.asarray(accepted), jnp.asarray(active)
     committed = jnp.where(active, jnp.minimum(accepted + 1, left), 0)
     return choice.learn(rows, VerifyResult(accepted, None, accepted), committed, left)
+
+
+@functools.partial(jax.jit, static_argnames="num_drafts")
+def learn_from(choice: ChosenRows, counts, accepted, active=True, num_drafts=DRAFTS) -> ChosenRows:
+    """`learn`, compiled, from blocks of so many rows."""
+    return learn(choice, block(counts, num_drafts), accepted, active=active)
+
+
+rates_of = jax.jit(lambda choice: choices.rates(choice.by_sequence, choice.pool))
+survival = jax.jit(division.survival, static_argnames="trees")
+divide = jax.jit(division.divide, static_argnums=(2, 3))
+expected_tokens = jax.jit(division.expected_tokens, static_argnums=2)
 
 
 # --- regret ---------------------------------------------------------------------------------------
@@ -190,9 +202,8 @@ def test_trials_cost_a_small_fraction_of_the_time():
 
 def test_another_run_begins_with_what_was_learnt_and_doubts_it():
     choice = blank(4, TABLES["even"])
-    step = jax.jit(lambda choice: learn(choice, block([8] * 4), [DRAFTS] * 4))
     for _ in range(100):
-        choice = step(choice)
+        choice = learn_from(choice, np.full(4, 8), np.full(4, DRAFTS))
     fresh = blank(4, TABLES["even"]).with_learnt(choice.learnt)
     assert run(fresh, lambda cycle: DRAFTS, 1)[0] == 3
     assert np.mean(run(fresh, lambda cycle: 0, 60)[20:] == 0) > 0.9
@@ -225,7 +236,8 @@ def test_the_choice_is_the_most_expected_tokens_per_second(seed):
 
 
 def test_what_was_not_tried_is_not_counted():
-    after = learn(blank(3, np.ones(4)), block([4, 4, 4]), [0, 2, 3], active=[True, True, False])
+    accepted, active = np.array([0, 2, 3]), np.array([True, True, False])
+    after = learn_from(blank(3, np.ones(4)), np.full(3, 4), accepted, active)
     np.testing.assert_array_equal(
         after.by_sequence.tried[:, :4], [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     )
@@ -240,9 +252,10 @@ def test_what_was_not_tried_is_not_counted():
 def test_an_end_is_a_refusal_and_a_limit_is_not():
     # Of seven drafts two tokens came: the first sequence ended there, the second reached its limit.
     # The third brought all.
-    left, committed = jnp.array([1000, 2, 1000]), jnp.array([2, 2, 8])
-    result = VerifyResult(jnp.full(3, 7), None, committed)
-    after = blank(3, np.ones(4)).learn(block([8, 8, 8]), result, committed, left)
+    left, committed = np.array([1000, 2, 1000]), np.array([2, 2, 8])
+    result = VerifyResult(np.full(3, 7), None, committed)
+    step = jax.jit(lambda choice: choice.learn(block([8, 8, 8]), result, committed, left))
+    after = step(blank(3, np.ones(4)))
     np.testing.assert_array_equal(after.by_sequence.tried.sum(axis=1), [2, 1, 7])
     np.testing.assert_array_equal(after.by_sequence.accepted.sum(axis=1), [1, 1, 7])
 
@@ -250,23 +263,22 @@ def test_an_end_is_a_refusal_and_a_limit_is_not():
 def test_a_plain_cycle_earns_and_teaches_nothing():
     choice = blank(2, TABLES["even"])
     for _ in range(10):
-        choice = learn(choice, block([8, 8]), [0, 0])
-    choice = choice.choose(jnp.ones(2, bool), jnp.full(2, FAR))
+        choice = learn_from(choice, np.array([8, 8]), np.zeros(2, int))
+    choice = choose(choice, np.ones(2, bool), np.full(2, FAR))
     broke = dataclasses.replace(choice.trial, credit=-choice.trial.loss)
     choice = dataclasses.replace(choice, trial=broke)
-    after = learn(choice, block([1, 1], num_drafts=0), [0, 0])
+    after = learn_from(choice, np.array([1, 1]), np.zeros(2, int), num_drafts=0)
     np.testing.assert_array_equal(after.by_sequence.tried, choice.by_sequence.tried)
     assert float(after.trial.credit) > float(choice.trial.credit)
 
 
 def test_a_new_sequence_knows_what_the_pool_knows():
     choice = blank(3, np.ones(4))
-    step = jax.jit(lambda choice: learn(choice, block([8] * 3), [0, 7, 7]))
     for _ in range(100):
-        choice = step(choice)
-    rates = np.asarray(choices.rates(choice.by_sequence, choice.pool))
+        choice = learn_from(choice, np.full(3, 8), np.array([0, 7, 7]))
+    rates = np.asarray(rates_of(choice))
     assert rates[0, 0] < 0.12 < 0.9 < rates[1, 0]
-    rates = np.asarray(choices.rates(choice.insert(jnp.int32(0)).by_sequence, choice.pool))
+    rates = np.asarray(rates_of(jax.jit(ChosenRows.insert)(choice, 0)))
     assert rates[0, 0] == pytest.approx(2 / 3, abs=0.05)
     assert rates[1, 0] > 0.9
 
@@ -275,27 +287,26 @@ def test_rates_of_trees_are_chances():
     """The likeliest draft comes first, and a sequence that accepts others than it keeps its own."""
     choice = blank(2, [1.0, 1.4, 1.6], Choices((1, 2, 4), trees=True))
     # Of three drafts the second and the third follow the anchor and the first one.
-    rows = block([4, 3], 3, parents=jnp.array([[0, 0, 1]] * 2))
+    parents = np.array([[0, 0, 1]] * 2)
     first, second = [0, 2, 0], [0, 1, 3]  # Rows of the two paths.
 
     @jax.jit
-    def step(choice, accepted, paths):
+    def step(choice, accepted, paths, committed, left):
         result = VerifyResult(accepted, paths, accepted)
-        return choice.learn(rows, result, accepted + 1, jnp.full(2, FAR))
+        return choice.learn(block([4, 3], 3, parents=parents), result, committed, left)
 
     for paths in [(first, second)] * 300 + [(second, second)] * 30:
         accepted = np.array([1 if path is first else 2 for path in paths])
-        choice = step(choice, accepted, np.array(paths))
-    result = VerifyResult(accepted, jnp.array(paths), accepted)
-    rates = choices.rates(choice.by_sequence, choice.pool)
-    known = division.survival(rates, jnp.ones(2, bool), jnp.full(2, FAR), trees=True)
+        choice = step(choice, accepted, np.array(paths), accepted + 1, np.full(2, FAR))
+    known = survival(rates_of(choice), np.ones(2, bool), np.full(2, FAR), trees=True)
+    known = np.asarray(known)
     assert (np.diff(known, axis=1) <= 0).all()
     assert known[0, 0] == pytest.approx(0.4, abs=0.1), "the last 30 cycles count most"
     assert known[1, 0] > 0.95
     assert known[1, 1] < 0.1
-    np.testing.assert_array_equal(choice.by_sequence.tried[1, 2:], 0)
+    np.testing.assert_array_equal(np.asarray(choice.by_sequence.tried)[1, 2:], 0)
     # At the limit the rejected drafts may have been too deep.
-    ended = choice.learn(rows, result, jnp.array([2, 2]), jnp.array([2, 2]))
+    ended = step(choice, accepted, np.array(paths), np.array([2, 2]), np.array([2, 2]))
     np.testing.assert_array_equal(ended.by_sequence.tried, choice.by_sequence.tried)
 
 
@@ -312,11 +323,10 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
     rates = rng.choice([0.0, 0.5, 0.9, 1.0], (batch, DRAFTS))
     active, left = rng.random(batch) < 0.7, rng.integers(1, 12, batch)
     among = Choices(SIZES, (mean_rows,), replicas)
-    chances = division.survival(jnp.array(rates), jnp.array(active), jnp.array(left), trees=False)
-    tokens = division.expected_tokens(chances, jnp.array(active), among)[0]
+    chances = np.asarray(survival(rates, active, left, trees=False))
+    (tokens,) = expected_tokens(chances, active, among).tolist()
     chances = chances[:, : among.drafted(mean_rows) - 1]
-    rows = division.divide(chances, jnp.array(active), mean_rows, replicas)
-    chances = np.asarray(chances)
+    rows = np.asarray(divide(chances, active, mean_rows, replicas))
     wanted = 0.0
     for mine in np.split(np.arange(batch), replicas):
         room = 4 * (mean_rows - 1)
@@ -325,8 +335,8 @@ def test_rows_go_to_the_likeliest_drafts_of_each_replica(seed, replicas):
         assert got == pytest.approx(best.sum(), rel=1e-5)
         assert rows[mine].sum() == active[mine].sum() + (best > 0).sum()
         wanted += best.sum() + active[mine].sum()
-    assert (np.asarray(rows > 0) == active).all()
-    assert float(tokens) == pytest.approx(wanted, rel=1e-5)
+    assert ((rows > 0) == active).all()
+    assert tokens == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_division_is_left_if_it_gains_nothing_and_tried_again_later():
@@ -354,7 +364,7 @@ def test_rates_of_cycles_divided_by_confidence_are_those_of_all_drafts():
     """Confidence is exact, so the drafts that get a row are accepted more often than others."""
     rng, batch, drafts, seen = np.random.default_rng(0), 16, 3, []
     choice = blank(batch, [1.0, 1.8, 3.0, 1.7], CONFIDENT)
-    active, left = jnp.ones(batch, bool), jnp.full(batch, FAR)
+    active, left = np.ones(batch, bool), np.full(batch, FAR)
     third = jnp.int32(3)
     trial = dataclasses.replace(choice.trial, best=third, other=third)
     choice = dataclasses.replace(choice, trial=trial, promise=jnp.float32(20.0))
@@ -366,13 +376,13 @@ def test_rates_of_cycles_divided_by_confidence_are_those_of_all_drafts():
     for _ in range(200):
         confidence = rng.uniform(0.2, 1.0, (batch, drafts)).astype(np.float32)
         accepted = np.cumprod(rng.uniform(size=confidence.shape) < confidence, axis=1).sum(axis=1)
-        chances = division.survival(jnp.array(confidence), active, left, trees=False)
-        rows = division.divide(chances, active, 2, 1)
+        chances = survival(confidence, active, left, trees=False)
+        rows = np.asarray(divide(chances, active, 2, 1))
         accepted = np.minimum(accepted, rows - 1)
         seen.append((accepted[rows > 1] > 0).mean())
         choice = step(choice, rows, confidence, accepted)
     assert np.mean(seen) > 0.7, "of the drafts with a row more are accepted"
-    rates = choices.rates(choice.by_sequence, choice.pool)
+    rates = np.asarray(rates_of(choice))
     np.testing.assert_allclose(rates.mean(axis=0), 0.6, atol=0.06)
 
 

@@ -1,11 +1,13 @@
 """Tests of sampling: filters against numpy, noise that belongs to positions, distributions."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +26,7 @@ options = st.tuples(
 )
 sample = jax.jit(sampling.sample, static_argnums=3)
 probabilities = jax.jit(sampling.probabilities)
+filter_logits = jax.jit(sampling.filter_logits)
 
 
 def p_value(counts, expected) -> float:
@@ -35,14 +38,14 @@ def p_value(counts, expected) -> float:
 def make_params(*rows: tuple[float, ...], seed: int = 0) -> SamplingParams:
     """One sequence per (temperature, top_k, top_p), or (temperature, top_k, top_p, min_p)."""
     temperature, top_k, top_p, min_p = zip(*((*row, 0.0)[:4] for row in rows), strict=True)
-    keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"), len(rows))
-    return SamplingParams(
-        jax.random.key_data(keys),
-        jnp.array(temperature, jnp.float32),
-        jnp.array(top_k, jnp.int32),
-        jnp.array(top_p, jnp.float32),
-        jnp.array(min_p, jnp.float32),
-    )
+    keys = np.random.default_rng(seed).integers(0, 2**32, (len(rows), 2), np.uint32)
+    numbers = (np.array(each, np.float32) for each in (temperature, top_p, min_p))
+    temperature, top_p, min_p = numbers
+    return SamplingParams(keys, temperature, np.array(top_k, np.int32), top_p, min_p)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def reference_probabilities(
@@ -92,18 +95,18 @@ def test_filters_against_numpy(rows, chosen):
     ],
 )
 def test_filters_come_in_their_order(option, kept):
-    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))[None, None]
-    assert jnp.count_nonzero(probabilities(logits, make_params(option))) == kept
+    logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1]]], np.float32))
+    assert np.count_nonzero(probabilities(logits, make_params(option))) == kept
 
 
 @pytest.mark.parametrize(
     ("option", "kept"), [((1.0, 3, 1.0), [1, 2, 4]), ((1.0, 0, 0.6), [1, 2, 4])]
 )
 def test_of_equals_the_lower_number_stays(option, kept):
-    logits = jnp.array([[[0.0, 3.0, 2.0, -jnp.inf, 2.0, 2.0, 1.0]]])
-    found = sampling.filter_logits(logits, make_params(option))[0, 0]
+    logits = np.array([[[0.0, 3.0, 2.0, -np.inf, 2.0, 2.0, 1.0]]], np.float32)
+    found = np.asarray(filter_logits(logits, make_params(option)))[0, 0]
     np.testing.assert_array_equal(np.flatnonzero(np.isfinite(found)), kept)
-    np.testing.assert_array_equal(found[jnp.array(kept)], logits[0, 0, jnp.array(kept)])
+    np.testing.assert_array_equal(found[kept], logits[0, 0, kept])
 
 
 def test_filters_sort_nothing():
@@ -115,10 +118,9 @@ def test_filters_sort_nothing():
 
 def test_neighbours_do_not_change_what_a_sequence_may_draw():
     """The filters run for a whole batch as soon as one sequence asks for them."""
-    logits = jnp.linspace(0.0, 40.0, 300)[None, None]
-    alone = sampling.filter_logits(logits, make_params((1.0, 0, 1.0)))
-    both = jnp.tile(logits, (2, 1, 1))
-    beside = sampling.filter_logits(both, make_params((1.0, 0, 1.0), (1.0, 5, 0.9)))
+    both = np.tile(np.linspace(0.0, 40.0, 300, dtype=np.float32), (2, 1, 1))
+    alone = filter_logits(both, make_params((1.0, 0, 1.0), (1.0, 0, 1.0)))
+    beside = filter_logits(both, make_params((1.0, 0, 1.0), (1.0, 5, 0.9)))
     np.testing.assert_array_equal(alone[0], beside[0])
     assert np.isfinite(beside[1]).sum() == 5
 
@@ -132,21 +134,20 @@ def test_greedy_takes_the_largest_logit(row, position, seed):
 
 
 def test_noise_belongs_to_seed_position_and_stream_alone():
-    logits = jax.random.normal(jax.random.key(0), (1, 1, VOCAB))
-    params = make_params((1.0, 0, 1.0))
+    logits = np.tile(normal(VOCAB), (2, 200, 1))
+    params = make_two(make_params((1.0, 0, 1.0)))
 
     def draw(positions, batch_params=params, stream=sampling.COUPLED):
-        positions = jnp.array(positions, jnp.int32)
-        return np.asarray(
-            sample(
-                jnp.broadcast_to(logits, (*positions.shape, VOCAB)), positions, batch_params, stream
-            )
-        )
+        """Draws one or two rows of positions, in a program for two of 200."""
+        padded = np.zeros((2, 200), np.int32)
+        padded[: len(positions), : len(positions[0])] = positions
+        return np.asarray(sample(logits, padded, batch_params, stream))[:, : len(positions[0])]
 
     line = draw([list(range(200))])[0]
-    # The same in any block and any batch.
+    # The same in any block and any place of a batch.
     np.testing.assert_array_equal(draw([list(range(63, 70))])[0], line[63:70])
-    np.testing.assert_array_equal(draw([[150], [150]], make_two(params))[0], line[150:151])
+    swapped = jax.tree.map(lambda x: x[::-1], params)
+    np.testing.assert_array_equal(draw([[150], [150]], swapped)[1], line[150:151])
     # A tree has siblings at one position.
     assert set(draw([[7, 7, 7]])[0]) == {line[7]}
     # Anything else is other noise.
@@ -162,7 +163,7 @@ def test_noise_belongs_to_seed_position_and_stream_alone():
 def make_two(params: SamplingParams) -> SamplingParams:
     """A batch of the sequence and another one."""
     other = dataclasses.replace(params, seed=params.seed + 5, top_k=params.top_k + 3)
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), params, other)
+    return jax.tree.map(lambda a, b: np.concatenate([a, b]), params, other)
 
 
 @pytest.mark.parametrize("stream", [sampling.COUPLED, sampling.DRAFT])
@@ -194,24 +195,24 @@ candidates = jax.jit(
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_candidates_rank_every_position(with_probs):
     """The first is what would be drawn; greedy ones fall with the logits, filters or not."""
-    logits = 2 * jax.random.normal(jax.random.key(0), (3, 40, VOCAB))
-    positions = jnp.tile(jnp.arange(40), (3, 1))
+    logits = 2 * normal(3, 40, VOCAB)
+    positions = np.tile(np.arange(40), (3, 1))
     params = make_params((0.0, 2, 0.5), (0.8, 0, 1.0), (1.7, 6, 0.95))
-    found = candidates(logits, positions, params, 5, with_probs)
+    found = jax.tree.map(np.asarray, candidates(logits, positions, params, 5, with_probs))
     stream = sampling.DRAFT if with_probs else sampling.COUPLED
     drawn = sample(logits, positions, params, stream)
     np.testing.assert_array_equal(found.tokens[..., 0], drawn)
     assert (found.scores[..., 1:] <= found.scores[..., :-1]).all()
     assert (found.scores <= 0).all()
-    assert all(len(set(row)) == 5 for row in np.asarray(found.tokens).reshape(-1, 5).tolist())
-    order = np.argsort(-np.asarray(logits[0]), axis=-1)[:, :5]
+    assert all(len(set(row)) == 5 for row in found.tokens.reshape(-1, 5).tolist())
+    order = np.argsort(-logits[0], axis=-1)[:, :5]
     np.testing.assert_array_equal(found.tokens[0], order)
-    log_probs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits[0])), order, axis=-1)
+    log_probs = np.take_along_axis(scipy.special.log_softmax(logits[0], axis=-1), order, axis=-1)
     np.testing.assert_allclose(found.scores[0], log_probs, atol=1e-5)
     if with_probs:
         np.testing.assert_allclose(found.probs, probabilities(logits, params), atol=1e-6)
         # However the draw fell, scores are those of the likeliest tokens.
-        ranked = -np.sort(-np.asarray(found.probs[1:]), axis=-1)[..., :5]
+        ranked = -np.sort(-found.probs[1:], axis=-1)[..., :5]
         np.testing.assert_allclose(np.exp(found.scores[1:]), ranked, atol=1e-5)
     else:
         assert found.probs is None
@@ -227,8 +228,8 @@ def sample_request(params: SamplingParams, logits, positions):
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_extreme_temperatures_are_greedy_or_uniform(top_k):
     """Neither overflows nor vanishes in float32, with and without masked logits."""
-    logits = jax.random.normal(jax.random.key(0), (1, 40, VOCAB)).at[..., 0].set(-jnp.inf)
-    positions = jnp.arange(40)[None]
+    logits, positions = normal(1, 40, VOCAB), np.arange(40)[None]
+    logits[..., 0] = -np.inf
 
     def draw(temperature):
         params = SamplingParams.of(RequestSampling(temperature=temperature, top_k=top_k))
@@ -243,10 +244,11 @@ def test_extreme_temperatures_are_greedy_or_uniform(top_k):
 @pytest.mark.parametrize("temperature", [5e-324, 1.2e-38, 5e-38, 1e-20, 9.9e-7])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
 def test_tiny_temperatures_are_greedy_also_among_equal_logits(temperature, filters):
-    logits = jnp.zeros((1, 30, VOCAB)).at[..., VOCAB - 3 :].set(7.0)
+    logits = np.zeros((1, 40, VOCAB), np.float32)
+    logits[..., VOCAB - 3 :] = 7.0
     params = SamplingParams.of(RequestSampling(temperature=temperature, seed=1, **filters))
-    tokens = sample_request(params, logits, jnp.arange(30)[None])
-    assert np.asarray(tokens).tolist() == [[VOCAB - 3] * 30]
+    tokens = sample_request(params, logits, np.arange(40)[None])
+    assert np.asarray(tokens).tolist() == [[VOCAB - 3] * 40]
 
 
 def test_seeds_are_64_bit_integers():
@@ -268,7 +270,7 @@ def test_candidates_for_rejection_are_drawn_without_replacement():
     """The law of the first two: q(x) q(y) / (1 - q(x))."""
     count = 20_000
     logits = np.random.default_rng(3).normal(size=5).astype(np.float32)
-    rows, positions = jnp.tile(logits, (1, count, 1)), jnp.arange(count)[None]
+    rows, positions = np.tile(logits, (1, count, 1)), np.arange(count)[None]
     tokens = np.asarray(candidates(rows, positions, make_params((1.0, 0, 1.0)), 2, True).tokens[0])
     q = reference_probabilities(logits.astype(np.float64), 1.0, 0, 1.0)
     wanted = np.outer(q / (1 - q), q) * (1 - np.eye(5))
@@ -280,14 +282,17 @@ def test_candidates_for_rejection_are_drawn_without_replacement():
 
 
 def test_a_draft_comes_with_the_probabilities_it_was_drawn_with():
-    logits = jax.random.normal(jax.random.key(0), (2, 3, VOCAB))
-    positions = jnp.tile(jnp.arange(3), (2, 1))
+    logits, positions = normal(2, 3, VOCAB), np.tile(np.arange(3), (2, 1))
     params = make_params((0.0, 0, 1.0), (0.8, 4, 0.9))
-    propose = jax.jit(lambda *args: SequenceSampler(params, with_probs=True).propose(*args))
-    tokens, probs = propose(logits, positions)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def propose(with_probs):
+        return SequenceSampler(params, with_probs).propose(logits, positions)
+
+    tokens, probs = map(np.asarray, propose(True))
     np.testing.assert_allclose(probs, probabilities(logits, params), atol=1e-6)
-    assert (jnp.take_along_axis(probs, tokens[..., None], axis=-1) > 0).all()
-    coupled, nothing = SequenceSampler(params).propose(logits, positions)
+    assert (np.take_along_axis(probs, tokens[..., None], axis=-1) > 0).all()
+    coupled, nothing = propose(False)
     assert nothing is None
     np.testing.assert_array_equal(coupled, sample(logits, positions, params, sampling.COUPLED))
 
@@ -296,9 +301,8 @@ def make_vocabulary(target_ids) -> DraftVocabulary | Shortlist:
     """Of these tokens everywhere; with None, of six others at each of 4 × 40 positions."""
     if target_ids is not None:
         return DraftVocabulary.of(jnp.array(target_ids) - jnp.arange(6), VOCAB)
-    keys = jax.random.split(jax.random.key(1), (4, 40))
-    order = jax.vmap(jax.vmap(lambda key: jax.random.permutation(key, VOCAB)))(keys)
-    return Shortlist(order[..., :6].astype(jnp.int32), VOCAB)
+    order = np.random.default_rng(1).permuted(np.tile(np.arange(VOCAB), (4, 40, 1)), axis=-1)
+    return Shortlist(jnp.asarray(order[..., :6], jnp.int32), VOCAB)
 
 
 @pytest.mark.parametrize("with_probs", [False, True])
@@ -306,8 +310,8 @@ def make_vocabulary(target_ids) -> DraftVocabulary | Shortlist:
 def test_a_draft_vocabulary_is_as_if_no_other_token_were_likely(target_ids, with_probs):
     """The same tokens, scores and probabilities as from logits of all tokens, -inf elsewhere."""
     vocabulary = make_vocabulary(target_ids)
-    logits = 2 * jax.random.normal(jax.random.key(0), (4, 40, 6))
-    positions = jnp.tile(jnp.arange(40), (4, 1))
+    logits = 2 * normal(4, 40, 6)
+    positions = np.tile(np.arange(40), (4, 1))
     params = make_params((0.0, 0, 1.0), (0.8, 0, 1.0), (1.7, 4, 0.9), (1.0, 0, 1.0, 0.2))
 
     @jax.jit
