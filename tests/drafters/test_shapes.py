@@ -237,8 +237,7 @@ SIZES = {
     "dflash2": [("dflash_config", field) for field in
                 ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")],
     "dspark": [BLOCK, DEPTH, ("markov_rank",)],
-    "ubtree": [("dflash_config", field) for field in
-               ("conv_kernel_size", "selector_hidden_size", "selector_rank", "selector_top_k")],
+    "ubtree": [("dflash_config", field) for field in ("selector_rank", "selector_top_k")],
     "lilicorr": [("dflash_config", f"lilicorr_{field}") for field in
                  ("candidate_topk", "num_layers", "num_heads", "factor_dim")],
     "eagle3": [DEPTH, ("draft_vocab_size",)],
@@ -266,6 +265,8 @@ OTHERS = [
     ("lilicorr", ("has_own_lm_head",), True),
     ("dspark", ("markov_head_type",), ["rnn"]),
     ("dspark", ("enable_confidence_head",), "true"),
+    ("ubtree", ("dflash_config", "selector_hidden_size"), -1),
+    ("ubtree", ("dflash_config", "selector_hidden_size"), "8"),
     ("eagle3", ("target_layer_ids",), [-1]),
     ("eagle3", ("target_layer_ids",), "1"),
     ("eagle3", ("eagle_config",), 3),
