@@ -91,9 +91,11 @@ class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
     window: int | Literal["auto"] | None = option(None, minimum=1, maximum=2**30)
     # Sequences of this many tokens or more decode plainly, with block_size=auto. None: none do.
     longest_context: int | None = option(None, minimum=1, maximum=MAX_TOKENS)
-    # Initial weights of the draft layers in training from scratch: random ones, or those of the
-    # target's first or last layers, whose sizes the drafter must then have.
-    initialize_from: Literal["fresh", "target_first", "target_last"] = "fresh"
+    # Initial weights in training from scratch. fresh: random ones. target_first, target_last: those
+    # of the target's layers, whose sizes the draft layers must then have. A directory or
+    # hf:org/name of a drafter of DFlash's kind: its weights of the same names, for ubtree the
+    # backbone of a DFlash drafter.
+    initialize_from: str = "fresh"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Start of a DFlash drafter from layers of its target, by `drafter.initialize_from`."""
+"""Start of a DFlash drafter from its target or another drafter, by `drafter.initialize_from`."""
 
 from typing import Any
 
@@ -7,9 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
+from dflash.checkpoints import checkpoint
+from dflash.config import registry
+from dflash.drafters.base_config import BlockDrafterConfig
+from dflash.drafters.dflash import DFlash
+from dflash.loading import models
+from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 
+FRESH, _OF_TARGET = "fresh", ("target_first", "target_last")
 _KEY = "drafter.initialize_from"
 KERNELS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -51,16 +58,71 @@ def copies(drafter: Any, target: Decoder, initialize_from: str) -> dict[str, str
     return found
 
 
+def shared(drafter: DFlash, other: DFlash, reference: str) -> dict[str, str]:
+    """Returns the weights that a drafter takes from another one: those that both have.
+
+    The result is that of `copies`.
+
+    Args:
+      reference: Checkpoint of the other drafter, for messages.
+    Raises:
+      ConfigError: Shapes of weights differ, or the drafter has a draft vocabulary of its own.
+    """
+    if drafter.d2t is not None:
+        raise errors.ConfigError(
+            f"{_KEY}: {reference} may draft other tokens; leave "
+            "drafter.architecture.draft_vocab_size out"
+        )
+    own, theirs = (
+        {path: weight.get_value().shape for path, weight in parameters.named_parameters(module)}
+        for module in (drafter, other)
+    )
+    found = [path for path in own if path in theirs]
+    problems = [
+        f"{_KEY}: {path} is {list(own[path])}, but {reference} has {list(theirs[path])}: give "
+        "drafter.architecture its sizes"
+        for path in found
+        if own[path] != theirs[path]
+    ]
+    if problems:
+        raise errors.ConfigError(*problems)
+    return dict(zip(found, found, strict=True))
+
+
+def check(drafter: Any, target: Decoder, initialize_from: str, *, download: bool) -> None:
+    """Raises ConfigError if a drafter cannot start so, as far as that is known without download."""
+    if initialize_from in _OF_TARGET:
+        copies(drafter, target, initialize_from)
+    elif checkpoint.find(initialize_from, download=download) is not None:
+        shared(drafter, _find(target, initialize_from)[0], initialize_from)
+
+
 def copy(drafter: Any, target: Decoder, initialize_from: str) -> None:
-    """Copies the weights of `copies` into a drafter with weights."""
-    weights, own = (dict(parameters.named_parameters(module)) for module in (target, drafter))
+    """Copies the weights of `copies`, or of `shared`, into a drafter with weights."""
+    if initialize_from in _OF_TARGET:
+        origin, sources = target, copies(drafter, target, initialize_from)
+    else:
+        origin, source = _find(target, initialize_from)
+        sources = shared(drafter, origin, initialize_from)
+        models.load_weights(origin, source)
+    weights, own = (dict(parameters.named_parameters(module)) for module in (origin, drafter))
     values = {}
-    for path, source in copies(drafter, target, initialize_from).items():
+    for path, source in sources.items():
         like = own[path].get_value()
         # Copy even if nothing is converted, since train steps donate the drafter's weights.
         value = jnp.array(weights[source].get_value(), like.dtype, copy=True)
         values[path] = jax.device_put(value, like.sharding)
     parameters.assign(drafter, values)
+
+
+def _find(target: Decoder, reference: str) -> tuple[DFlash, Source]:
+    """Returns the abstract drafter of a checkpoint; raises UserError if it is not of this kind."""
+    name = models.find_strategy(reference)
+    config = registry.load_schema(registry.DRAFTERS[name])(checkpoint=reference)
+    if not isinstance(config, BlockDrafterConfig):
+        raise errors.ConfigError(f"{_KEY}: {reference} is of {name}, which has no block to take")
+    source, build = models.find_drafter(config), {"dtype": "float32", "sharding": target.sharding}
+    return models.build_drafter(config, source, target.arch, **build), source
 
 
 def _source(path: str, first: int) -> str:

@@ -150,8 +150,9 @@ class DrafterTask(Task):
     def fresh_params(self) -> Params:
         """Returns the initial weights, once `load_frozen` has loaded the target's."""
         params = super().fresh_params()
-        if _starts_from_target(self.config.drafter):
-            start.copy(self.learner, self.target, self.config.drafter.initialize_from)
+        origin = _origin(self.config.drafter)
+        if origin != start.FRESH:
+            start.copy(self.learner, self.target, origin)
             params = states.split(self.learner)[1]
         return params
 
@@ -225,8 +226,8 @@ def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) ->
     if not parameters.count(learner):
         raise errors.ConfigError(f"drafter.name: {config.drafter.name!r} has no weights to train")
     _check_block_size(config, learner, build_drafter)
-    if _starts_from_target(config.drafter):
-        start.copies(learner, target, config.drafter.initialize_from)  # Raises if shapes differ.
+    if _origin(config.drafter) != start.FRESH:
+        start.check(learner, target, _origin(config.drafter), download=download)
     return DrafterTask(
         config, target, target_source, learner, build_drafter(config.train.dtype), source
     )
@@ -249,8 +250,8 @@ def _check_block_size(
         )
 
 
-def _starts_from_target(config: DrafterConfig) -> bool:
-    return getattr(config, "initialize_from", "fresh") != "fresh"
+def _origin(config: DrafterConfig) -> str:
+    return getattr(config, "initialize_from", start.FRESH)
 
 
 def _weight_bytes(model: nnx.Module) -> int:

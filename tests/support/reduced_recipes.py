@@ -32,4 +32,8 @@ REDUCED = {
     "dflash2": (*DRAFTER, *BLOCK, "drafter.architecture.num_target_features=1"),
     "qwen3_4b_dflash": (*DRAFTER, *BLOCK, "drafter.architecture.target_layer_ids=[0]"),
     "qwen3_4b_eagle3": EAGLE3,
+    "qwen3_4b_ubtree": (
+        *(*DRAFTER, *BLOCK, "drafter.architecture.target_layer_ids=[0]"),
+        *("drafter.architecture.selector_hidden_size=8", "drafter.initialize_from=fresh"),
+    ),
 }

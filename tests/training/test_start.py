@@ -8,6 +8,7 @@ import pytest
 from support import models
 
 from dflash import errors
+from dflash.checkpoints import checkpoint
 from dflash.models.dense import Llama3
 from dflash.parallel import parameters
 from dflash.training import start
@@ -30,7 +31,8 @@ def test_draft_layers_are_copies_of_target_layers(name, initialize_from, layer):
         if not np.array_equal(weight, before[path]):
             np.testing.assert_array_equal(weight, theirs[source], err_msg=path)
             changed.append(path)
-    assert set(changed) == {path for path in before if path.split(".")[-2] in start.KERNELS}
+    names = {path: f".{path}".split(".")[-2] for path in before}  # Those of the modules.
+    assert set(changed) == {path for path, name in names.items() if name in start.KERNELS}
 
 
 def test_norms_are_copied_where_both_have_them():
@@ -53,6 +55,35 @@ def test_steps_may_donate_the_copies():
         param.get_value().delete()
     jax.block_until_ready([param.get_value() for _, param in parameters.named_parameters(target)])
     assert not any(p.get_value().is_deleted() for _, p in parameters.named_parameters(target))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> str:
+    """Directory of a DFlash drafter of the tiny target."""
+    directory, drafter = tmp_path_factory.mktemp("drafter") / "hf", models.drafter("dflash")
+    checkpoint.save(drafter, directory, type(drafter).config_to_hf(drafter.shape))
+    return str(directory)
+
+
+def test_a_drafter_starts_with_the_backbone_of_another(stored):
+    drafter, theirs = models.drafter("ubtree"), weights_of(models.drafter("dflash"))
+    before = weights_of(drafter)
+    for _, parameter in parameters.named_parameters(drafter):
+        parameter.set_value(parameter.get_value() + 1)
+    start.copy(drafter, models.target(), stored)
+    for path, weight in weights_of(drafter).items():
+        wanted = theirs[path] if path in theirs else before[path] + 1
+        np.testing.assert_array_equal(weight, wanted, err_msg=path)
+    assert before.keys() - theirs.keys() == {
+        path for path in before if path.startswith("candidate_selector.")
+    }
+
+
+def test_a_backbone_of_other_sizes(stored):
+    wide = dataclasses.replace(models.ARCHITECTURE, hidden_size=40)
+    message = rf"fc\.kernel is \[80, 40\], but {stored} has \[64, 32\]: give drafter\.architecture"
+    with pytest.raises(errors.ConfigError, match=message):
+        start.check(models.drafter("dflash", arch=wide), models.target(), stored, download=True)
 
 
 def other_target(**changes):

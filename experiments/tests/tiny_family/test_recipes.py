@@ -21,13 +21,14 @@ from dflash.parallel import parameters
 FAMILY = pathlib.Path(__file__).parents[2] / "tiny_family"
 ROOT = FAMILY.parents[1]
 RECIPES = sorted(path.stem for path in FAMILY.glob("train/*.yml"))
+BLOCK_DRAFTER = (*DRAFTER, *BLOCK, "drafter.architecture.num_target_features=1")
 MIXTURE = "data.mixture={jsonl: 0.7, arithmetic: 0.3, copying: 0, math: 0, code: 0, chat: 0}"
 REDUCED = {
     "eagle3": EAGLE3,
     "medusa": ("loss.num_anchors=4", "drafter.architecture.block_size=4"),
     "target": ("tokenizer=null",),
+    "ubtree": (*BLOCK_DRAFTER, "drafter.initialize_from=fresh"),
 }
-BLOCK_DRAFTER = (*DRAFTER, *BLOCK, "drafter.architecture.num_target_features=1")
 
 
 def kind_of(name: str) -> type:
