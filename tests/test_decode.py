@@ -265,6 +265,17 @@ def test_kill_loses_no_finished_prompt(run):
     assert output_ids("killed") == output_ids("whole")
 
 
+def test_an_interrupt_does_not_wait_for_the_compiler(run):
+    command = [sys.executable, "-m", "dflash.decode", "c.yml", "--compilation_cache=off"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    printed = ""
+    while "programs" not in printed and process.poll() is None:
+        printed += process.stderr.read(1)
+    process.send_signal(signal.SIGINT)
+    printed += process.communicate()[1]
+    assert (process.returncode, printed.splitlines()[-1]) == (130, "interrupted"), printed
+
+
 def test_two_processes_equal_one_and_only_the_first_writes(run):
     assert run("--workdir=one", "decode.batch_size=2")[0] == 0
     with socket.socket() as free:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -73,7 +74,11 @@ def run(
       SystemExit: Always, with the status of `status_of`; 2 for wrong usage.
     """
     argv = sys.argv[1:] if argv is None else argv
-    sys.exit(status_of(lambda: _run(subcommand, work, argv)))
+    status = status_of(lambda: _run(subcommand, work, argv))
+    threads = threading.enumerate()
+    if status == errors.INTERRUPTED and any(t.name.startswith(host.COMPILING) for t in threads):
+        os._exit(status)  # Python would wait for the compiler, which cannot be interrupted.
+    sys.exit(status)
 
 
 def entry_point(

@@ -21,6 +21,7 @@ from dflash.inference.cycle.state import DecodeState
 from dflash.inference.logits import nonfinite
 from dflash.inference.shapes import Shapes, places
 from dflash.layers.products import matmul_precision
+from dflash.parallel import host
 from dflash.parallel.compiler_options import loop_options
 from dflash.parallel.sharding import Sharding, zeros
 from dflash.runs import cpu_kernels
@@ -127,15 +128,14 @@ class Programs:
             progress(0, len(names))
         # All processes of a run must compile in the same order.
         threads = min(_MAX_THREADS, os.cpu_count() or 1) if jax.process_count() == 1 else 1
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(threads, host.COMPILING)
+        try:
             started = [pool.submit(self.get, *name) for name in names]
-            try:
-                for ready, future in enumerate(concurrent.futures.as_completed(started), start=1):
-                    future.result()
-                    progress(ready, len(names))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            for ready, future in enumerate(concurrent.futures.as_completed(started), start=1):
+                future.result()
+                progress(ready, len(names))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def names(

@@ -1,4 +1,4 @@
-"""Environment of hosts that use the TPU library as a compiler, without a TPU.
+"""Names that commands share with what they start: threads, and the TPU library without a TPU.
 
 This module must not import jax.
 """
@@ -6,6 +6,7 @@ This module must not import jax.
 import os
 import pathlib
 
+COMPILING = "compiling"  # Begins the names of threads that compile programs.
 # Stand-ins for a TPU machine's metadata, without which the library logs many warnings.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
