@@ -204,8 +204,8 @@ class Builder:
         Args:
           complete: Every layer could be read. Otherwise missing keys are not reported.
           known: Paths of all keys, for suggestions in messages.
-          notice: Returns the message for a path, and a value that it does not accept, of which
-            there is more to say than that it is unknown; None for others.
+          notice: Returns a message that replaces the usual one, given the path of an unknown key,
+            or a path and a value that it does not accept; None for the usual one.
           ignores: Returns whether an unknown path with a value is no problem.
           choices: Names that choose the schema of a group, by the class that a run declares for it.
           choose: Returns the schema of a group; None if its name is unusable.

@@ -185,7 +185,7 @@ class ConditionedDFlash(DFlash):
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
         """Runs the whole block, but draws only its first tokens; see `Drafter.draft_fewer`.
 
-        A tree has its best nodes only.
+        Of a tree, it drafts the best nodes only.
         """
         if self.tree is not None:
             return self._draft_tree(count, state, anchor, position, sampler, heads), state
