@@ -67,7 +67,8 @@ class AnswersTest:
         self._sources = [name for name, some in answers.items() for _ in some]
         self._answers = [answer for some in answers.values() for answer in some]
         _check_answers(self._answers, target.arch.vocab_size)
-        order = sorted(range(len(self._answers)), key=lambda i: _length(self._answers[i]))
+        # All texts of a group run as long as the one with the most cycles.
+        order = sorted(range(len(self._answers)), key=lambda i: _sizes(self._answers[i]))
         self._groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         self._batch_size = min(batch_size, len(order))
         # The target's outputs stay on the devices: (C + 1) · D numbers for each token.
@@ -87,7 +88,7 @@ class AnswersTest:
         cycles: dict[str, float] = collections.defaultdict(float)
         for index, count in self._cycles(drafter):
             tokens[self._sources[index]] += len(self._answers[index].answer) - 1
-            cycles[self._sources[index]] += count
+            cycles[self._sources[index]] += float(count)
         total = sum(cycles.values())
         if not total:
             return {}
@@ -107,9 +108,7 @@ class AnswersTest:
             yield from zip(group, self._count(found, group), strict=False)
 
     def _compute(self, answers: Sequence[Text]) -> Texts:
-        length = _SHORTEST
-        while length < max(map(_length, answers)):
-            length *= 2
+        length, _ = max(map(_sizes, answers))
         filled = [*answers, *[_FILLER] * (self._batch_size - len(answers))]
         layers = self._drafter.feature_layers
         return replay.compute(self._target, filled, layers, length=length)
@@ -155,8 +154,12 @@ def _check_answers(answers: Iterable[Text], vocab_size: int) -> None:
             )
 
 
-def _length(text: Text) -> int:
-    return len(text.prompt) + len(text.answer)
+def _sizes(text: Text) -> tuple[int, int]:
+    """Returns the length that a text is padded to, and that of its answer."""
+    length = _SHORTEST
+    while length < len(text.prompt) + len(text.answer):
+        length *= 2
+    return length, len(text.answer)
 
 
 # --- device functions ---------------------------------------------------------------------------
