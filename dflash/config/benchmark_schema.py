@@ -12,7 +12,7 @@ from dflash.config.schema import location, option
 class StudyConfig:
     """Measurement of costs over several values of one quantity."""
 
-    name: Literal["cycle", "verify", "draft", "load", "serve", "answers"] = "cycle"
+    name: Literal["cycle", "verify", "draft", "load", "serve", "answers", "calibration"] = "cycle"
     # Values of the quantity; an empty list uses the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
     # Tokens in the cache, for the studies verify and draft.
@@ -21,6 +21,8 @@ class StudyConfig:
     repeats: int = option(15, minimum=1, maximum=100_000)
     # JSONL of prompt_ids and output_ids, such as outputs.jsonl, for the study answers.
     answers: str | None = location("file")
+    # Write the calibrations into the config.json of the drafters' checkpoints.
+    store: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

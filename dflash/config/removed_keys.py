@@ -20,7 +20,6 @@ class Removed(NamedTuple):
 _TEST_ONLY = Removed("data sets are measured on their split test", ("test",))
 _ONE_SERVER = Removed("start one server")
 _SHAPES = Removed("use configs/sweeps/drafter_shape.yml")
-_ACCEPTANCE = Removed("use experiments/acceptance of the repository")
 _FORECAST = Removed("use experiments/forecast of the repository", None)
 _TINY_FAMILY = Removed("use experiments/tiny_family of the repository")
 
@@ -29,7 +28,11 @@ REMOVED: dict[str, Removed] = {
     "forecast": _FORECAST,
     "strategies": Removed(None, None),  # In the config of a compile report.
     "answers.tasks": Removed("give questions in answers.files", ({},)),
+    "drafter.tree.top_k": Removed("use drafter.tree.width", (None,)),
     "drafter.divide_rows": Removed("only drafters with a confidence divide rows", None),
+    "drafter.confidence_temperatures": Removed(
+        "run study.name=calibration, which stores a calibration in the checkpoint", ((), None)
+    ),
     "mesh.drafter": Removed("use drafter.devices", (None, 1)),
     "serve.traces": Removed("/metrics has the times of requests", (None,)),
     "serve.role": _ONE_SERVER,
@@ -47,8 +50,8 @@ REMOVED: dict[str, Removed] = {
     "study.name=block": Removed("sweep drafter.block_size"),
     "study.name=layers": _SHAPES,
     "study.name=taps": _SHAPES,
-    "study.name=survival": _ACCEPTANCE,
-    "study.name=trees": _ACCEPTANCE,
+    "study.name=survival": Removed("use calibration"),
+    "study.name=trees": Removed("use experiments/acceptance of the repository"),
     "dflash completion": Removed(),
     "dflash train_tokenizer": _TINY_FAMILY,
 }

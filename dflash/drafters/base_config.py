@@ -110,9 +110,12 @@ class ConditionalTree:
     """Tree of the most likely prefixes, by the distribution of each draft after its prefix."""
 
     budget: int = option(minimum=1, maximum=1024)  # Drafts in the tree.
-    # Number of nodes per level that are extended, and of children per node. None: 16, or as many as
-    # the budget or the drafter's candidates allow.
-    top_k: int | None = option(None, minimum=1, maximum=64)
+    # Paths of each depth that are extended, and that the drafts are chosen from. None: 12, or as
+    # many as the budget needs and the candidates allow.
+    width: int | None = option(None, minimum=1, maximum=1024)
+    # Likeliest tokens of each position, among which the scores of a path are probabilities. None:
+    # 64, or as many as the drafter has.
+    candidates: int | None = option(None, minimum=1, maximum=1024)
 
 
 # --- Keys of `drafter.architecture` ---------------------------------------------------------------

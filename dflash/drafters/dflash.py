@@ -87,6 +87,7 @@ class DFlash(OnePassDrafter):
         self.pass_positions = self.num_positions if short_pass else shape.block_size - 1
         build = {"dtype": dtype, "sharding": sharding}
         self.feature_layers = shape.target_layer_ids
+        self.calibration = shape.calibration
         self.declare_context(**build)
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
         self.layers = nnx.List(

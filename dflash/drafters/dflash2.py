@@ -7,7 +7,6 @@ tokens of each draft position by a bilinear score of previous token, hidden stat
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from dflash.config.train_schema import CANDIDATE_KL
 from dflash.drafters.dflash2_config import DFlash2Shape
 from dflash.drafters.parts.blocks import block_loss, target_rows
 from dflash.drafters.parts.conditioned import ConditionedDFlash, ConditionedRows
-from dflash.drafters.parts.draft_vocabulary import Shortlist
 from dflash.layers import losses
 from dflash.layers.linear import Embedding, Linear
 from dflash.layers.losses import TokenScores
@@ -27,10 +25,6 @@ from dflash.parallel.sharding import Sharding
 
 # Tables whose names in checkpoints do not end in ".weight".
 _CODEBOOKS = ("predecessor_codebook", "successor_codebook")
-
-# Fewest candidates of a draft position of a tree. The scores of a tree are probabilities among the
-# candidates, so with the few of a chain they are too large; docs/results/trees.md has figures.
-_TREE_CANDIDATES = 64
 
 
 class DynamicConvolution(nnx.Module):
@@ -129,20 +123,6 @@ class CandidateSelector(nnx.Module):
         self.hidden_projection = Linear(decoder.hidden_size, rank, ("embed", None), **build)
 
 
-class Likely(NamedTuple):
-    """The k most likely tokens of each draft position, in descending order of their base logits.
-
-    Attributes:
-      tokens: Candidates, as tokens of the target, int32 [..., k].
-      logits: Base logits of the candidates, float32 [..., k].
-      codes: Rows of the successor codebook for the candidates, [..., k, r].
-    """
-
-    tokens: jax.Array
-    logits: jax.Array
-    codes: jax.Array
-
-
 class DFlash2(ConditionedDFlash):
     """DFlash2 drafter, whose state is the same as DFlash's."""
 
@@ -151,8 +131,11 @@ class DFlash2(ConditionedDFlash):
 
     @property
     def num_candidates(self):
-        """Number of candidates of the selector in trees."""
-        return max(self.shape.selector_top_k, min(_TREE_CANDIDATES, self.shape.num_draft_tokens))
+        return super().num_candidates or self.shape.selector_top_k
+
+    @property
+    def successors(self):
+        return self.candidate_selector.successor_codebook
 
     def declare_head(self, **build):
         self.candidate_selector = self.make_selector(self.shape, **build)
@@ -175,25 +158,6 @@ class DFlash2(ConditionedDFlash):
         """Multiplies the previous token's code by the projected hidden state; has no memory."""
         code = self.candidate_selector.predecessor_codebook(previous)
         return code * prepared.astype(code.dtype), memory
-
-    def bias(self, vectors):
-        return self.candidate_selector.successor_codebook.attend(vectors)
-
-    def choices(self, base):
-        count = self.num_candidates if self.drafts_trees else self.shape.selector_top_k
-        values, tokens = jax.lax.top_k(base, count)
-        codes = self.candidate_selector.successor_codebook(tokens)
-        if self.d2t is not None:
-            tokens = self.vocabulary().name(tokens)
-        return Likely(tokens, values, codes)
-
-    def correct(self, choices, vectors, sampler):
-        """Returns logits [B, T, k] of the likely tokens, and a sampler among these."""
-        scores = jnp.einsum(
-            "btr,btkr->btk", vectors, choices.codes, preferred_element_type=jnp.float32
-        )
-        shortlist = Shortlist(choices.tokens, self.shape.decoder.vocab_size)
-        return choices.logits + scores, sampler.among(shortlist)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
         """Computes the sum of the losses of base and corrected logits; see `DFlash.loss`.

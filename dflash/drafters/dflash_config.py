@@ -28,7 +28,7 @@ _SUPPORTED = {"draft_shift": False, "logit_scale": 1.0}
 _OPTIONAL_FIELDS = (
     *("partial_rotary_factor", "attention_bias", "attention_sink_bias", "attention_value_scale"),
     *("draft_vocab_size", "target_hidden_size", "mask_embedding"),
-    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "calibration"),
 )
 # Fields of the drafter, which files have at the top level or in their group.
 _FILE_FIELDS = (
@@ -101,6 +101,8 @@ class DFlashShape(BlockSizes, DrafterShape):
         the target, and the two fields below replace those of the target's logits.
       output_multiplier: Factor on the logits.
       final_logit_softcapping: Bound of the logits, which a scaled tanh enforces; None for none.
+      calibration: Calibration of the drafts, which `dflash benchmark study.name=calibration` fits;
+        see `parts.calibration`. Empty for none.
       lent: Factor on embeddings and bound of logits with which the target lends its own.
     """
 
@@ -120,6 +122,7 @@ class DFlashShape(BlockSizes, DrafterShape):
     input_embedding_scale: float = option(1.0, minimum=0.0)
     output_multiplier: float = option(1.0, minimum=0.0)
     final_logit_softcapping: float | None = option(None, minimum=0.0)
+    calibration: tuple[tuple[float, ...], ...] = option((), minimum=-1e3, maximum=1e3)
     lent: tuple[float, float | None] = (1.0, None)
 
     @property
@@ -292,6 +295,9 @@ class DFlashShape(BlockSizes, DrafterShape):
 
     def _problems(self) -> Iterable[base_config.Problem]:
         yield from base_config.vocabulary_problems(self.draft_vocab_size, self.decoder.vocab_size)
+        if any(len(pair) != 2 or pair[0] <= 0 for pair in self.calibration):
+            message = "expected pairs of a positive slope and an offset"
+            yield ("calibration",), message
         rotated = self.rotary.head_dim
         if rotated % 2 or not rotated:
             message = (

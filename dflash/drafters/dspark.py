@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.drafters.dspark_config import DSparkConfig, DSparkShape
+from dflash.drafters.dspark_config import DSparkShape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.layers import losses
@@ -92,26 +92,16 @@ class DSpark(ConditionedDFlash):
     shape_class = DSparkShape
     first_row: ClassVar[int] = 0
 
-    def __init__(
-        self,
-        shape: DSparkShape,
-        *,
-        block_size: int | None = None,
-        confidence_temperatures: tuple[float, ...] = (),
-        **options,
-    ):
+    def __init__(self, shape: DSparkShape, *, block_size: int | None = None, **options):
         """Builds an abstract drafter; see `ConditionedDFlash`.
 
         Args:
           shape: Shape of the network, whose block size does not count the anchor.
           block_size: Rows to verify in a chain, or on the longest path of a tree, anchor included;
             None for the trained number.
-          confidence_temperatures: Divisors of the log-odds of the confidence, by draft position;
-            empty for none.
           **options: Other arguments of `ConditionedDFlash`.
         Raises:
-          ConfigError: The block size is larger than the trained one, the tree does not fit, or
-            there are not as many temperatures as drafts.
+          ConfigError: The block size is larger than the trained one, or the tree does not fit.
         """
         largest = shape.block_size + 1
         if block_size is not None and block_size > largest:
@@ -121,30 +111,10 @@ class DSpark(ConditionedDFlash):
             )
         rows = None if block_size is None else block_size - 1
         super().__init__(shape, block_size=rows, **options)
-        self.confidence_temperatures = confidence_temperatures
-        self._check_temperatures()
-
-    def _check_temperatures(self) -> None:
-        count, least, most = len(self.confidence_temperatures), self.depth, self.shape.block_size
-        if count and self.confidence_head is None:
-            raise errors.ConfigError(
-                "drafter.confidence_temperatures: the drafter has no confidence head; leave it out"
-            )
-        if count and not least <= count <= most:
-            numbers = f"{least}" if least == most else f"{least} to {most}"
-            raise errors.ConfigError(
-                f"drafter.confidence_temperatures: {count} numbers; expected {numbers}, one for "
-                "each draft"
-            )
-
-    @classmethod
-    def options(cls, config: DSparkConfig) -> dict[str, Any]:
-        temperatures = config.confidence_temperatures
-        return super().options(config) | {"confidence_temperatures": temperatures}
 
     @property
     def has_confidence(self):
-        return self.drafts_trees or self.confidence_head is not None
+        return super().has_confidence or self.confidence_head is not None
 
     def declare_head(self, **build):
         shape, width, rank = self.shape, self.shape.decoder.hidden_size, self.shape.markov_rank
@@ -159,10 +129,12 @@ class DSpark(ConditionedDFlash):
         return self.markov_head.fresh_memory(*lead)
 
     def condition(self, previous, hidden, memory):
+        hidden = jnp.broadcast_to(hidden, (*previous.shape, hidden.shape[-1]))
         return self.markov_head(self.markov_head.markov_w1(previous), hidden, memory)
 
-    def bias(self, vectors):
-        return self.markov_head.markov_w2.attend(vectors)
+    @property
+    def successors(self):
+        return self.markov_head.markov_w2
 
     def confidence(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
         """Returns the logits float32 [...] that drafts are accepted after all earlier ones."""
@@ -174,10 +146,7 @@ class DSpark(ConditionedDFlash):
     def acceptance(self, prepared, previous):
         if self.confidence_head is None:
             return None
-        odds = self.confidence(prepared, previous)
-        if self.confidence_temperatures:
-            odds /= jnp.array(self.confidence_temperatures[: odds.shape[1]], odds.dtype)
-        return jax.nn.sigmoid(odds)
+        return jax.nn.sigmoid(self.confidence(prepared, previous))
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
         """Computes the loss of the corrected logits plus that of the confidence.

@@ -34,9 +34,6 @@ class DSparkConfig(BlockDrafterConfig):
 
     name: str = "dspark"
     tree: ConditionalTree | None = None  # None: a chain.
-    # Divisors of the log-odds of the confidence, one for each draft; an empty list leaves the
-    # confidence as it is. The study `survival` fits them.
-    confidence_temperatures: tuple[float, ...] = option((), minimum=1e-3, maximum=1e3)
     architecture: DSparkArchitecture | None = None
 
 

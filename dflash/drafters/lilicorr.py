@@ -63,7 +63,7 @@ class LiLiCorr(ConditionedDFlash):
     shape_class = LiLiCorrShape
 
     @property
-    def num_candidates(self):
+    def most_candidates(self):
         return self.shape.lilicorr_candidate_topk
 
     def declare_head(self, **build):
@@ -124,12 +124,13 @@ class LiLiCorr(ConditionedDFlash):
 
     def correct(self, choices: Nodes, vectors, sampler):
         """Returns logits [B, T, k] of transitions to the candidates, and a sampler among these."""
+        choices = jax.tree.map(lambda x: x[:, :, : self.num_candidates], choices)
         shortlist = Shortlist(choices.tokens, self.shape.decoder.vocab_size)
         return self._logits(choices, vectors), sampler.among(shortlist)
 
     def _logits(self, choices: Nodes, vectors: jax.Array) -> jax.Array:
-        """Returns the scaled cosines of vectors [B, T, r] and of all candidates."""
-        cosines = jnp.einsum("btr,btkr->btk", vectors, choices.vectors)
+        """Returns the scaled cosines of vectors [B, T, r] and of the candidates [B, T or 1, k]."""
+        cosines = jnp.matmul(choices.vectors, vectors[..., None])[..., 0]
         return self.shape.lilicorr_logit_scale * cosines
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):

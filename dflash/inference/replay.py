@@ -55,6 +55,22 @@ class Texts:
     hidden: jax.Array | None = None
 
 
+class Drafts(NamedTuple):
+    """Drafts of each cycle, as arrays [B, C, G], or [B, G] for a single cycle.
+
+    Attributes:
+      chance: Confidence that the draft is accepted if the one before it is, float32.
+      depth: Number of tokens from the anchor, int32.
+      counted: Whether the drafts before it were accepted, and the text has a token there, bool.
+      accepted: Whether it was accepted, too, bool.
+    """
+
+    chance: Any
+    depth: Any
+    counted: Any
+    accepted: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cycles:
@@ -63,13 +79,13 @@ class Cycles:
     Attributes:
       committed: Tokens committed, the bonus token included, int32 [B, C]; 0 once the text is over.
       remaining: Tokens of the text after the anchor, int32 [B, C].
-      confidence: Confidence in the drafts, float32 [B, C, G]; None if the drafter states none.
+      drafts: The drafts; None if the drafter states no confidence.
       probs: Probabilities that the sampler returned with the drafts, [B, C, G, …]; None if none.
     """
 
     committed: Any
     remaining: Any
-    confidence: Any
+    drafts: Drafts | None
     probs: Any = None
 
     @property
@@ -190,8 +206,8 @@ def _run(
         features = _slice(texts.features, anchor, rows)
         steps = jnp.minimum(committed, 1) if everywhere else committed
         state = drafter.observe(state, anchor, tokens, steps, features, heads)
-        result = Cycles(committed, remaining, proposal.confidence, proposal.probs)
-        return state, steps, result
+        found = drafts(proposal, tokens, remaining)
+        return state, steps, Cycles(committed, remaining, found, proposal.probs)
 
     def advance(step: _Step) -> _Step:
         state, steps, result = cycle(step.state, step.anchor)
@@ -214,12 +230,38 @@ def num_accepted(proposal: Proposal, tokens: jax.Array) -> jax.Array:
     Args:
       tokens: The anchor and the text after it, int32 [B, longest path + 1].
     """
-    drafts = proposal.tokens
-    if proposal.parents is None:
-        return jnp.cumprod(drafts == tokens[:, 1 : 1 + drafts.shape[1]], axis=1).sum(axis=1)
-    tree = trees.from_parents(proposal.parents, tokens.shape[1] - 2)
+    tree, accepted = _accepted(proposal, tokens)
+    return jnp.where(accepted, tree.depth, 0).max(axis=1)
+
+
+def drafts(proposal: Proposal, tokens: jax.Array, remaining: jax.Array) -> Drafts | None:
+    """Returns the drafts of a cycle; None without confidence.
+
+    Args:
+      tokens: The anchor and the text after it, int32 [B, longest path + 1].
+      remaining: Number of tokens of the text after the anchor, int32 [B].
+    """
+    chance = proposal.confidence
+    if chance is None:
+        return None
+    tree, accepted = _accepted(proposal, tokens)
+    if proposal.parents is not None:  # The confidence is that in all drafts of the path.
+        along = jnp.pad(chance, ((0, 0), (1, 0)), constant_values=1.0)
+        chance = chance / jnp.take_along_axis(along, tree.parents, axis=1)
+    depth = tree.depth[:, 1:]
+    counted = jnp.take_along_axis(accepted, tree.parents, axis=1) & (depth <= remaining[:, None])
+    return Drafts(chance, depth, counted, counted & accepted[:, 1:])
+
+
+def _accepted(proposal: Proposal, tokens: jax.Array) -> tuple[trees.Tree, jax.Array]:
+    """Returns the tree of a proposal, and which rows and all before them are right, bool [B, R]."""
+    parents = proposal.parents
+    if parents is None:
+        parents = jnp.broadcast_to(jnp.arange(proposal.tokens.shape[1]), proposal.tokens.shape)
+    tree = trees.from_parents(parents, tokens.shape[1] - 2)
     expected = jnp.take_along_axis(tokens, tree.depth[:, 1:], axis=1)
-    return trees.accepted_path(tree, drafts == expected)[1]
+    right = jnp.pad(proposal.tokens == expected, ((0, 0), (1, 0)), constant_values=True)
+    return tree, jnp.all(right[:, None, :] | ~tree.ancestry, axis=-1)
 
 
 def observe_prompts(drafter: Drafter, heads: Heads, texts: Texts, room: int) -> Any:

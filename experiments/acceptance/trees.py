@@ -9,8 +9,8 @@ from dflash.inference import replay
 from dflash.inference.replay import Cycles, Text
 from dflash.loading.job import Job
 from dflash.measure.plots import Line
+from dflash.measure.studies import decoded as replayed
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
-from experiments.acceptance import answers as replayed
 from experiments.acceptance.foresight import Foreseeing
 
 COUNTS = (2, 3, 4, 16)

@@ -16,6 +16,7 @@ from support.models import drafter, takes
 
 from dflash.config import registry
 from dflash.drafters.base import Drafter
+from dflash.drafters.parts.calibration import IDENTITY
 from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
@@ -46,6 +47,8 @@ def make_engine(name: str, tree: bool, *, mesh=ALONE, verify: str = "coupled", *
     model = drafter(name, block_size=4, tree=tree, mesh=mesh)
     few = {"num_pages": 16 if mesh == ALONE else None, "partial_dispatches": mesh == ALONE}
     options = {"batch_size": 5 if mesh == ALONE else 4, "sync_every": 2, "max_length": 64} | few
+    if not model.has_confidence:  # Chains of some strategies state it if they are calibrated.
+        model.calibration = IDENTITY
     assert model.has_confidence
     return engine(model, mesh=mesh, adaptive_blocks=True, verify=verify, **options | more)
 

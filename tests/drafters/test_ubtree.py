@@ -173,7 +173,7 @@ def test_scores_of_candidates():
 
 def test_a_tree_knows_the_chance_of_each_path():
     """The candidates of a tree are all 48 tokens, at most 64."""
-    model = build(tree=ConditionalTree(budget=9, top_k=3))
+    model = build(tree=ConditionalTree(budget=9, width=3))
     found = draft(tabulated(model))
     published = Equations(model, found["hidden"], found["base"])
     paths, sums = [(3,)], [0.0]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash import errors
 from dflash.drafters.base import Heads
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.layer import EagleLayer
@@ -86,7 +87,7 @@ class Eagle3(WeightedDrafter):
         self.tree = tree
         self.num_draft_tokens = num_draft_tokens if tree is None else tree.budget
         if tree is not None:
-            beam_tree.check(tree, drafted)
+            _check_tree(tree, drafted)
         self.training_steps = training_steps
 
     @property
@@ -180,7 +181,9 @@ class Eagle3(WeightedDrafter):
         hidden = jnp.repeat(state.hidden[:, None], width, axis=1)
         visible = jnp.zeros((batch, width, size), bool)
         first = candidates(state.hidden[:, None], (position + 1)[:, None])
-        return beam_tree.grow(first, (hidden, visible, table, table), extend, options), state
+        carried = hidden, visible, table, table
+        form = {"budget": options.budget, "depth": options.depth, "with_leaves": True}
+        return beam_tree.grow(first, carried, extend, **form), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         embedded = heads.embed(tokens[:, 1:])
@@ -275,3 +278,17 @@ class Eagle3(WeightedDrafter):
     def checkpoint_name(path: str) -> str:
         stem, _, _ = path.rpartition(".")
         return f"{stem}.weight" if stem else path
+
+
+def _check_tree(tree: BeamTree, vocab_size: int) -> None:
+    """Raises ConfigError if a draft vocabulary of this size is too small for the tree."""
+    if tree.top_k > vocab_size:
+        raise errors.ConfigError(
+            f"drafter.tree.top_k: {tree.top_k} exceeds the draft vocabulary of {vocab_size} tokens"
+        )
+    capacity = tree.top_k + (tree.depth - 1) * tree.top_k**2
+    if tree.budget > capacity:
+        raise errors.ConfigError(
+            f"drafter.tree.budget: {tree.budget} exceeds the tree's capacity of {capacity} drafts "
+            f"with top_k={tree.top_k} and depth={tree.depth}; lower budget, or raise top_k or depth"
+        )

@@ -1,9 +1,11 @@
 """Beam search that grows the tree of a sequential drafter, level by level.
 
-Each level extends the best nodes of the previous level, and the best nodes of all levels are
-drafted. Nodes are ranked by the sum of the scores along their paths.
+Each level extends the k best nodes of the level before by k candidates each, and k of these nodes,
+the best of the whole level, are kept. The drafts are the best of the kept nodes of all levels.
+Nodes are ranked by the sum of the scores along their paths.
 
-Source: EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2.
+Source: DARTree, arXiv 2608.13524, and UBTree, arXiv 2609.39972, appendix A. EAGLE-2, arXiv
+2406.16858, sections 4.1 and 4.2, also drafts nodes that are not kept, as leaves.
 """
 
 import dataclasses
@@ -13,9 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dflash import errors
 from dflash.drafters.base import Proposal
-from dflash.drafters.eagle3_config import BeamTree
 from dflash.drafters.parts.sampler import Candidates
 
 
@@ -35,59 +35,92 @@ class Beam(NamedTuple):
     parents: jax.Array
 
 
+class Nodes(NamedTuple):
+    """M nodes that may be drafted, in the order of creation.
+
+    Attributes:
+      tokens: int32 [B, M].
+      sums: Sums of scores, float32 [B, M]; a child's is at most its parent's.
+      parents: Indices of the nodes' parents, int32 [B, M]; -1 for the anchor.
+    """
+
+    tokens: jax.Array
+    sums: jax.Array
+    parents: jax.Array
+
+
 # (carry, beam, level) -> (candidates [B, k, k] after each node, new carry). The carry is the state
 # of the drafter between levels. Level 1 extends the children of the anchor.
 Extend = Callable[[Any, Beam, jax.Array], tuple[Candidates, Any]]
 
 
-def grow(first: Candidates, carried: Any, extend: Extend, options: BeamTree) -> Proposal:
-    """Grows a tree of `options.budget` drafts.
-
-    Nodes are numbered in the order of creation: by level, then by their parent's index in the beam,
-    then by rank. Drafts are ordered by the sums of their scores, best first.
+def grow(
+    first: Candidates,
+    carried: Any,
+    extend: Extend,
+    *,
+    budget: int,
+    depth: int,
+    with_leaves: bool = False,
+) -> Proposal:
+    """Grows a tree of `budget` drafts, ordered by the sums of their scores, best first.
 
     Args:
       first: Candidates after the anchor, [B, 1, k].
       carried: State of the drafter before level 1.
       extend: Runs the drafter over a beam; see `Extend`.
+      depth: Number of levels.
+      with_leaves: Whether nodes that are not kept may be drafted too.
     Returns:
       A proposal, with probabilities if `first` has them. Each draft then has probability 1, because
       the tree does not depend on the noise of the verification.
     """
-    width = options.top_k
-    tokens, sums = first.tokens[:, 0], first.scores[:, 0]
-    batch = tokens.shape[0]
-    nodes = jnp.broadcast_to(jnp.arange(width), (batch, width))
-    beam = Beam(tokens, sums, nodes, jnp.zeros_like(nodes))
-    levels = [(tokens, sums, jnp.full_like(nodes, -1))]
-    if options.depth > 1:
+    batch, _, width = first.tokens.shape
+    per_level = width * width if with_leaves else width
+    anchor = jnp.zeros((batch, 1), jnp.int32)
+    root = Beam(anchor, jnp.zeros((batch, 1)), anchor - 1, anchor)
+    beam, created = _level(root, first, 0, with_leaves)
+    levels = [created]
+    if depth > 1:
 
         def step(carry, level):
             beam, carried = carry
             candidates, carried = extend(carried, beam, level)
-            flat = _flatten(beam, candidates)
-            begin = width + (level - 1) * width**2
-            return (_best(beam, *flat[:2], begin), carried), flat
+            begin = width + (level - 1) * per_level
+            beam, created = _level(beam, candidates, begin, with_leaves)
+            return (beam, carried), created
 
-        _, later = jax.lax.scan(step, (beam, carried), jnp.arange(1, options.depth))
-        levels.append([part.swapaxes(0, 1).reshape(batch, -1) for part in later])
-    tokens, sums, parents = (jnp.concatenate(part, axis=1) for part in zip(*levels, strict=True))
-    proposal = choose(tokens, sums, parents, options.budget)
+        _, later = jax.lax.scan(step, (beam, carried), jnp.arange(1, depth))
+        levels.append(Nodes(*(part.swapaxes(0, 1).reshape(batch, -1) for part in later)))
+    nodes = Nodes(*(jnp.concatenate(part, axis=1) for part in zip(*levels, strict=True)))
+    proposal = choose(nodes, budget)
     if first.probs is None:
         return proposal
     certain = jax.nn.one_hot(proposal.tokens, first.probs.shape[-1], dtype=first.probs.dtype)
     return dataclasses.replace(proposal, probs=certain)
 
 
-def choose(tokens: jax.Array, sums: jax.Array, parents: jax.Array, budget: int) -> Proposal:
-    """Returns a proposal of the `budget` nodes with the largest sums, in descending order.
+def _level(
+    beam: Beam, candidates: Candidates, begin: jax.Array | int, with_leaves: bool
+) -> tuple[Beam, Nodes]:
+    """Returns the next beam, and the nodes of its level that may be drafted, from `begin` on."""
+    batch, _, k = candidates.tokens.shape
+    tokens = candidates.tokens.reshape(batch, -1)
+    sums = (beam.sums[..., None] + candidates.scores).reshape(batch, -1)
+    # `top_k` prefers the first of equal sums: the better parent, then the better rank.
+    best, index = jax.lax.top_k(sums, k)
+    parents, kept = index // k, jnp.take_along_axis(tokens, index, axis=1)
+    if with_leaves:
+        created = Nodes(tokens, sums, jnp.repeat(beam.nodes, k, axis=1))
+    else:
+        created = Nodes(kept, best, jnp.take_along_axis(beam.nodes, parents, axis=1))
+        index = jnp.broadcast_to(jnp.arange(k), index.shape)
+    return Beam(kept, best, begin + index, parents), created
 
-    Args:
-      tokens: Tokens of all nodes in the order of creation, int32 [B, M].
-      sums: Sums of scores, float32 [B, M]; a child's is at most its parent's.
-      parents: Indices of the nodes' parents, int32 [B, M]; -1 for the anchor.
-      budget: Number of drafts, G.
-    """
+
+def choose(nodes: Nodes, budget: int) -> Proposal:
+    """Returns a proposal of the `budget` nodes with the largest sums, in descending order."""
+    tokens, sums, parents = nodes
     batch = jnp.arange(tokens.shape[0])[:, None]
     # `top_k` prefers the first of equal sums, so the parent of a chosen node is chosen before it.
     sums, chosen = jax.lax.top_k(sums, budget)
@@ -95,40 +128,3 @@ def choose(tokens: jax.Array, sums: jax.Array, parents: jax.Array, budget: int) 
     parents = parents[batch, chosen]
     parents = jnp.where(parents < 0, 0, rows[batch, jnp.maximum(parents, 0)])
     return Proposal(tokens[batch, chosen], parents, confidence=jnp.exp(sums))
-
-
-def check(options: BeamTree, vocab_size: int, *, depth_key: str = "depth") -> None:
-    """Raises ConfigError if a vocabulary of this size is too small for the tree.
-
-    Args:
-      vocab_size: Number of tokens that can be drafted at each position.
-      depth_key: Config key that sets the depth, for the message.
-    """
-    if options.top_k > vocab_size:
-        raise errors.ConfigError(
-            f"drafter.tree.top_k: {options.top_k} exceeds the draft vocabulary of {vocab_size} "
-            "tokens"
-        )
-    capacity = options.top_k + (options.depth - 1) * options.top_k**2
-    if options.budget > capacity:
-        raise errors.ConfigError(
-            f"drafter.tree.budget: {options.budget} exceeds the tree's capacity of {capacity} "
-            f"drafts with top_k={options.top_k} and depth={options.depth}; lower budget, or raise "
-            f"top_k or {depth_key}"
-        )
-
-
-def _flatten(beam: Beam, candidates: Candidates) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns tokens, sums and parents [B, k·k] of all candidates, by parent, then by rank."""
-    sums = beam.sums[..., None] + candidates.scores
-    parents = jnp.broadcast_to(beam.nodes[..., None], sums.shape)
-    batch = sums.shape[0]
-    return tuple(part.reshape(batch, -1) for part in (candidates.tokens, sums, parents))
-
-
-def _best(beam: Beam, tokens: jax.Array, sums: jax.Array, begin: jax.Array) -> Beam:
-    """Returns the next beam, chosen from nodes begin … begin + k·k - 1."""
-    width = beam.tokens.shape[1]
-    best, index = jax.lax.top_k(sums, width)
-    tokens = jnp.take_along_axis(tokens, index, axis=1)
-    return Beam(tokens, best, begin + index, index // width)

@@ -7,7 +7,7 @@ hundred dimensions, which corrects the logits through a table over the vocabular
 The head may also run over several prefixes at once. A tree is grown level by level from its scores,
 each node given its own prefix, at the cost of one pass over the block.
 
-Source of the trees: PCTree, arXiv 2608.02123.
+Source of the trees: PCTree, arXiv 2608.02123; their growth is that of `beam_tree`.
 """
 
 import dataclasses
@@ -16,17 +16,19 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash import errors
 from dflash.config.schema import DrafterConfig
 from dflash.drafters.base import Proposal
 from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash import DFlash
-from dflash.drafters.eagle3_config import BeamTree
-from dflash.drafters.parts import beam_tree
+from dflash.drafters.parts import beam_tree, calibration
 from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors
+from dflash.drafters.parts.draft_vocabulary import Shortlist
 from dflash.drafters.parts.sampler import Candidates, Sampler
+from dflash.layers.linear import Embedding
 from dflash.layers.losses import TokenScores
 
-_TOP_K = 16  # Default of `ConditionalTree.top_k`.
+_WIDTH, _CANDIDATES = 12, 64  # Defaults of `ConditionalTree`, as in UBTree, arXiv 2609.39972.
 
 
 class ConditionedRows(NamedTuple):
@@ -45,16 +47,30 @@ class ConditionedRows(NamedTuple):
     previous: jax.Array
 
 
+class Likely(NamedTuple):
+    """The k most likely tokens of each draft position, in descending order of their base logits.
+
+    Attributes:
+      tokens: Candidates, as tokens of the target, int32 [..., k].
+      logits: Base logits of the candidates, float32 [..., k].
+      codes: Rows of `successors` for the candidates, [..., k, r].
+    """
+
+    tokens: jax.Array
+    logits: jax.Array
+    codes: jax.Array
+
+
 class ConditionedDFlash(DFlash):
     """Base of DFlash drafters that condition on the previous token.
 
     Attributes:
       first_row: First row of the block that drafts: 1, or 0 if the anchor's row drafts too.
-      tree: Width, depth and size of the trees to draft; None for a chain.
+      tree: Sizes of the trees to draft, all of them given; None for a chain.
     """
 
     first_row: ClassVar[int] = 1
-    tree: BeamTree | None = None
+    tree: ConditionalTree | None = None
 
     def __init__(
         self,
@@ -87,9 +103,14 @@ class ConditionedDFlash(DFlash):
         return {name: getattr(config, name) for name in (*cls.option_names, "tree")}
 
     @property
-    def num_candidates(self) -> int:
+    def most_candidates(self) -> int:
         """Number of tokens that can be drafted at each position of a tree."""
         return self.shape.num_draft_tokens
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Number of likely tokens that drafts are chosen among; None for all tokens."""
+        return self.tree and self.tree.candidates
 
     @property
     def depth(self) -> int:
@@ -101,18 +122,19 @@ class ConditionedDFlash(DFlash):
         return self.tree is not None
 
     @property
+    def has_confidence(self) -> bool:
+        return self.drafts_trees or bool(self.calibration)
+
+    @property
     def longest_path(self) -> int:
         """Rows on the longest path, anchor included; a tree is no deeper than the block."""
         return min(self.depth, self.num_draft_tokens) + 1
 
     def _set_tree(self, tree: ConditionalTree | None) -> None:
-        """Sets the number of drafts and, if they form a tree, its shape."""
-        num_candidates = self.num_candidates
+        """Sets the number of drafts and, if they form a tree, its sizes."""
         self.num_draft_tokens = self.depth if tree is None else tree.budget
         if tree is not None:
-            top_k = tree.top_k or min(_TOP_K, tree.budget, num_candidates)
-            self.tree = BeamTree(budget=tree.budget, top_k=top_k, depth=self.depth)
-            beam_tree.check(self.tree, num_candidates, depth_key="drafter.block_size")
+            self.tree = fitted(tree, self.depth, self.most_candidates)
 
     def fresh_memory(self, *lead: int) -> Any:
         """Returns the memory [*lead, …] of `condition` before the first draft position."""
@@ -132,16 +154,22 @@ class ConditionedDFlash(DFlash):
 
         Args:
           previous: Tokens before the draft position, int32 [...].
-          prepared: Outputs of `prepare` at the draft position, [..., d].
+          prepared: Outputs of `prepare` at the draft position, [..., d]; in a tree [B, 1, d], for
+            several tokens [B, T].
           memory: Memory from the previous draft position, or from `fresh_memory`.
         Returns:
           Vectors [..., r], and the memory for the next draft position.
         """
         raise TypeError(f"{type(self).__name__} must define condition")
 
+    @property
+    def successors(self) -> Embedding:
+        """Table of the codes by which vectors correct the logits of tokens, [V, r]."""
+        raise TypeError(f"{type(self).__name__} must define successors")
+
     def bias(self, vectors: jax.Array) -> jax.Array:
         """Returns the corrections of logits, float32 [..., V], for vectors [..., r]."""
-        raise TypeError(f"{type(self).__name__} must define bias")
+        return self.successors.attend(vectors)
 
     def corrected(self, base: jax.Array, vectors: jax.Array) -> jax.Array:
         """Returns the corrected logits of all tokens, float32 [..., V], from the base logits."""
@@ -150,13 +178,20 @@ class ConditionedDFlash(DFlash):
     def choices(self, base: jax.Array) -> Any:
         """Returns the candidates of all draft positions: a pytree of arrays [B, G, …].
 
-        By default these are the base logits themselves. Candidates do not depend on drawn tokens,
-        so they are computed for all draft positions at once.
+        These are the `Likely` tokens, or the base logits themselves if all tokens are candidates.
+        Candidates do not depend on drawn tokens, so they are computed for all draft positions at
+        once.
 
         Args:
           base: Base logits, float32 [B, G, V].
         """
-        return base
+        if self.num_candidates is None:
+            return base
+        values, tokens = jax.lax.top_k(base, self.num_candidates)
+        codes = self.successors(tokens)
+        if self.d2t is not None:
+            tokens = self.vocabulary().name(tokens)
+        return Likely(tokens, values, codes)
 
     def correct(
         self, choices: Any, vectors: jax.Array, sampler: Sampler
@@ -164,14 +199,19 @@ class ConditionedDFlash(DFlash):
         """Returns the corrected logits of one draft position, and the sampler to draw with.
 
         Args:
-          choices: Candidates of the draft position, a pytree of arrays [B, T, …].
+          choices: Candidates of the draft position, a pytree of arrays [B, 1, …].
           vectors: Vectors of the draft position after each of T prefixes, [B, T, r].
           sampler: Sampler over the target's vocabulary.
         Returns:
           Logits float32 [B, T, V] and `sampler`; or [B, T, Q] and a sampler over a draft
           vocabulary.
         """
-        return self.corrected(choices, vectors), self.among(sampler)
+        if self.num_candidates is None:
+            return self.corrected(choices, vectors), self.among(sampler)
+        codes, columns = choices.codes, vectors[..., None]
+        scores = jnp.matmul(codes, columns, preferred_element_type=jnp.float32)[..., 0]
+        shortlist = Shortlist(choices.tokens, self.shape.decoder.vocab_size)
+        return choices.logits + scores, sampler.among(shortlist)
 
     def acceptance(self, prepared: jax.Array, previous: jax.Array) -> jax.Array | None:
         """Returns the confidence [B, G] of a chain, or None if the drafter has no such estimate.
@@ -197,16 +237,24 @@ class ConditionedDFlash(DFlash):
             prepared, choices, position = inputs
             vectors, memory = self.condition(previous, prepared, memory)
             logits, draws = self.correct(choices, vectors, sampler)
-            tokens, probs = draws.propose(logits, position)
-            return (tokens, memory), (tokens, probs)
+            if not self.calibration:
+                drawn = *draws.propose(logits, position), None
+            else:
+                best = draws.candidates(logits, position, 1)
+                drawn = best.tokens[..., 0], best.probs, best.scores[..., 0]
+            return (drawn[0], memory), drawn
 
         rows = prepared, choices, positions
         inputs = jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, None], rows)
         begin = anchor[:, None], self.fresh_memory(anchor.shape[0], 1)
         _, drawn = jax.lax.scan(draw, begin, inputs)
-        tokens, probs = jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), drawn)
-        previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
-        confidence = self.acceptance(prepared, previous)
+        tokens, probs, scores = jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), drawn)
+        if scores is None:
+            previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+            confidence = self.acceptance(prepared, previous)
+        else:
+            pairs = calibration.by_depth(self.calibration, count)
+            confidence = jnp.exp(calibration.log_chances(scores[..., None], pairs))[..., 0]
         return Proposal(tokens, probs=probs, confidence=confidence), state
 
     def run_positions(self, count, state, anchor, position, heads) -> tuple[Any, Any]:
@@ -230,20 +278,23 @@ class ConditionedDFlash(DFlash):
         A smaller tree has the first drafts of a larger one: `count` drafts neither take more than
         as many nodes of a level, nor reach further.
         """
-        depth, top_k = min(self.tree.depth, count), min(self.tree.top_k, count)
-        options = BeamTree(budget=count, top_k=top_k, depth=depth)
-        rows = self.run_positions(options.depth, state, anchor, position, heads)
+        depth, width = min(self.depth, count), min(self.tree.width, count)
+        positions = position[:, None] + 1 + jnp.arange(depth)
+        pairs = calibration.by_depth(self.calibration, depth)[None] if self.calibration else None
+        rows = *self.run_positions(depth, state, anchor, position, heads), positions, pairs
 
         def children(previous, memory, level) -> tuple[Candidates, Any]:
-            def at_level(x):
-                row = jax.lax.dynamic_slice_in_dim(x, level, 1, axis=1)
-                return jnp.broadcast_to(row, (*previous.shape, *x.shape[2:]))
-
-            prepared, choices = jax.tree.map(at_level, rows)
+            # All prefixes share the one row of their level.
+            prepared, choices, position, pair = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, level, 1, axis=1), rows
+            )
             vectors, memory = self.condition(previous, prepared, memory)
             logits, draws = self.correct(choices, vectors, sampler)
-            positions = jnp.broadcast_to((position + 1 + level)[:, None], previous.shape)
-            return draws.candidates(logits, positions, options.top_k), memory
+            # No more children of a node than the width can be among the best of their level.
+            best = draws.candidates(logits, position, width)
+            if pair is not None:
+                best = best._replace(scores=calibration.log_chances(best.scores, pair))
+            return best, memory
 
         def extend(memory, beam, level):
             def of_parents(x):
@@ -254,8 +305,8 @@ class ConditionedDFlash(DFlash):
 
         begin = self.fresh_memory(anchor.shape[0], 1)
         first, memory = children(anchor[:, None], begin, 0)
-        memory = jax.tree.map(lambda x: jnp.repeat(x, options.top_k, axis=1), memory)
-        return beam_tree.grow(first, memory, extend, options)
+        memory = jax.tree.map(lambda x: jnp.repeat(x, width, axis=1), memory)
+        return beam_tree.grow(first, memory, extend, budget=count, depth=depth)
 
     def run_conditioned(
         self, batch, heads, key, options, *, anchors=None, remat=False
@@ -314,3 +365,30 @@ class ConditionedDFlash(DFlash):
 def _lead(rows: jax.Array) -> jax.Array:
     """Prepends a zero anchor row to rows [B, A, G, D], since `score_blocks` expects R rows."""
     return jnp.pad(rows, ((0, 0), (0, 0), (1, 0), (0, 0)))
+
+
+def fitted(tree: ConditionalTree, depth: int, most_candidates: int) -> ConditionalTree:
+    """Returns the tree with all its sizes, for so many levels and tokens per position.
+
+    Raises:
+      ConfigError: There are too few candidates, or paths for the budget.
+    """
+    candidates = tree.candidates or min(_CANDIDATES, most_candidates)
+    needed = max(_WIDTH, -(-tree.budget // depth))
+    width = tree.width or min(needed, tree.budget, candidates)
+    if candidates > most_candidates:
+        raise errors.ConfigError(
+            f"drafter.tree.candidates: {candidates} exceeds the {most_candidates} tokens that the "
+            "drafter has for each position"
+        )
+    if width > candidates:
+        raise errors.ConfigError(
+            f"drafter.tree.width: {width} exceeds the {candidates} candidates of each position; "
+            "lower it, or raise drafter.tree.candidates"
+        )
+    if tree.budget > width * depth:
+        raise errors.ConfigError(
+            f"drafter.tree.budget: {tree.budget} exceeds {width * depth} drafts, width={width} at "
+            f"each of {depth} positions; lower it, or raise width or drafter.block_size"
+        )
+    return ConditionalTree(tree.budget, width, candidates)

@@ -87,8 +87,10 @@ class DraftVocabulary:
 class Shortlist:
     """Draft vocabulary of k tokens per position, which a drafter chooses during decoding.
 
+    Several drafts of one position, T, may share its tokens.
+
     Attributes:
-      target_ids: Target tokens, int32 [B, T, k]; distinct within a position.
+      target_ids: Target tokens, int32 [B, T or 1, k]; distinct within a position.
       target_size: Size of the target's vocabulary, V.
     """
 
@@ -101,13 +103,14 @@ class Shortlist:
         return jnp.take_along_axis(self.target_ids, index, axis=-1).reshape(tokens.shape)
 
     def pick(self, values: jax.Array) -> jax.Array:
-        """Selects the draft tokens' values [B, T, k] from the target tokens' values [B, T, V]."""
+        """Selects the draft tokens' values [B, T or 1, k] from all tokens' [B, T or 1, V]."""
         return jnp.take_along_axis(values, self.target_ids, axis=-1)
 
     def spread(self, values: jax.Array, fill: float) -> jax.Array:
         """Scatters values [B, T, k] to target tokens [B, T, V], with `fill` at all others."""
         wide = jnp.full((*values.shape[:2], self.target_size), fill, values.dtype)
-        return jnp.put_along_axis(wide, self.target_ids, values, axis=-1, inplace=False)
+        ids = jnp.broadcast_to(self.target_ids, values.shape)
+        return jnp.put_along_axis(wide, ids, values, axis=-1, inplace=False)
 
 
 # Subset of the target's tokens that a drafter draws from.

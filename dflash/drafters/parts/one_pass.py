@@ -7,6 +7,7 @@ import jax
 from dflash import errors
 from dflash.drafters.base import Proposal
 from dflash.drafters.parts import token_tree
+from dflash.drafters.parts.calibration import Calibration
 from dflash.drafters.parts.sampler import Sampler
 from dflash.drafters.parts.weighted import WeightedDrafter
 
@@ -19,11 +20,13 @@ class OnePassDrafter(WeightedDrafter):
     Attributes:
       num_positions: Number of draft positions in the block, which follow the anchor.
       tree_budget: Number of drafts in a tree; None for a chain.
+      calibration: Calibration of the drafts; empty for none.
     """
 
     has_probs = True
     num_positions: int = 0
     tree_budget: int | None = None
+    calibration: Calibration = ()
 
     def set_sizes(
         self,
@@ -82,6 +85,6 @@ class OnePassDrafter(WeightedDrafter):
         """
         logits = unembed(hidden)
         if self.tree_budget is not None:
-            return token_tree.propose(logits, positions, sampler, count)
+            return token_tree.propose(logits, positions, sampler, count, self.calibration)
         tokens, probs = sampler.propose(logits, positions)
         return Proposal(tokens, probs=probs)

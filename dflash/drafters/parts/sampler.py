@@ -42,7 +42,7 @@ class Sampler(Protocol):
 
         Args:
           logits: Logits of the positions, float32 [B, T, V].
-          positions: Absolute positions of the tokens, int32 [B, T].
+          positions: Absolute positions of the tokens, int32 [B, T], or [B, 1] if all are the same.
           count: Number of candidates per position, at most V.
         """
 

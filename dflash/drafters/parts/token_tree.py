@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash import errors
 from dflash.drafters.base import Proposal
+from dflash.drafters.parts.calibration import Calibration, by_depth, log_chances
 from dflash.drafters.parts.sampler import Sampler
 
 
@@ -31,7 +32,13 @@ class Nodes(NamedTuple):
     parents: jax.Array
 
 
-def propose(logits: jax.Array, positions: jax.Array, sampler: Sampler, budget: int) -> Proposal:
+def propose(
+    logits: jax.Array,
+    positions: jax.Array,
+    sampler: Sampler,
+    budget: int,
+    calibration: Calibration = (),
+) -> Proposal:
     """Proposes the tree of the `budget` most likely prefixes of a block.
 
     Args:
@@ -39,9 +46,13 @@ def propose(logits: jax.Array, positions: jax.Array, sampler: Sampler, budget: i
       positions: Absolute positions of the tokens, int32 [B, D].
       sampler: Ranks the candidates of each draft position.
       budget: Number of drafts, G, at most the capacity in `check_budget`.
+      calibration: Calibration of the candidates' scores; empty for none.
     """
     candidates = sampler.candidates(logits, positions, min(budget, logits.shape[-1]))
-    nodes = best_first(candidates.scores, budget)
+    scores = candidates.scores
+    if calibration:
+        scores = log_chances(scores, by_depth(calibration, scores.shape[1]))
+    nodes = best_first(scores, budget)
     batch = jnp.arange(logits.shape[0])[:, None]
     tokens = candidates.tokens[batch, nodes.depth, nodes.rank]
     drawn_from = None if candidates.probs is None else nodes.depth

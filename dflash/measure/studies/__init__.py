@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.measure.studies import answers, load, timings
+from dflash.measure.studies import answers, calibration, load, timings
 from dflash.measure.studies.result import Step
 from dflash.measure.studies.result import StudyResult as StudyResult
 from dflash.version import install_command
@@ -27,6 +27,7 @@ STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
     "load": load.load,
     "serve": _serve,
     "answers": answers.answers,
+    "calibration": calibration.calibration,
 }
 
-DECODING = frozenset(("load", "serve"))  # Studies that decode prompts.
+DECODING = frozenset(("load", "serve", "calibration"))  # Studies that decode prompts.

@@ -1,4 +1,4 @@
-"""Tests of beam trees: against the same search over lists, one node at a time."""
+"""Tests of beam trees: against the published formulas over lists of paths, written without them."""
 
 import functools
 
@@ -7,61 +7,73 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dflash import errors
-from dflash.drafters.eagle3_config import BeamTree
 from dflash.drafters.parts import beam_tree
 from dflash.drafters.parts.sampler import Candidates
 
-VOCAB = 7
+TOKENS = 7
 
 
 def make_scores(depth: int, seed: int, *, ties: bool) -> np.ndarray:
-    """Scores after each prefix, which its last token and its length stand for: [D, V, V]."""
+    """Log-probabilities of tokens after each position and token: [D, V, V]."""
     rng = np.random.default_rng(seed)
     if ties:
-        return -rng.integers(0, 3, (depth, VOCAB, VOCAB)).astype(np.float32)
-    logits = rng.normal(size=(depth, VOCAB, VOCAB)) * 2
+        return -rng.integers(0, 3, (depth, TOKENS, TOKENS)).astype(np.float32)
+    logits = rng.normal(size=(depth, TOKENS, TOKENS)) * 2
     return scipy.special.log_softmax(logits, axis=-1).astype(np.float32)
 
 
-def plain_tree(scores: np.ndarray, options: BeamTree) -> list[tuple[int, ...]]:
-    """Returns the paths of the drafts, best first, and of equal ones the first that was created."""
-
-    def children(path, total):
+def extended(scores, paths):
+    """Returns all paths that are one token longer, with their scores, by parent, then by rank."""
+    found = []
+    for path, total in paths:
         of = scores[len(path), path[-1] if path else 0]
-        order = np.argsort(-of, kind="stable")[: options.top_k]
-        return [((*path, int(token)), np.float32(total + of[token])) for token in order]
-
-    level = created = children((), np.float32(0))
-    for _ in range(options.depth - 1):
-        best = sorted(level, key=lambda node: -node[1])[: options.top_k]
-        level = [child for node in best for child in children(*node)]
-        created = created + level
-    order = sorted(range(len(created)), key=lambda i: -created[i][1])[: options.budget]
-    return [created[i][0] for i in order]
+        found += [((*path, int(b)), total + of[b]) for b in np.argsort(-of, kind="stable")]
+    return found
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def grow(scores, options):
-    """Grows a tree over scores [B, D, V, V]; the carry holds what each row saw on its way."""
+def best(paths, count):
+    return sorted(paths, key=lambda path: -path[1])[:count]
+
+
+def published_tree(scores, width, budget):
+    """UBTree, appendix A: the `budget` best of the `width` best paths of every length."""
+    frontier, kept = [((), np.float32(0))], []
+    for _ in scores:
+        frontier = best(extended(scores, frontier), width)
+        kept += frontier
+    return best(kept, budget)
+
+
+def eagle_tree(scores, width, budget):
+    """EAGLE-2: `width` children of the `width` best paths, and the best of all children."""
+    frontier, created = [((), np.float32(0))], []
+    for _ in scores:
+        children = [child for path in frontier for child in best(extended(scores, [path]), width)]
+        created += children
+        frontier = best(children, width)
+    return best(created, budget)
+
+
+@functools.partial(jax.jit, static_argnames=("width", "budget", "with_leaves"))
+def grow(scores, *, width, budget, with_leaves):
+    """Grows trees over scores [B, D, V, V]."""
     batch = jnp.arange(scores.shape[0])[:, None]
 
-    def best(of):
-        values, tokens = jax.lax.top_k(of, options.top_k)
+    def likeliest(of):
+        values, tokens = jax.lax.top_k(of, width)
         return Candidates(tokens, values, None)
 
     def extend(carried, beam, level):
-        before = jnp.take_along_axis(carried, beam.parents, axis=1)
-        carried = before * VOCAB + beam.tokens + 1
-        return best(scores[batch, level, beam.tokens]), carried
+        return likeliest(scores[batch, level, beam.tokens]), carried
 
-    first = best(scores[:, :1, 0])
-    start = jnp.zeros((scores.shape[0], options.top_k), jnp.int32)
-    return beam_tree.grow(first, start, extend, options)
+    form = {"budget": budget, "depth": scores.shape[1], "with_leaves": with_leaves}
+    return beam_tree.grow(likeliest(scores[:, :1, 0]), (), extend, **form)
 
 
-def paths(proposal, b):
+def paths_of(proposal, b):
     found = []
     for token, parent in zip(
         proposal.tokens[b].tolist(), proposal.parents[b].tolist(), strict=True
@@ -70,37 +82,46 @@ def paths(proposal, b):
     return found
 
 
+def check(scores, width, budget, with_leaves):
+    formula = eagle_tree if with_leaves else published_tree
+    proposal = grow(scores, width=width, budget=budget, with_leaves=with_leaves)
+    assert (np.asarray(proposal.parents) <= np.arange(budget)).all(), "parents before children"
+    for b, of in enumerate(scores):
+        paths, totals = zip(*formula(of, width, budget), strict=True)
+        assert paths_of(proposal, b) == list(paths)
+        assert {path[:-1] for path in paths} <= {(), *paths}, "prefix-closed"
+        np.testing.assert_allclose(proposal.confidence[b], np.exp(totals), rtol=1e-5)
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
-    "options",
+    ("with_leaves", "width", "budget", "depth"),
     [
-        BeamTree(budget=12, top_k=3, depth=4),
-        BeamTree(budget=30, top_k=3, depth=4),  # all of them
-        BeamTree(budget=5, top_k=1, depth=5),
-        BeamTree(budget=4, top_k=VOCAB, depth=1),
+        (False, 3, 7, 4),
+        (False, 3, 12, 4),  # all that are kept
+        (False, TOKENS, 20, 4),
+        (False, 1, 5, 5),
+        (False, TOKENS, 4, 1),
+        (True, 3, 12, 4),
+        (True, 3, 30, 4),  # all of them
+        (True, 1, 5, 5),
     ],
-    ids=str,
 )
-def test_the_tree_is_that_of_a_plain_search(options, ties):
-    scores = np.stack([make_scores(options.depth, seed, ties=ties) for seed in range(5)])
-    proposal = grow(scores, options)
-    for b in range(5):
-        assert paths(proposal, b) == plain_tree(scores[b], options)
+def test_trees_are_those_of_the_published_formulas(with_leaves, width, budget, depth, ties):
+    scores = np.stack([make_scores(depth, seed, ties=ties) for seed in range(5)])
+    check(scores, width, budget, with_leaves)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.booleans(), st.booleans())
+def test_trees_of_random_scores_are_those_of_the_published_formulas(seed, ties, with_leaves):
+    scores = np.stack([make_scores(5, seed + i, ties=ties) for i in range(8)])
+    check(scores, 3, 11, with_leaves)
 
 
 def test_drafts_are_certain_where_probabilities_are_wanted():
     first = Candidates(
-        jnp.array([[[4, 1]]]), jnp.array([[[-0.1, -2.0]]]), jnp.full((1, 1, VOCAB), 1 / VOCAB)
+        jnp.array([[[4, 1]]]), jnp.array([[[-0.1, -2.0]]]), jnp.full((1, 1, TOKENS), 1 / TOKENS)
     )
-    proposal = beam_tree.grow(first, (), None, BeamTree(budget=2, top_k=2, depth=1))
-    np.testing.assert_array_equal(proposal.probs, jax.nn.one_hot(proposal.tokens, VOCAB))
-
-
-def test_trees_that_cannot_be_grown():
-    beam_tree.check(BeamTree(budget=30, top_k=3, depth=4), 3)
-    with pytest.raises(errors.ConfigError, match=r"tree\.budget: 31 .* capacity of 30 drafts"):
-        beam_tree.check(BeamTree(budget=31, top_k=3, depth=4), 3)
-    with pytest.raises(
-        errors.ConfigError, match=r"tree\.top_k: 3 exceeds the draft vocabulary of 2 tokens"
-    ):
-        beam_tree.check(BeamTree(budget=1, top_k=3, depth=4), 2)
+    proposal = beam_tree.grow(first, (), None, budget=2, depth=1)
+    np.testing.assert_array_equal(proposal.probs, jax.nn.one_hot(proposal.tokens, TOKENS))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from safetensors.numpy import load_file
 from support.golden import GOLDEN, TableHeads, golden, load
 from support.models import make_sharding, zeros
@@ -20,6 +21,7 @@ from dflash.drafters.dflash2 import DFlash2, convolve
 from dflash.drafters.dflash2_config import DFlash2Architecture
 from dflash.drafters.dspark import DSpark
 from dflash.drafters.parts.blocks import Anchors
+from dflash.drafters.parts.conditioned import fitted
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.layers.losses import TrainBatch
 from dflash.parallel import parameters
@@ -51,8 +53,10 @@ def folder(case: str) -> str:
 
 
 @functools.cache
-def model(case: str, **options):
-    return load(kind_of(case), GOLDEN / DIRECTORIES[case], **options)
+def model(case: str, calibration=(), **options):
+    drafter = load(kind_of(case), GOLDEN / DIRECTORIES[case], **options)
+    drafter.calibration = calibration
+    return drafter
 
 
 @functools.cache
@@ -158,15 +162,20 @@ def test_chains_come_with_confidence():
     assert "confidence" not in drafted("dflash2")
 
 
-def test_temperatures_calibrate_the_confidence_and_no_token():
-    odds = vectors("gated")["confidence_logits"]
-    temperatures = tuple(0.5 + 0.25 * k for k in range(len(odds)))
-    found = drafted("gated", confidence_temperatures=temperatures)
-    wanted = 1 / (1 + np.exp(-odds / np.array(temperatures)))
-    np.testing.assert_allclose(found["confidence"], wanted, **TOLERANCE)
-    np.testing.assert_array_equal(found["tokens"], drafted("gated")["tokens"])
-    with pytest.raises(errors.ConfigError, match=f"2 numbers; expected {len(odds)}, one for each"):
-        model("gated", confidence_temperatures=(1.0, 1.0))
+@pytest.mark.parametrize("case", ["dflash2", "gated"])
+def test_a_calibration_gives_chains_confidence_and_changes_no_token(case):
+    """Drafts 1, 2 … 3 and 4 onwards have an (a, b) each."""
+    pairs = (1.0, 0.0), (0.5, -0.25), (2.0, 0.125)
+    stated, found = (drafted(case, calibration=these) for these in (pairs[:1], pairs))
+    np.testing.assert_array_equal(found["tokens"], drafted(case)["tokens"])
+    a, b = np.array([pairs[i] for i in (0, 1, 1, 2, 2, 2, 2, 2)][: len(found["tokens"])]).T
+    odds = scipy.special.logit(stated["confidence"])
+    wanted = scipy.special.expit(a * odds + b)
+    np.testing.assert_allclose(found["confidence"], wanted, rtol=1e-4)
+    if case == "dflash2":
+        first = golden("dflash2_v32")["candidate_scores"][0]
+        chance = scipy.special.softmax(first).max()
+        np.testing.assert_allclose(stated["confidence"][0], chance, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +195,7 @@ def test_golden_corrections_and_confidence(kind):
         np.testing.assert_allclose(odds, wanted["confidence_logits"][k], **TOLERANCE)
 
 
-@pytest.mark.parametrize("tree", [None, ConditionalTree(budget=12, top_k=4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [None, ConditionalTree(budget=12, width=4)], ids=["chain", "tree"])
 @pytest.mark.parametrize("case", ["dflash2", "rnn"])
 def test_fewer_drafts_are_the_first_ones_of_all(case, tree):
     """The whole block is run, as in training."""
@@ -208,48 +217,52 @@ def test_fewer_drafts_are_the_first_ones_of_all(case, tree):
         np.testing.assert_allclose(found.confidence[0], whole["confidence"][:3], rtol=1e-5)
 
 
-def plain_tree(case: str, tree: ConditionalTree) -> list[tuple[int, ...]]:
+def plain_tree(case: str, tree: ConditionalTree, calibration=()) -> list[tuple[int, ...]]:
     """Returns the paths of a tree's drafts, best first, by one prefix at a time."""
-    drafter, found = model(case, tree=tree), drafted(case)
-    hidden, base = (jnp.asarray(found[name][drafter.first_row :]) for name in ("hidden", "base"))
+    drafter, found = model(case, calibration, tree=tree), drafted(case)
+    hidden, base = (found[name][drafter.first_row :] for name in ("hidden", "base"))
+    names = np.argsort(-base, axis=-1, kind="stable")[:, : tree.candidates]
 
     @jax.jit
     def children(previous, memory, k):
-        made, memory = drafter.condition(previous, drafter.prepare(hidden[k][None]), memory)
-        likely = drafter.choices(base[k][None])
-        logits, sampler = drafter.correct(one_prefix(likely), one_prefix(made), GREEDY)
-        best, tokens = jax.lax.top_k(jax.nn.log_softmax(logits[0, 0]), tree.top_k)
-        names = sampler.vocabulary.target_ids[0, 0] if case == "dflash2" else jnp.arange(VOCAB)
-        return best, names[tokens], memory
+        prepared = drafter.prepare(jnp.asarray(hidden)[k][None])
+        made, memory = drafter.condition(previous, prepared, memory)
+        return jnp.asarray(base)[k] + drafter.bias(made)[0], memory
 
-    begin = ((), 0.0, inputs(case)[1], drafter.fresh_memory(1))
-    beam, created = [begin], []
+    level, kept = [((), 0.0, inputs(case)[1], drafter.fresh_memory(1))], []
     for k in range(drafter.depth):
-        level = []
-        for path, total, previous, memory in beam:
-            best, tokens, after = children(previous, memory, k)
-            for score, token in zip(best.tolist(), tokens.tolist(), strict=True):
-                level.append(((*path, token), total + score, jnp.asarray([token]), after))
-        created += level
-        beam = sorted(level, key=lambda node: -node[1])[: tree.top_k]
-    order = sorted(range(len(created)), key=lambda i: -created[i][1])[: tree.budget]
-    return [created[i][0] for i in order]
+        longer = []
+        for path, total, previous, memory in level:
+            logits, after = children(previous, memory, k)
+            scores = scipy.special.log_softmax(np.asarray(logits, np.float64)[names[k]])
+            if calibration:
+                slope, offset = calibration[min(int(np.log2(k + 1)), len(calibration) - 1)]
+                odds = scipy.special.logit(np.exp(scores))
+                scores = np.log(scipy.special.expit(slope * odds + offset))
+            for token, score in zip(names[k].tolist(), scores, strict=True):
+                longer.append(((*path, token), total + score, jnp.asarray([token]), after))
+        level = sorted(longer, key=lambda node: -node[1])[: tree.width]
+        kept += level
+    return [node[0] for node in sorted(kept, key=lambda node: -node[1])[: tree.budget]]
 
 
+@pytest.mark.parametrize(
+    "calibration", [(), ((0.5, -0.5), (2.0, 0.5))], ids=["stated", "calibrated"]
+)
 @pytest.mark.parametrize("case", ["dflash2", "gated", "rnn"])
-def test_trees_are_those_of_a_plain_search(case):
-    tree = ConditionalTree(budget=12, top_k=3)
-    parents, tokens = (drafted(case, tree=tree)[name].tolist() for name in ("parents", "tokens"))
+def test_trees_are_those_of_a_plain_search(case, calibration):
+    tree = ConditionalTree(budget=12, width=3, candidates=9)
+    found = drafted(case, calibration=calibration, tree=tree)
     paths = []
-    for token, parent in zip(tokens, parents, strict=True):
+    for token, parent in zip(found["tokens"].tolist(), found["parents"].tolist(), strict=True):
         paths.append((*(paths[parent - 1] if parent else ()), token))
-    assert paths == plain_tree(case, tree)
+    assert paths == plain_tree(case, tree, calibration)
     assert max(map(len, paths)) > 2
 
 
 def test_trees_choose_among_more_tokens_than_chains():
     """The scores of a tree are probabilities among all tokens of a small vocabulary."""
-    drafter, tree = model("dflash2"), ConditionalTree(budget=20, top_k=20)
+    drafter, tree = model("dflash2"), ConditionalTree(budget=20, width=20)
     found = drafted("dflash2", block_size=2, tree=tree)
     _, base, _, made = next(condition_along("dflash2"))
     probs = np.asarray(jax.nn.softmax(base + drafter.bias(made)))[0]
@@ -259,14 +272,18 @@ def test_trees_choose_among_more_tokens_than_chains():
     np.testing.assert_allclose(found["confidence"], probs[best], rtol=1e-4)
 
 
-def test_trees_that_do_not_fit_are_refused():
-    shape = model("dflash2").shape
-    build = {"dtype": jnp.float32, "sharding": make_sharding()}
-    assert DFlash2(shape, tree=ConditionalTree(budget=40), **build).tree.top_k == 16
-    with pytest.raises(errors.ConfigError, match=r"tree\.top_k: 33 exceeds .* of 32 tokens"):
-        DFlash2(shape, tree=ConditionalTree(budget=4, top_k=33), **build)
-    with pytest.raises(errors.ConfigError, match=r"budget: 9 .* or raise top_k or drafter\.block"):
-        DFlash2(shape, block_size=3, tree=ConditionalTree(budget=9, top_k=2), **build)
+def test_sizes_of_trees_follow_from_the_budget():
+    fit, tree = functools.partial(fitted, depth=15, most_candidates=32), ConditionalTree
+    assert fit(tree(64)) == tree(64, width=12, candidates=32)
+    assert fit(tree(8)) == tree(8, width=8, candidates=32)
+    assert fit(tree(300)) == tree(300, width=20, candidates=32), "12 at each depth are too few"
+    assert fit(tree(8, candidates=4)) == tree(8, width=4, candidates=4)
+    with pytest.raises(errors.ConfigError, match=r"candidates: 33 exceeds the 32 tokens"):
+        fit(tree(8, candidates=33))
+    with pytest.raises(errors.ConfigError, match=r"width: 5 exceeds the 4 candidates"):
+        fit(tree(8, width=5, candidates=4))
+    with pytest.raises(errors.ConfigError, match=r"budget: 46 exceeds 45 drafts, width=3 at each"):
+        fit(tree(46, width=3))
 
 
 def make_batch(case: str) -> tuple[TrainBatch, Anchors]:
