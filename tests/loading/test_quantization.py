@@ -263,7 +263,7 @@ def test_random_weights_in_eight_bits_resemble_plain_ones():
         model = models.build_target(config, source, dtype="float32", sharding=make_sharding())
         models.load(model, source, make_sharding())
         kernel = model.layers[0].mlp.down_proj.plain(jnp.ones((1, 1)))
-        peaks.append(np.std(kernel))
+        peaks.append(float(np.std(kernel)))
     assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
 
 
