@@ -12,6 +12,7 @@ import pytest
 from support.models import make_sharding
 from support.reduced_recipes import BLOCK, DRAFTER, EAGLE3, TARGET, TRAINING
 
+import experiments.tiny_family.__main__  # noqa: F401 - registers sweeps of distillations
 from dflash import assets
 from dflash.config import distill_schema, loader, registry, sweep_points, train_schema
 from dflash.drafters.parts.weighted import WeightedDrafter
