@@ -28,7 +28,6 @@ from dflash.inference.replay import Text, Texts
 from dflash.inference.request import RequestSampling
 from dflash.models.decoder import Decoder
 
-_SHORTEST = 64  # Tokens of the shortest texts; longer ones double, so that few programs compile.
 _FILLER = Text((0,), (0,))  # A text without cycles.
 _UNSHAPED = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -108,10 +107,8 @@ class AnswersTest:
             yield from zip(group, self._count(found, group), strict=False)
 
     def _compute(self, answers: Sequence[Text]) -> Texts:
-        length, _ = max(map(_sizes, answers))
         filled = [*answers, *[_FILLER] * (self._batch_size - len(answers))]
-        layers = self._drafter.feature_layers
-        return replay.compute(self._target, filled, layers, length=length)
+        return replay.compute(self._target, filled, self._drafter.feature_layers)
 
     def _count(self, cycles: replay.Cycles, group: Sequence[int]) -> np.ndarray:
         """Returns the expected cycles of each answer of a group, float [at least the group's]."""
@@ -155,11 +152,7 @@ def _check_answers(answers: Iterable[Text], vocab_size: int) -> None:
 
 
 def _sizes(text: Text) -> tuple[int, int]:
-    """Returns the length that a text is padded to, and that of its answer."""
-    length = _SHORTEST
-    while length < len(text.prompt) + len(text.answer):
-        length *= 2
-    return length, len(text.answer)
+    return replay.padded_length(text), len(text.answer)
 
 
 # --- device functions ---------------------------------------------------------------------------

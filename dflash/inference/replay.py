@@ -107,17 +107,9 @@ class _Step(NamedTuple):
     cycles: Cycles  # The cycles done; zeros after them.
 
 
-def compute(
-    target: Decoder, texts: Sequence[Text], layers: Sequence[int], *, length: int | None = None
-) -> Texts:
-    """Returns the texts with the target's features.
-
-    Args:
-      length: Tokens to pad the texts to, L; None for few more than the longest has.
-    """
-    longest = max(len(text.prompt) + len(text.answer) for text in texts)
-    length = length or -(-longest // _MULTIPLE) * _MULTIPLE
-    tokens = np.zeros((len(texts), length), np.int32)
+def compute(target: Decoder, texts: Sequence[Text], layers: Sequence[int]) -> Texts:
+    """Returns the texts with the target's features."""
+    tokens = np.zeros((len(texts), max(map(padded_length, texts))), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text.prompt) + len(text.answer)] = [*text.prompt, *text.answer]
     prompt = np.array([len(text.prompt) for text in texts], np.int32)
@@ -130,6 +122,11 @@ def compute(
     with jax.default_matmul_precision(matmul_precision(target.dtype)):
         hidden, features = _forward(graph, tapped, weights, placed, total)
     return Texts(placed, prompt, total, features, tapped, hidden)
+
+
+def padded_length(text: Text) -> int:
+    """Returns the number of tokens that a text is padded to alone."""
+    return -(-(len(text.prompt) + len(text.answer)) // _MULTIPLE) * _MULTIPLE
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
