@@ -117,10 +117,15 @@ class CandidateSelector(nnx.Module):
     """Bilinear score of a candidate: predecessor code · projected hidden state · its own code."""
 
     def __init__(self, shape: DFlash2Shape, **build):
-        decoder, rank = shape.decoder, shape.selector_rank
-        self.predecessor_codebook = Embedding(decoder.vocab_size, rank, **build)
+        sizes = shape.decoder.hidden_size, shape.selector_rank
+        self.declare_codebooks(shape, **build)
+        self.hidden_projection = Linear(*sizes, ("embed", None), **build)
+
+    def declare_codebooks(self, shape: DFlash2Shape, **build) -> None:
+        """Declares the codes of all tokens: of the previous one, and of candidates."""
+        rank = shape.selector_rank
+        self.predecessor_codebook = Embedding(shape.decoder.vocab_size, rank, **build)
         self.successor_codebook = Embedding(shape.num_draft_tokens, rank, **build)
-        self.hidden_projection = Linear(decoder.hidden_size, rank, ("embed", None), **build)
 
 
 class DFlash2(ConditionedDFlash):

@@ -8,6 +8,7 @@ the base logits and one on the scores.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from flax import nnx
 from dflash.drafters.dflash2 import CandidateSelector, DFlash2
 from dflash.drafters.ubtree_config import UBTreeConfig, UBTreeShape
 from dflash.layers import losses
-from dflash.layers.linear import Embedding, Linear
+from dflash.layers.linear import Linear
 from dflash.parallel import parameters
 
 _SCALES = ("log_base_scale", "log_score_scale")
@@ -88,17 +89,15 @@ class UBTree(DFlash2):
         selector, shape = self.candidate_selector, self.shape
         if not shape.selector_hidden_size:
             return
-        build = {"dtype": self.dtype, "sharding": self.sharding}
-        selector.predecessor_codebook, selector.successor_codebook = tables = [
-            Embedding(size, shape.selector_rank, **build)
-            for size in (shape.decoder.vocab_size, shape.num_draft_tokens)
-        ]
+        selector.declare_codebooks(shape, dtype=self.dtype, sharding=self.sharding)
+        tables = selector.predecessor_codebook, selector.successor_codebook
         networks = selector.predecessor_network, selector.successor_network
         if not isinstance(networks[0].up.kernel.get_value(), jax.ShapeDtypeStruct):
             everything = jnp.arange(shape.decoder.vocab_size)
             drafted = everything if self.d2t is None else self.vocabulary().target_ids
             for table, network, tokens in zip(tables, networks, (everything, drafted), strict=True):
-                codes = _encode(network, tokens, heads, table.embedding.get_value())
+                graph, state = nnx.split((network, heads))
+                codes = _encode(graph, table.embedding.get_value(), state, tokens)
                 table.embedding.set_value(codes)
         selector.predecessor_network = selector.successor_network = nnx.data(None)
         self.shape = dataclasses.replace(shape, selector_hidden_size=0)
@@ -136,20 +135,18 @@ class UBTree(DFlash2):
         return path if is_scale else DFlash2.checkpoint_name(path)
 
 
-def _encode(network: CodeNetwork, tokens: jax.Array, heads, like: jax.ShapeDtypeStruct):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _encode(graph: nnx.GraphDef, like: jax.ShapeDtypeStruct, state: nnx.State, tokens: jax.Array):
     """Returns the codes [N, r] of tokens int32 [N], in the dtype and sharding of `like`.
 
-    Each replica of the batch encodes a part of the tokens.
+    `graph` and `state` are those of a code network and the target's heads. Each replica of the
+    batch encodes a part of the tokens.
     """
-    graph, state = nnx.split((network, heads))
+    network, heads = nnx.merge(graph, state)
     size, replicas = tokens.shape[0], network.up.sharding.size("batch")
-
-    def encode(state, tokens):
-        network, heads = nnx.merge(graph, state)
-        padded = jnp.pad(tokens, (0, -size % replicas)).reshape(replicas, -1)
-        codes = losses.in_chunks(
-            lambda tokens: network(heads.table_rows(tokens)), (padded,), _CHUNK_TOKENS
-        )
-        return codes.reshape(-1, codes.shape[-1])[:size].astype(like.dtype)
-
-    return jax.jit(encode, out_shardings=like.sharding)(state, tokens)
+    padded = jnp.pad(tokens, (0, -size % replicas)).reshape(replicas, -1)
+    codes = losses.in_chunks(
+        lambda tokens: network(heads.table_rows(tokens)), (padded,), _CHUNK_TOKENS
+    )
+    codes = codes.reshape(-1, codes.shape[-1])[:size].astype(like.dtype)
+    return jax.lax.with_sharding_constraint(codes, like.sharding)
