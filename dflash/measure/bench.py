@@ -12,7 +12,6 @@ from dflash.config.schema import DrafterConfig
 from dflash.inference.engine import NUM_STOP_IDS
 from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.loading import job as jobs
-from dflash.loading import models
 from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine, Parts, Probe
 from dflash.measure.forced import ForcedDrafter
@@ -85,8 +84,7 @@ class Bench:
     def load(self) -> None:
         """Reads all weights: the target's once, or not at all if a loaded target was given."""
         if not self._target_loaded:
-            source = self.jobs[self.baseline].target_source
-            models.load(self.target, source, self.target.sharding)
+            self.jobs[self.baseline].load_target()
         for job in self.jobs.values():
             job.load_drafter()
 
