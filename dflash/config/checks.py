@@ -367,8 +367,8 @@ def _fixed(config: Any) -> Iterator[Problem]:
 def _initial_weights(config: Any) -> Iterator[Problem]:
     """Checks that only a drafter without weights starts from those of the target."""
     drafter = config.drafter
-    start = getattr(drafter, "initialize_from", "fresh")
-    if start != "fresh" and drafter.checkpoint != schema.RANDOM:
+    start = drafter.initialize_from
+    if start != schema.FRESH and drafter.checkpoint != schema.RANDOM:
         keys = "drafter.initialize_from", "drafter.checkpoint"
         yield keys, f"{start} is for training from scratch: drafter.checkpoint=random"
 

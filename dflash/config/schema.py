@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 AUTO = "auto"
 RANDOM = "random"  # Value of `checkpoint` for random weights.
+FRESH = "fresh"  # Value of `initialize_from` for random weights.
 INT32_MAX = 2**31 - 1  # Largest integer on the device, and the default maximum of integer keys.
 MAX_SEED = 2**32 - 1  # Of training.
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1  # Seeds of sampling, as in OpenAI's API.
@@ -187,11 +188,13 @@ class DrafterConfig:
 
     Attributes:
       overlaps: Whether the drafter runs on devices of its own, while the target verifies.
+      initialize_from: Initial weights in training from scratch.
     """
 
     name: str = "none"
 
     overlaps = False
+    initialize_from = FRESH
 
     @property
     def adaptive(self) -> bool:

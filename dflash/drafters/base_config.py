@@ -15,6 +15,7 @@ from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.config import checks
 from dflash.config.schema import (
+    FRESH,
     MAX_BLOCK_SIZE,
     MAX_TOKENS,
     DrafterConfig,
@@ -95,7 +96,7 @@ class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
     # of the target's layers, whose sizes the draft layers must then have. A directory or
     # hf:org/name of a drafter of DFlash's kind: its weights of the same names, for ubtree the
     # backbone of a DFlash drafter.
-    initialize_from: str = "fresh"
+    initialize_from: str = FRESH
 
 
 @dataclasses.dataclass(frozen=True)

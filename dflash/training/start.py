@@ -16,7 +16,7 @@ from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 
-FRESH, _OF_TARGET = "fresh", ("target_first", "target_last")
+_OF_TARGET = "target_first", "target_last"
 _KEY = "drafter.initialize_from"
 KERNELS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.config.schema import DrafterConfig
+from dflash.config.schema import FRESH, DrafterConfig
 from dflash.config.train_schema import TrainRun
 from dflash.drafters.base import Drafter
 from dflash.layers.losses import TrainBatch
@@ -150,8 +150,8 @@ class DrafterTask(Task):
     def fresh_params(self) -> Params:
         """Returns the initial weights, once `load_frozen` has loaded the target's."""
         params = super().fresh_params()
-        origin = _origin(self.config.drafter)
-        if origin != start.FRESH:
+        origin = self.config.drafter.initialize_from
+        if origin != FRESH:
             start.copy(self.learner, self.target, origin)
             params = states.split(self.learner)[1]
         return params
@@ -226,8 +226,8 @@ def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) ->
     if not parameters.count(learner):
         raise errors.ConfigError(f"drafter.name: {config.drafter.name!r} has no weights to train")
     _check_block_size(config, learner, build_drafter)
-    if _origin(config.drafter) != start.FRESH:
-        start.check(learner, target, _origin(config.drafter), download=download)
+    if config.drafter.initialize_from != FRESH:
+        start.check(learner, target, config.drafter.initialize_from, download=download)
     return DrafterTask(
         config, target, target_source, learner, build_drafter(config.train.dtype), source
     )
@@ -248,10 +248,6 @@ def _check_block_size(
             f"trained, by {source}; leave drafter.block_size out, and choose the trained size of "
             f"a new drafter by {key}"
         )
-
-
-def _origin(config: DrafterConfig) -> str:
-    return getattr(config, "initialize_from", start.FRESH)
 
 
 def _weight_bytes(model: nnx.Module) -> int:
