@@ -84,7 +84,7 @@ def test_four_processes_share_the_features_that_each_computes(ends):
 
 def test_the_first_of_four_processes_makes_the_data_that_all_read(ends):
     said = [end[2] for end in ends["data"]]
-    assert any("encoding math/train" in line for line in said[0])
+    assert any("encoding jsonl/train, 40 examples" in line for line in said[0])
     assert [len(lines) for lines in said[1:]] == [1] * 3
     assert len({lines[-1] for lines in said}) == 4  # each reads a row of its own
 

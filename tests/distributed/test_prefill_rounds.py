@@ -8,7 +8,7 @@ from support.models import drafter
 from dflash.inference.request import RequestOutput
 from dflash.offline.decoding import Usage, decode
 
-PROMPTS = random_prompts([9 + i % 7 for i in range(64)])
+PROMPTS = random_prompts([9 + i % 7 for i in range(64)], seed=1)
 MESH = (8, 1, 1)
 
 
