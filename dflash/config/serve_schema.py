@@ -9,7 +9,10 @@ from dflash.config import schema
 from dflash.config.schema import location, option
 
 # Names of `text.chat_formats.table.FORMATS`.
-ToolFormat = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "harmony", "kimi_k2"]
+ToolFormat = Literal[
+    *("auto", "none", "hermes", "qwen3_coder", "llama3_json", "harmony", "kimi_k2"),
+    *("deepseek_v3", "deepseek_v31", "mistral_v3", "mistral_v7", "mistral_v11", "mistral_v13"),
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,6 +114,10 @@ def _chosen_tools(fields: ChatBody, model: ServedModel) -> tuple[Tool, ...]:
         known = ", ".join(typing.get_args(serve_schema.ToolFormat)[2:])
         reason = f"it is not known how this model writes calls; set serve.tool_format ({known})"
         raise unsupported("tools", reason)
+    if not model.chat_format.shows_tools:
+        name = model.chat_format.name
+        reason = "the chat template of this model does not show tools to it; describe them in a "
+        raise unsupported("tools", f"{reason}message, and set serve.tool_format={name}")
     return tuple(Tool(function.name, function.parameters) for function in functions.values())
 
 

@@ -1,17 +1,20 @@
 """Chat templates, which render conversations as the text that a checkpoint was trained on.
 
 Templates differ in the name of an answer's reasoning, in whether the arguments of a call are an
-object or its JSON text, and in what they expect of a call without text. The form of a template is
-found by its source and by rendering a short conversation.
+object or its JSON text, in what they expect of a call without text, in the ids and results that
+they accept, and in whether they know developers. The form of a template is found by its source and
+by rendering short conversations.
 """
 
 import contextlib
 import dataclasses
 import datetime
 import functools
+import hashlib
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +28,9 @@ Render = Callable[[list[Mapping[str, Any]]], str]
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TEMPLATES = "additional_chat_templates"  # directory of templates such as tool_use.jinja
-_FORMED = {"tool_calls", "reasoning_content"}  # fields whose form depends on the template
+# Fields whose form depends on the template.
+_FORMED = {"tool_calls", "reasoning_content", "tool_call_id"}
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 NO_EFFORT = ("none",)  # values of reasoning_effort that turn reasoning off
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _QUESTION = {"role": "user", "content": "a"}
@@ -36,6 +41,7 @@ _CALL = {  # Some templates demand ids of nine characters.
     "function": {"name": "f", "arguments": _ARGUMENTS},
 }
 _ANSWER = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_LONG_ID = "call_5d41402a"
 _RESULT = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "b"}
 _PROPERTIES = {"probe": {"type": "string", "description": "c"}}
 _TOOLS = [
@@ -60,16 +66,38 @@ class MessageForm:
       reasons_beside_text: Whether an answer with calls may have reasoning and a text.
       arguments_are_text: Whether the arguments of calls are JSON text.
       no_text: Content of an answer with calls and without a text.
+      has_short_ids: Whether ids of calls must be nine letters and digits, as Mistral's are.
+      has_results_inside: Whether an answer has the results of its calls, in `tool_responses`.
+      developer: Role of a developer's messages.
     """
 
     reasoning: str = jsonl.REASONING_FIELDS[0]
     reasons_beside_text: bool = True
     arguments_are_text: bool = False
     no_text: str | None = ""
+    has_short_ids: bool = False
+    has_results_inside: bool = False
+    developer: str = "developer"
+
+    def apply_all(self, messages: Messages) -> list[dict[str, Any]]:
+        """Returns messages, as `jsonl.normalized` returns them, in this form."""
+        formed: list[dict[str, Any]] = []
+        for message in map(self.apply, messages):
+            if self.has_results_inside and message["role"] == "tool" and formed:
+                name = _called_name(message, formed[-1])
+                result = {"name": name, "response": message["content"]}
+                formed[-1].setdefault("tool_responses", []).append(result)
+            else:
+                formed.append(message)
+        return formed
 
     def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a message, as `jsonl.normalized` returns it, in this form."""
         message = dict(message)
+        if message.get("role") == "developer":
+            message["role"] = self.developer
+        if self.has_short_ids and isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
         reasoning = message.pop(jsonl.REASONING_FIELDS[0], None)
         if message.get("tool_calls"):
             message["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
@@ -89,6 +117,8 @@ class MessageForm:
         elif not isinstance(arguments, str) or not arguments.strip():
             arguments = json.dumps(arguments or {}, ensure_ascii=False)
         function = {**function, "arguments": arguments}
+        if self.has_short_ids and isinstance(call.get("id"), str):
+            call = {**call, "id": _short_id(call["id"])}
         return {**call, "function": function} if "function" in call else function
 
 
@@ -105,11 +135,13 @@ class ChatTemplate:
     def formed(self, messages: Messages, *, tools: bool) -> list[dict[str, Any]]:
         """Returns normalized messages in the form of the template, which may be one for tools."""
         messages = [jsonl.normalized(message) for message in messages]
-        if not any(message.keys() & _FORMED for message in messages):
+        if not any(
+            message.keys() & _FORMED or message.get("role") == "developer" for message in messages
+        ):
             return messages
         if tools not in self._forms:
             self._forms[tools] = self._find_form(tools)
-        return [self._forms[tools].apply(message) for message in messages]
+        return self._forms[tools].apply_all(messages)
 
     def _find_form(self, tools: bool) -> MessageForm:
         from dflash.text import template_sandbox  # Imported late, since jinja2 takes time.
@@ -286,6 +318,8 @@ def first_line(error: Exception) -> str:
 def _form_of(fields_read: set[str], render: Render) -> MessageForm:
     """Returns the form of a template: the first one in which it renders a call as JSON would be.
 
+    Of no text and no content, the one that it renders without "None" or an empty answer counts.
+
     Args:
       render: Renders messages; raises InputError if the template rejects them.
     """
@@ -293,11 +327,20 @@ def _form_of(fields_read: set[str], render: Render) -> MessageForm:
     names += ["content"] if "thinking" in names else []
     defaults = [MessageForm(name) for name in names] or [MessageForm()]
     default = next((form for form in defaults if _shows_reasoning(form, render)), defaults[0])
-    form = next((form for form in _forms(default) if _shows_call(form, render)), default)
+    forms = [form for form in _forms(default) if _shows_call(form, render)]
+    form = min(forms, key=functools.partial(_extent, render=render), default=default)
     answer = _ANSWER | {"content": "e"}
     reasoned = answer | {jsonl.REASONING_FIELDS[0]: "g"}
     shows, shows_both = (_rendered(form.apply(message), render) for message in (answer, reasoned))
-    return dataclasses.replace(form, reasons_beside_text=shows is None or shows_both is not None)
+    inside = dataclasses.replace(form, has_results_inside=True)
+    return dataclasses.replace(
+        form,
+        reasons_beside_text=shows is None or shows_both is not None,
+        has_short_ids=_shows_call(form, render) and not _shows_call(form, render, _LONG_ID),
+        has_results_inside="tool_responses" in fields_read
+        and _shows_results(inside, render) != _shows_results(form, render),
+        developer="developer" if _shows_developer(render) else "system",
+    )
 
 
 def _forms(default: MessageForm) -> Iterator[MessageForm]:
@@ -305,15 +348,46 @@ def _forms(default: MessageForm) -> Iterator[MessageForm]:
         yield dataclasses.replace(default, arguments_are_text=arguments_are_text, no_text=no_text)
 
 
-def _shows_call(form: MessageForm, render: Render) -> bool:
-    text = _rendered(form.apply(_ANSWER), render) or ""
+def _shows_call(form: MessageForm, render: Render, id: str = _CALL["id"]) -> bool:
+    answer = form.apply(_ANSWER | {"tool_calls": [_CALL | {"id": id}]})
+    text = _rendered(answer, render, [_RESULT | {"tool_call_id": id}]) or ""
     return _ARGUMENTS["probe"] in text and str(_ARGUMENTS) not in text
+
+
+def _extent(form: MessageForm, render: Render) -> tuple[bool, int]:
+    return form.arguments_are_text, len(_rendered(form.apply(_ANSWER), render))
+
+
+def _shows_results(form: MessageForm, render: Render) -> str | None:
+    answer, *following = form.apply_all([_ANSWER, _RESULT])
+    return _rendered(answer, render, following)
+
+
+def _shows_developer(render: Render) -> bool:
+    developer = {"role": "developer", "content": _ARGUMENTS["probe"]}
+    try:
+        return _ARGUMENTS["probe"] in render([developer, _QUESTION])
+    except errors.InputError:
+        return False
 
 
 def _shows_reasoning(form: MessageForm, render: Render) -> bool:
     answer = {"role": "assistant", "content": "e", jsonl.REASONING_FIELDS[0]: _ARGUMENTS["probe"]}
     text = _rendered(form.apply(answer), render, ()) or ""
     return _ARGUMENTS["probe"] in text and "'thinking'" not in text
+
+
+def _called_name(result: Mapping[str, Any], answer: Mapping[str, Any]) -> Any:
+    """Returns the name of the function whose result a message is."""
+    calls = answer.get("tool_calls", ())
+    names = {call.get("id"): call.get("function", call).get("name") for call in calls}
+    return names.get(result.get("tool_call_id"), result.get("name"))
+
+
+def _short_id(id: str) -> str:
+    if _SHORT_ID.fullmatch(id):
+        return id
+    return hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
 def _rendered(

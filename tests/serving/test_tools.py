@@ -153,6 +153,15 @@ def test_reasoning_of_an_unknown_form_is_refused(fields):
         read_chat(body | allowed, served)
 
 
+def test_a_template_that_does_not_show_tools_needs_a_chosen_format():
+    """Those that DeepSeek publishes render calls, but no tools."""
+    published = "<｜tool▁calls▁begin｜> {{ m['tool_calls'] }}"
+    with pytest.raises(RequestError, match=r"set serve\.tool_format=deepseek_v31$") as caught:
+        read_chat(BODY, model(chat_format=format_of(published)))
+    assert caught.value.param == "tools"
+    read_chat(BODY, model(chat_format=format_of(published, tools="deepseek_v31")))
+
+
 def compiled(body, served: ServedModel) -> Grammar:
     """Returns the grammar of the answer to a body."""
     return read_chat(body, served).structure.compile(lambda: VOCABULARY, lambda: False)

@@ -239,6 +239,56 @@ def test_reasoning_gives_way_to_a_text_where_the_template_takes_one_of_them(tmp_
     assert texts == [[text] * 4 for text in ("awhyb", "ab{}", "awhy{}")]
 
 
+def test_ids_are_short_where_the_template_demands_it(tmp_path):
+    """As those of Mistral's do, up to tokenizer v11."""
+    train_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% macro id(x) %}{{ x if x | length == 9 else raise_exception('nine') }}{% endmacro %}"
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}[{{ id(c.id) }}"
+        "{{ c.function.arguments | tojson }}]{% endfor %}"
+        "{% if m.role == 'tool' %}({{ id(m.tool_call_id) }}){% endif %}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    for id, short in (("call_0123456789", "ab14600fc"), ("a1B2c3D4e", "a1B2c3D4e")):
+        call = {"id": id, "type": "function", "function": {"name": "f"}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        messages = [USER, answer, {"role": "tool", "tool_call_id": id, "content": "b"}]
+        text = f"[{short}{{}}]({short})"
+        assert [tokenizer.render_chat(messages, add_generation_prompt=False)] == [text]
+
+
+def test_results_are_inside_of_answers_where_the_template_reads_them_there(tmp_path):
+    """As Gemma 4's first one does; a later one reads either form."""
+    train_byte_level(tmp_path)
+    inside = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% for r in m.tool_responses or [] %}"
+        "[{{ r.name }}={{ r.response }}]{% endfor %};{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(inside)
+    calls = [{"id": id, "type": "function", "function": {"name": id}} for id in ("f", "g")]
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": id, "content": id * 2} for id in ("g", "f")]
+    rendered = load_tokenizer(tmp_path).render_chat([USER, answer, *results, USER])
+    assert rendered == "user:a;assistant:{}{}[g=gg][f=ff];user:a;"
+
+
+@pytest.mark.parametrize(
+    ("known", "rendered"),
+    [("'user', 'developer'", "developer:b;user:a;"), ("'user', 'system'", "system:b;user:a;")],
+)
+def test_developers_are_systems_where_the_template_does_not_know_them(tmp_path, known, rendered):
+    """As those of Qwen3.5 and DeepSeek do not."""
+    train_byte_level(tmp_path)
+    for other in ("{{ raise_exception('role') }}", ""):
+        (tmp_path / "chat_template.jinja").write_text(
+            f"{{% for m in messages %}}{{% if m.role in [{known}] %}}{{{{ m.role }}}}:"
+            f"{{{{ m.content }}}};{{% else %}}{other}{{% endif %}}{{% endfor %}}"
+        )
+        messages = [{"role": "developer", "content": "b"}, USER]
+        assert load_tokenizer(tmp_path).render_chat(messages) == rendered
+
+
 @pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])
 def test_templates_read_either_name_of_the_switch(tmp_path, capsys, variable):
     """Those of Granite and DeepSeek V3.1 read `thinking`; some that always think raise."""
@@ -291,6 +341,7 @@ JOINED = {
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja": None,
     "meetkai-functionary-medium-v3.2.jinja": "",
 }
+NO_TEXT = {"deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja": None, **JOINED}
 PARAMETERS = {"x": {"type": "string", "description": "A number."}}
 TOOL = {
     "name": "sum",
@@ -329,13 +380,25 @@ def with_joined_arguments(messages):
     return messages
 
 
+def with_results_inside(messages):
+    """Returns the messages with the results of calls in the answers that have these."""
+    written = []
+    for message in messages:
+        if message["role"] == "tool":
+            result = {"name": message["name"], "response": message["content"]}
+            written[-1].setdefault("tool_responses", []).append(result)
+        else:
+            written.append(message)
+    return written
+
+
 def in_transformers(source, name, messages, variables):
     """Renders messages as users of transformers write them; None if that fails."""
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     written = with_joined_arguments(messages) if name in JOINED else copy.deepcopy(messages)
     for message in written:
-        if message.get("tool_calls") and name in JOINED:
-            message["content"] = message["content"] or JOINED[name]
+        if message.get("tool_calls") and name in NO_TEXT:
+            message["content"] = message["content"] or NO_TEXT[name]
         reasoning = message.get("reasoning_content")
         if reasoning and name == "upstage-Solar-Open-100B.jinja":
             message["reasoning"] = reasoning
@@ -343,6 +406,8 @@ def in_transformers(source, name, messages, variables):
             text = message["content"]
             message["content"] = [{"type": "thinking", "thinking": reasoning}]
             message["content"] += [{"type": "text", "text": text}] if text else []
+    if name == "google-gemma-4-31B-it-interleaved.jinja":
+        written = with_results_inside(written)
     try:
         rendered, _ = utils.render_jinja_template([written], chat_template=source, **variables)
     except Exception:

@@ -28,7 +28,7 @@ _COMPLETE_HEADS = ("assistant to=functions.", "analysis", "commentary to=functio
 class _Harmony(ToolFormat):
     """Format whose answers consist of messages."""
 
-    reads_thinking = True
+    markers, reads_thinking = _MARKERS, True
 
     def grammar(self, rules: AnswerRules, tokens: TargetTokens) -> str:
         lines = [r"TEXT: /(.|\n)*/", *_thinking(rules, tokens), *_calls(rules, tokens)]
@@ -36,6 +36,9 @@ class _Harmony(ToolFormat):
         last += ["call"] if rules.tools else []
         final = tokens.expression(f"{_CHANNEL}final{_MESSAGE}")
         return "\n".join([*lines, f"final: {final}", f"last: {' | '.join(last)}"])
+
+    def read(self, reader: Reader, rules: AnswerRules) -> Steps[None]:
+        return _read(reader, rules)
 
 
 def _thinking(rules: AnswerRules, tokens: TargetTokens) -> Iterator[str]:
@@ -99,8 +102,4 @@ def _read_head(
     return head, following
 
 
-FORMAT = _Harmony(
-    signs=(_CHANNEL, _MESSAGE),
-    markers=_MARKERS,
-    read=_read,
-)
+FORMAT = _Harmony(signs=(_CHANNEL, _MESSAGE))

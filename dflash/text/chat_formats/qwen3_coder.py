@@ -146,11 +146,18 @@ def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-FORMAT = ToolFormat(
-    signs=("<tool_call>", "<function="),
-    markers=(_OPENING, _CLOSING),
-    opening=_OPENING,
-    call=_call,
-    separator=f"\n{_OPENING}",
-    read=_read,
+class _Qwen3Coder(ToolFormat):
+    """Format whose arguments are tags."""
+
+    markers = (_OPENING, _CLOSING)
+
+    def call(self, tool: Tool, index: int, tokens: TargetTokens) -> Iterator[str]:
+        return _call(tool, index, tokens)
+
+    def read(self, reader: Reader, rules: AnswerRules) -> Steps[None]:
+        return _read(reader, rules)
+
+
+FORMAT = _Qwen3Coder(
+    signs=("<tool_call>", "<function="), opening=_OPENING, separator=f"\n{_OPENING}"
 )

@@ -5,8 +5,8 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from dflash import errors
 from dflash.text.chat_formats import arguments
@@ -126,36 +126,37 @@ class TargetTokens:
         return f"{rule}: {repeated} <[{end}]>"
 
 
-Call = Callable[[Tool, int, TargetTokens], Sequence[str]]
-Read = Callable[[Reader, AnswerRules], Steps[None]]
-
-
 @dataclasses.dataclass(frozen=True)
 class ToolFormat:
-    """Format in which a family of models writes tool calls.
+    """Format in which a family of models writes tool calls; this one has none.
 
     Attributes:
       signs: Texts that a chat template of the family contains, all of them.
-      markers: Markers that may be special tokens.
-      read: Generator function that parses an output, without its reasoning.
       opening: Text that begins the calls.
-      call: Returns the Lark rules of a call, of which the first is named `call_{index}`, given the
-        tool, the index and the tokens.
+      start: Regular expression of the text between the opening and the first call.
       separator: Text between two calls; None if there can be only one.
       closing: Text after the calls.
       begins_output: Whether a call must begin the output; otherwise it may follow a text.
     """
 
-    signs: tuple[str, ...]
-    read: Read
+    signs: tuple[str, ...] = ()
     opening: str = ""
-    call: Call | None = None
-    markers: tuple[str, ...] = ()
+    start: str = ""
     separator: str | None = None
     closing: str = ""
     begins_output: bool = False
 
-    reads_thinking = False  # Whether `read` parses the reasoning, too.
+    markers: ClassVar[tuple[str, ...]] = ()  # Markers that may be special tokens.
+    reads_thinking: ClassVar[bool] = False  # Whether `read` parses the reasoning, too.
+
+    def call(self, tool: Tool, index: int, tokens: TargetTokens) -> Iterator[str]:
+        """Yields the Lark rules of a call, of which the first is named `call_{index}`."""
+        raise NotImplementedError
+
+    def read(self, reader: Reader, rules: AnswerRules) -> Steps[None]:
+        """Parses an output, without its reasoning."""
+        del rules
+        yield from reader.until(kind="content")
 
     def grammar(self, rules: AnswerRules, tokens: TargetTokens) -> str:
         """Returns the grammar of answers."""
@@ -180,7 +181,8 @@ class ToolFormat:
         if rules.parallel and self.separator is not None:
             more = f" ({self.separator and tokens.expression(self.separator)} call)*"
         closing = self.closing and tokens.expression(self.closing)
-        yield f"calls: call{more} {closing}"
+        start = f"/{self.start}/" if self.start else ""
+        yield f"calls: {start} call{more} {closing}"
         yield f"call: {' | '.join(f'call_{i}' for i in range(len(rules.tools)))}"
         for i, tool in enumerate(rules.tools):
             yield from self.call(tool, i, tokens)
@@ -214,12 +216,6 @@ def read_thinking(reader: Reader, rules: AnswerRules) -> Steps[None]:
         yield from reader.skip("\n")
         yield from reader.until(f"\n{end}", end, kind="reasoning")
         yield from reader.skip("\n")
-
-
-def read_text(reader: Reader, rules: AnswerRules) -> Steps[None]:
-    """Parses an output without calls."""
-    del rules
-    yield from reader.until(kind="content")
 
 
 def _ranges(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 
 from dflash.text.chat_formats import harmony, json_calls, qwen3_coder
@@ -13,19 +14,24 @@ from dflash.text.chat_formats.rules import (
     TargetTokens,
     Thinking,
     ToolFormat,
-    read_text,
     read_thinking,
 )
 
-# Earlier entries are tried first: a template of the second has the signs of the third, too.
+# Earlier entries are tried first, since a template may have the signs of a later one, too.
 FORMATS: Mapping[str, ToolFormat] = {
     "harmony": harmony.FORMAT,
     "qwen3_coder": qwen3_coder.FORMAT,
     "hermes": json_calls.HERMES,
     "kimi_k2": json_calls.KIMI_K2,
     "llama3_json": json_calls.LLAMA3,
+    "deepseek_v3": json_calls.DEEPSEEK_V3,
+    "deepseek_v31": json_calls.DEEPSEEK_V31,
+    "mistral_v11": json_calls.MISTRAL_V11,
+    "mistral_v13": json_calls.MISTRAL_V13,
+    "mistral_v7": json_calls.MISTRAL_V7,
+    "mistral_v3": json_calls.MISTRAL_V3,
 }
-_NO_CALLS = ToolFormat(signs=(), read=read_text)
+_NO_CALLS = ToolFormat()
 # Gemma 4, Mistral and Seed-OSS come after <think>.
 _MARKS = (
     THINK,
@@ -33,6 +39,7 @@ _MARKS = (
     Marks("[THINK]", "[/THINK]"),
     Marks("<seed:think>", "</seed:think>"),
 )
+_TOOLS = re.compile(r"\btools\b")  # Variable of templates.
 # Variables of templates that let a model reason, or set how much.
 _SETTINGS = ("enable_thinking", "thinking", "reasoning_effort")
 
@@ -45,12 +52,19 @@ class ChatFormat:
       tools: Format of its calls; None if it is unknown.
       thinks: Whether an answer may begin with reasoning between `marks`.
       has_unknown_reasoning: Whether it may have reasoning that no format here describes.
+      shows_tools: Whether the chat template shows tools to the model.
     """
 
     tools: ToolFormat | None = None
     thinks: bool = False
     marks: Marks = THINK
     has_unknown_reasoning: bool = False
+    shows_tools: bool = True
+
+    @property
+    def name(self) -> str:
+        """Name of the format of calls; "none" if there is none."""
+        return next((name for name, entry in FORMATS.items() if entry is self.tools), "none")
 
     @property
     def has_channels(self) -> bool:
@@ -90,8 +104,8 @@ class ChatFormat:
     def _read(self, reader: Reader, rules: AnswerRules) -> Steps[None]:
         if not self._tools.reads_thinking:
             yield from read_thinking(reader, rules)
-        read = self._tools.read if rules.tools or self._tools.reads_thinking else read_text
-        yield from read(reader, rules)
+        has_parts = rules.tools or self._tools.reads_thinking
+        yield from (self._tools if has_parts else _NO_CALLS).read(reader, rules)
 
 
 PLAIN = ChatFormat()
@@ -111,10 +125,13 @@ def format_of(template: str, *, tools: str = "auto", thinking: str = "auto") -> 
         chosen = next(matching, None)
     else:
         chosen = FORMATS.get(tools)
+    # Those that DeepSeek publishes render calls, but no tools.
+    shows_tools = tools != "auto" or chosen is None or bool(_TOOLS.search(template))
     reads_thinking = chosen is not None and chosen.reads_thinking
     written = next((marks for marks in _MARKS if marks.end in template), None)
     thinks = thinking == "think" or (thinking == "auto" and written is not None)
     if thinks and not reads_thinking:
-        return ChatFormat(chosen, True, written or THINK)
+        return ChatFormat(chosen, True, written or THINK, shows_tools=shows_tools)
     is_unknown = thinking == "auto" and any(setting in template for setting in _SETTINGS)
-    return ChatFormat(chosen, has_unknown_reasoning=is_unknown and not reads_thinking)
+    is_unknown = is_unknown and not reads_thinking
+    return ChatFormat(chosen, has_unknown_reasoning=is_unknown, shows_tools=shows_tools)

@@ -12,7 +12,7 @@ from support import random_calls
 from support.published_templates import CHATML, LLAMA3, QWEN3
 
 from dflash import errors
-from dflash.text.chat_formats.reader import OutputPart, Parser
+from dflash.text.chat_formats.reader import OutputPart, Parser, merged
 from dflash.text.chat_formats.rules import AnswerRules, Tool
 from dflash.text.chat_formats.table import FORMATS, PLAIN, ChatFormat, format_of
 
@@ -47,9 +47,29 @@ OUTPUTS = {
     "harmony": "<|channel|>analysis<|message|>A city?<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
     "<|constrain|>json<|message|>WRITTEN",
+    "deepseek_v3": "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+    "get_weather\n```json\nWRITTEN\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function"
+    "<｜tool▁sep｜>get_weather\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather"
+    "<｜tool▁sep｜>WRITTEN<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "mistral_v3": '[TOOL_CALLS] [{"name": "get_weather", "arguments": WRITTEN}, '
+    '{"name": "get_weather", "arguments": {}, "id": "a1B2c3D4e"}]',
+    "mistral_v7": 'Let me see.[TOOL_CALLS][{"name": "get_weather", "arguments": WRITTEN, '
+    '"id": "a1B2c3D4e"}, {"name": "get_weather", "arguments": {}}]',
+    "mistral_v11": "Let me see.[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]WRITTEN[TOOL_CALLS]"
+    "get_weather[CALL_ID]000000001[ARGS]{}",
+    "mistral_v13": "Let me see.[TOOL_CALLS]get_weather[ARGS]WRITTEN[TOOL_CALLS]get_weather[ARGS]{}",
+}
+SHOWN = "{{ tools }}"
+ONLY_CALLS = ("llama3_json", "mistral_v3")  # Formats without a text before calls.
+IDS = {
+    "kimi_k2": ["functions.get_weather:0", "functions.get_weather:1"],
+    **{key: ["call00000", "call00001"] for key in ("mistral_v3", "mistral_v7", "mistral_v13")},
+    "mistral_v11": ["a1B2c3D4e", "000000001"],
 }
 
-
+SHORT_OUTPUTS = {name: text.replace("WRITTEN", '{"city": "Ø"}') for name, text in OUTPUTS.items()}
 OUTPUTS = {name: text.replace("WRITTEN", WRITTEN) for name, text in OUTPUTS.items()}
 
 
@@ -78,10 +98,20 @@ def test_calls_of_each_format(name, size):
     several = name not in ("llama3_json", "harmony")
     arguments = [json.loads(part.text) for part in parts if part.kind == "arguments"]
     assert arguments == [ARGUMENTS, {}][: 1 + several]
-    assert content(parts, "content") == ("" if name == "llama3_json" else "Let me see.")
+    assert content(parts, "content") == ("" if name in ONLY_CALLS else "Let me see.")
     assert content(parts, "reasoning") == ("A city?" if name == "harmony" else "")
-    if name == "kimi_k2":
-        assert [part.id for part in calls] == ["functions.get_weather:0", "functions.get_weather:1"]
+    assert [part.id for part in calls] == IDS.get(name, [None] * len(calls))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_way_to_cut_an_output_in_three_gives_the_same_parts(name):
+    chat_format, output = ChatFormat(FORMATS[name]), SHORT_OUTPUTS[name]
+    expected = parse(chat_format.parser(RULES), output, len(output))
+    for cuts in itertools.combinations_with_replacement(range(len(output) + 1), 2):
+        parser = chat_format.parser(RULES)
+        pieces = [output[start:end] for start, end in itertools.pairwise((0, *cuts, None))]
+        parts = [part for piece in pieces for part in parser.push(piece)]
+        assert merged([*parts, *parser.push("", final=True)]) == tuple(expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -189,15 +219,26 @@ def test_reasoning_of_other_families(opening, end, size):
 
 
 def test_the_format_is_found_by_the_template():
-    assert format_of(QWEN3) == ChatFormat(FORMATS["hermes"], True)
-    coder = QWEN3.replace('{"name": "', "<function=")
+    assert format_of(SHOWN + QWEN3) == ChatFormat(FORMATS["hermes"], True)
+    assert format_of(QWEN3) == ChatFormat(FORMATS["hermes"], True, shows_tools=False)
+    coder = SHOWN + QWEN3.replace('{"name": "', "<function=")
     assert format_of(coder) == ChatFormat(FORMATS["qwen3_coder"], True)
     assert format_of(CHATML) == format_of("") == PLAIN
     assert format_of(LLAMA3) == PLAIN
-    llama31 = LLAMA3 + """{{ '"parameters": ' }}"""
+    llama31 = SHOWN + LLAMA3 + """{{ '"parameters": ' }}"""
     assert format_of(llama31) == ChatFormat(FORMATS["llama3_json"])
-    assert format_of("<|tool_calls_section_begin|>") == ChatFormat(FORMATS["kimi_k2"])
-    harmony = "<|channel|>analysis<|message|></think>"
+    assert format_of(f"{SHOWN}<|tool_calls_section_begin|>") == ChatFormat(FORMATS["kimi_k2"])
+    mistral = [
+        "[TOOL_CALLS] [",
+        "[TOOL_CALLS][ [TOOL_CONTENT]",
+        "[TOOL_CALLS][CALL_ID][ARGS] [TOOL_CONTENT]",
+        "[TOOL_CALLS][ARGS][THINK][/THINK]",
+    ]
+    names = [format_of(f"{SHOWN}{text}").name for text in mistral]
+    assert names == ["mistral_v3", "mistral_v7", "mistral_v11", "mistral_v13"]
+    sections = [f"{SHOWN}<｜tool▁calls▁begin｜>{text}" for text in ("", "```json")]
+    assert [format_of(text).name for text in sections] == ["deepseek_v31", "deepseek_v3"]
+    harmony = f"{SHOWN}<|channel|>analysis<|message|></think>"
     assert format_of(harmony) == ChatFormat(FORMATS["harmony"])
     assert format_of(QWEN3, tools="none", thinking="none") == PLAIN
     assert format_of("{{ thinking }}") == ChatFormat(has_unknown_reasoning=True)
@@ -219,6 +260,12 @@ def test_random_calls_are_valid(name, special):
     """The allowed tokens lead to nothing but calls that parse and match their schemas."""
     for seed in range(6):
         random_calls.check(name, seed, special=special)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_two_hundred_tool_sets_are_valid(name):
+    counts = [random_calls.check(name, seed, special=bool(seed % 2)) for seed in range(6, 206)]
+    assert sum(counts) >= 150
 
 
 BASE = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

@@ -1,0 +1,113 @@
+"""Formats beside the published templates of their families: outputs become history unchanged."""
+
+import datetime
+import json
+
+import numpy as np
+import pytest
+from support import llama_cpp, random_calls
+
+from dflash.text import chat_template, jsonl
+from dflash.text.chat_formats.reader import merged
+from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool
+from dflash.text.chat_formats.table import format_of
+from dflash.text.grammar import Grammar
+
+TEMPLATES = {
+    "moonshotai-Kimi-K2": "kimi_k2",
+    "Mistral-Small-3.2-24B-Instruct-2506": "mistral_v11",
+    "Qwen-Qwen3-0.6B": "hermes",
+    "Qwen3-Coder": "qwen3_coder",
+    "Qwen3.5-4B": "qwen3_coder",
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "deepseek_v3",
+    "deepseek-ai-DeepSeek-V3.1": "deepseek_v31",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3",
+    "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
+    "mistralai-Ministral-3-14B-Reasoning-2512": "mistral_v13",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral_v3",
+    "unsloth-mistral-Devstral-Small-2507": "mistral_v13",
+}
+ONE_CALL = ("llama3_json",)
+# Templates that leave out the reasoning of calls, and those that leave out the text before them.
+NO_THOUGHTS = ("Mistral-", "mistralai-Mistral-", "unsloth-", "deepseek-", "meta-")
+NO_TEXT = ("mistralai-Mistral-", "Mistral-", "deepseek-ai-DeepSeek-R1", "meta-")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array"}},
+    "required": ["city"],
+}
+FUNCTION = {"name": "get_weather", "description": "Tells it.", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+ARGUMENTS = {"city": 'Old "Oslo"', "days": [1, {"x": None}]}
+
+
+def call(number: int) -> dict:
+    function = {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
+    return {"id": f"call_0123456789{number}", "type": "function", "function": function}
+
+
+def allowed(source: str, name: str, output: str) -> bool:
+    """Returns whether a grammar allows an output and its end."""
+    vocabulary, spellings = random_calls.tokens_of(name, True)
+    ids = {spelling: token for token, spelling in spellings.items()}
+    matcher = Grammar("lark", source, vocabulary).matcher(timed=False)
+    masks = np.zeros((1, vocabulary.end // 32 + 1), np.int32)
+    while output:
+        marker = next((text for text in ids if output.startswith(text)), None)
+        tokens = [ids[marker]] if marker else list(output[0].encode())
+        output = output[len(marker or output[0]) :]
+        for token in tokens:
+            matcher.fill(masks, ends=(vocabulary.end - 1,))
+            if not masks.view(np.uint32)[0, token // 32] >> (token % 32) & 1:
+                return False
+            matcher.advance([token])
+    return matcher.may_end
+
+
+@pytest.fixture(scope="module")
+def template_of(tmp_path_factory):
+    files = llama_cpp.files("models/templates", ".jinja")
+    directory = tmp_path_factory.mktemp("template")
+
+    def load(name: str) -> chat_template.ChatTemplate:
+        (directory / "chat_template.jinja").write_bytes(files[f"{name}.jinja"])
+        names = {"bos_token": "<s>", "eos_token": "</s>"}
+        return chat_template.ChatTemplate(directory, names, datetime.date(2026, 11, 30))
+
+    return load
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_calls_in_history_are_what_the_model_may_write(template_of, name):
+    """The grammar allows the rendered answer, and the parser returns the message."""
+    template = template_of(name)
+    chat_format = format_of(template.source)
+    assert chat_format.name == TEMPLATES[name]
+    question = {"role": "user", "content": "Do I need a coat?"}
+    text = "" if name.startswith(NO_TEXT) else "Let me see."
+    numbers = range(1 if chat_format.name in ONE_CALL else 2)
+    answer = {"role": "assistant", "content": text, "tool_calls": [*map(call, numbers)]}
+    if chat_format.thinks and not name.startswith(NO_THOUGHTS):
+        answer["reasoning_content"] = "A coat?"
+    before, after = (
+        template.render(template.formed(jsonl.check_messages(messages), tools=True),
+                        tools=TOOLS, add_generation_prompt=messages[-1] is question)
+        for messages in ([question], [question, answer])
+    )  # fmt: skip
+    thinking = chat_format.thinking(before)
+    if not after.startswith(before):  # The prompt ends with a beginning of the answer.
+        before, thinking = before.rpartition("<think>")[0], "optional"
+    assert after.startswith(before)
+    output = after[len(before) :]
+    for end in ("</s>", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "<|im_end|>\n"):
+        output = output.removesuffix(end)
+    rules = AnswerRules((Tool("get_weather", SCHEMA),), thinking=thinking)
+    vocabulary, spellings = random_calls.tokens_of(chat_format.name, True)
+    source = chat_format.grammar(rules, TargetTokens(spellings, vocabulary))
+    assert allowed(source, chat_format.name, output), output
+    parts = merged(chat_format.parser(rules).push(output, final=True))
+    calls = random_calls.calls_of(parts)
+    assert [json.loads(arguments) for _, arguments in calls] == [ARGUMENTS] * len(numbers)
+    assert "".join(part.text for part in parts if part.kind == "content").strip() == text
+    reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+    assert reasoning == answer.get("reasoning_content", "")
