@@ -38,6 +38,7 @@ FAMILIES = {"qwen3moe_v20": "qwen3_moe", "deepseek_v14": "deepseek_v3"}  # of go
         *((case, "target", FAMILIES.get(case, "qwen3")) for case in GOLDEN_CASES),
         *((case, "draft", "dflash") for case in GOLDEN_CASES),
         ("eagle3_llama_v40", "draft", "eagle3"),  # with tables: integers and flags
+        ("eagle3_flags_v24/parallel", "draft", "eagle3"),  # in the layout of speculators
     ],
 )
 def test_there_and_back_is_bit_identical(tmp_path, capsys, case, kind, name):

@@ -71,9 +71,9 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
 
     Args:
       module: Module with `checkpoint_name(path)`, which returns a `tensor_map.Source`, and
-        optionally `ignored_checkpoint_names`, `ignored_checkpoint_suffixes` and
-        `checkpoint_copies`. Parameters whose path ends in ".kernel" are stored transposed. Buffers
-        are filled, too.
+        optionally `ignored_checkpoint_names`, `ignored_checkpoint_suffixes`, `checkpoint_copies`
+        and `known_name(name)`, which returns the expected name of a stored tensor. Parameters whose
+        path ends in ".kernel" are stored transposed. Buffers are filled, too.
     """
     load_tensors(module, read_headers(directory), source_of(directory))
 
@@ -116,8 +116,10 @@ def find_tensors(
     by_tensor = tensor_map.by_tensor(
         module, ((path, leaf.shape) for path, leaf in expected.items())
     )
+    rename = getattr(module, "known_name", str)
     tensors = _split_fused(
-        tensors, {name: piece.shape for name, ((_, piece), *_) in by_tensor.items()}
+        {rename(name): tensor for name, tensor in tensors.items()},
+        {name: piece.shape for name, ((_, piece), *_) in by_tensor.items()},
     )
     plain = {
         name for name, ((path, _), *_) in by_tensor.items() if expected[path].dtype.itemsize > 1

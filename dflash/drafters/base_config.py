@@ -218,6 +218,33 @@ class BlockSizes(TapSizes):
     mask_token_id: int | None = option(None, minimum=0, maximum=MAX_VOCABULARY)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotatedPart:
+    """Part of each head that the rotary embedding of a `decoder` rotates.
+
+    Attributes:
+      partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
+    """
+
+    partial_rotary_factor: float = option(1.0, minimum=0.0, maximum=1.0)
+
+    @property
+    def rotary(self) -> TargetArchitecture:
+        """Decoder in which `head_dim` is the width of the rotated part of a head."""
+        width = int(self.decoder.head_dim * self.partial_rotary_factor)
+        return dataclasses.replace(self.decoder, head_dim=width)
+
+    def rotary_problems(self) -> "Iterable[Problem]":
+        """Yields a problem if the rotated part has no halves."""
+        rotated = self.rotary.head_dim
+        if rotated % 2 or not rotated:
+            message = (
+                f"{self.partial_rotary_factor} rotates {rotated} of {self.decoder.head_dim} head "
+                "dimensions; expected a positive even number"
+            )
+            yield ("partial_rotary_factor",), message
+
+
 # --- Shapes ---------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from dflash.drafters.base_config import (
     DraftLayers,
     MarginalTree,
     OverlapKeys,
+    RotatedPart,
 )
 from dflash.drafters.layouts_config import GROUP
 
@@ -79,7 +80,7 @@ class DFlashArchitecture(BlockSizes, DraftLayers):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlashShape(BlockSizes, DrafterShape):
+class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
     """Contents of a DFlash checkpoint's config.json.
 
     Attributes:
@@ -90,7 +91,6 @@ class DFlashShape(BlockSizes, DrafterShape):
       decoder: Architecture of the draft layers: width, heads, rotary base and so on.
       num_target_layers: Depth of the target that the drafter was trained for; None if not stated.
       views: One view per draft layer.
-      partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
       attention_bias: Whether the projections of attention have biases.
       attention_sink_bias: Whether each head has an attention sink: a learned score of no position.
       attention_value_scale: Factor on values.
@@ -113,7 +113,6 @@ class DFlashShape(BlockSizes, DrafterShape):
     decoder: TargetArchitecture
     num_target_layers: int | None = option(None, minimum=1, maximum=MAX_LAYERS)
     views: tuple[LayerView, ...]
-    partial_rotary_factor: float = option(1.0, minimum=0.0, maximum=1.0)
     attention_bias: bool = False
     attention_sink_bias: bool = False
     attention_value_scale: float = option(1.0, minimum=0.0, maximum=1e3)
@@ -135,12 +134,6 @@ class DFlashShape(BlockSizes, DrafterShape):
         """Returns whether the target's output head returns the logits of the drafter."""
         own = self.output_multiplier, self.final_logit_softcapping or None
         return own == (1.0, self.lent[1])
-
-    @property
-    def rotary(self) -> TargetArchitecture:
-        """Decoder in which `head_dim` is the width of the rotated part of a head."""
-        width = int(self.decoder.head_dim * self.partial_rotary_factor)
-        return dataclasses.replace(self.decoder, head_dim=width)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -228,7 +221,7 @@ class DFlashShape(BlockSizes, DrafterShape):
             | hf_config.read_some({**config, **group}, cls, added, cls.file_defaults)
             | {
                 "decoder": decoder,
-                "views": _views(config, group, decoder),
+                "views": views_of(config, group, decoder),
                 "draft_vocab_size": _partial(fields["draft_vocab_size"], decoder.vocab_size),
                 "target_hidden_size": _partial(fields["target_hidden_size"], decoder.hidden_size),
             }
@@ -249,7 +242,7 @@ class DFlashShape(BlockSizes, DrafterShape):
                 "model_type": "qwen3",
                 "block_size": self.block_size,
                 "num_target_layers": self.num_target_layers,
-                "layer_types": [_FULL if view.window is None else _SLIDING for view in self.views],
+                "layer_types": layer_types(view.window is not None for view in self.views),
                 "sliding_window": max(windows, default=None),
                 "sliding_window_non_causal": not any(
                     view.causal for view in self.views if view.window is not None
@@ -298,13 +291,7 @@ class DFlashShape(BlockSizes, DrafterShape):
         if any(len(pair) != 2 or pair[0] <= 0 for pair in self.calibration):
             message = "expected pairs of a positive slope and an offset"
             yield ("calibration",), message
-        rotated = self.rotary.head_dim
-        if rotated % 2 or not rotated:
-            message = (
-                f"{self.partial_rotary_factor} rotates {rotated} of {self.decoder.head_dim} head "
-                "dimensions; expected a positive even number"
-            )
-            yield ("partial_rotary_factor",), message
+        yield from self.rotary_problems()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,12 +340,17 @@ class _FileViews:
     use_sliding_window: bool = True  # False: sliding layers see all positions.
 
 
+def layer_types(sliding: Iterable[bool]) -> list[str]:
+    """Returns the field of layers that slide or not."""
+    return [_SLIDING if slides else _FULL for slides in sliding]
+
+
 def _partial(size: int | None, usual: int) -> int | None:
     """Returns a size that the drafter has of its own; None if it is the usual one."""
     return None if size == usual else size
 
 
-def _views(
+def views_of(
     config: Mapping[str, Any], group: Mapping[str, Any], decoder: TargetArchitecture
 ) -> tuple[LayerView, ...]:
     """Returns the views that the window and causality fields of published files describe.

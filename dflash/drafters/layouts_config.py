@@ -15,12 +15,13 @@ from dflash.config.schema import option
 from dflash.drafters.base_config import MAX_LAYERS, BlockSizes
 
 GROUP = "dflash_config"  # Group of the drafter's fields in z-lab's layout.
-_DECODER = "transformer_layer_config"  # Group of the decoder's fields in files of speculators.
+_SLIDING = "sliding_attention"  # Type of a layer.
+DECODER = "transformer_layer_config"  # Group of the decoder's fields in files of speculators.
 # Fields of files of speculators that do not describe the drafter.
 _GENERAL = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type"),
     *("tie_word_embeddings", "quantization_config", "speculators_config", "speculators_version"),
-    *("speculators_model_type", "_name_or_path", "has_no_defaults_at_init", _DECODER),
+    *("speculators_model_type", "_name_or_path", "has_no_defaults_at_init", DECODER),
     # Those of every config of transformers.
     *("chunk_size_feed_forward", "id2label", "label2id", "return_dict", "use_cache"),
     *("max_length", "min_length", "num_beams", "num_return_sequences", "temperature", "top_k"),
@@ -34,7 +35,7 @@ _CHECKED = {
     *("lilicorr_enabled", "training_block_size", "num_anchors", "loss_decay_gamma"),
     "confidence_head_alpha",
 }
-_DEFAULT_SIZES = {"block_size": 8, "draft_vocab_size": 32_000}  # Of speculators.
+DEFAULT_SIZES = {"block_size": 8, "draft_vocab_size": 32_000}  # Of speculators.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,40 @@ class SpeculatorsFields:
 
     aux_hidden_state_layer_ids: tuple[int, ...] = option((), minimum=1, maximum=MAX_LAYERS)
     sliding_window_non_causal: bool | None = None
+
+
+def is_of_speculators(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json has the layout of speculators."""
+    return DECODER in config
+
+
+def decoder_of_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the decoder's fields of a file of speculators.
+
+    Where each type of layer has a rotary embedding, that of sliding layers counts, as in
+    speculators; the rotated fraction follows vLLM.
+    """
+    fields = dict(hf_config.read_group(config, DECODER))
+    rope = hf_config.read_group(fields, "rope_parameters")
+    if _SLIDING in rope:
+        rope = fields["rope_parameters"] = hf_config.read_group(rope, _SLIDING)
+    return fields | {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
+
+
+def check_known(fields: Mapping[str, Any], known: Collection[str], place: str = "") -> None:
+    """Raises CheckpointError if a file, or a group in it, has a field beyond the known ones.
+
+    Args:
+      known: Fields of the drafter that are read. Those of any drafter's training, and of every file
+        of speculators, need not be among them.
+      place: What precedes the field in the message, such as the name of the group.
+    """
+    for name, value in fields.items():
+        if name not in known and name not in _GENERAL | _CHECKED and value not in (None, False):
+            raise errors.CheckpointError(
+                f"{hf_config.FILE}: {place}{name}: unknown field, which may change the drafts; "
+                "remove it if it does not"
+            )
 
 
 def to_zlab(
@@ -66,13 +101,13 @@ def to_zlab(
     Raises:
       CheckpointError: A field is invalid, or selects what is not supported.
     """
-    if _DECODER in config:
-        _check_known(config, {*known, *_GENERAL}, "")
+    if is_of_speculators(config):
+        check_known(config, known)
         config = _from_speculators(config, projector, slides_causally)
     group = dict(hf_config.read_group(config, GROUP))
     for name in own_groups:
         group |= hf_config.read_group(config, name)
-    _check_known(group, known, f"{GROUP}: ")
+    check_known(group, known, f"{GROUP}: ")
     for fields in (config, group):
         hf_config.check_only(fields, "projector_type", projector)
         hf_config.check_only(fields, "is_neox_style", True)
@@ -80,15 +115,6 @@ def to_zlab(
             hf_config.check_only(fields, name, anchor_drafts)
     hf_config.check_only(group, "attention_mode", "gqa")
     return {**config, GROUP: group}
-
-
-def _check_known(fields: Mapping[str, Any], known: Collection[str], place: str) -> None:
-    for name, value in fields.items():
-        if name not in known and name not in _CHECKED and value not in (None, False):
-            raise errors.CheckpointError(
-                f"{hf_config.FILE}: {place}{name}: unknown field, which may change the drafts; "
-                "remove it if it does not"
-            )
 
 
 def _from_speculators(
@@ -103,9 +129,9 @@ def _from_speculators(
         )
     non_causal = fields.sliding_window_non_causal
     return {
-        **{name: value for name, value in config.items() if name != _DECODER},
-        **hf_config.read_group(config, _DECODER),
-        **hf_config.read_some(config, BlockSizes, _DEFAULT_SIZES, _DEFAULT_SIZES),
+        **{name: value for name, value in config.items() if name != DECODER},
+        **decoder_of_speculators(config),
+        **hf_config.read_some(config, BlockSizes, DEFAULT_SIZES, DEFAULT_SIZES),
         "sliding_window_non_causal": not slides_causally if non_causal is None else non_causal,
         GROUP: {"target_layer_ids": [layer - 1 for layer in fields.aux_hidden_state_layer_ids]},
     }

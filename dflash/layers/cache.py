@@ -271,6 +271,11 @@ class StaticCache:
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
+    @property
+    def by_layer(self) -> list[tuple[jax.Array, jax.Array]]:
+        """Keys and values of each layer."""
+        return list(zip(self.keys, self.values, strict=True))
+
     def write(self, position: jax.Array, keys, values) -> "StaticCache":
         """Writes each layer's new rows [B, T, K, H], starting at position[b] of sequence b."""
         store = jax.vmap(_write_rows)

@@ -132,7 +132,8 @@ class Decoder(nnx.Module):
           positions: int32 [B, T]; for rotary embedding. Row r is stored at cache position
             positions[:, 0] + r, which for a chain is its position.
           cache: Cache that holds every position below positions[:, 0].
-          feature_layers: Layers whose outputs become features, in the order of concatenation.
+          feature_layers: Layers whose outputs become features, in the order of concatenation; -1
+            for the embedding.
           tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
           count: int32 [B]; number of rows to commit at once, the first ones of a chain. None if
             they are verified first.
@@ -213,7 +214,7 @@ class Decoder(nnx.Module):
         """Returns hidden states [B, T, D], features [B, T, C·D], and attention states."""
         angles = self.rotary_angles(positions)
         x = self.embed(tokens)
-        tapped = {}
+        tapped = {-1: x}
         results = []
         for i, (layer, arrays) in enumerate(zip(self.layers, seen, strict=True)):
             layer_angles = self.layer_angles(i, angles)

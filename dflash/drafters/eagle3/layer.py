@@ -1,88 +1,63 @@
-"""Transformer layer of EAGLE-3, with attention for chains, trees and unrolled training steps."""
+"""Transformer layers of EAGLE-3, with attention for chains, trees and unrolled training steps."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from dflash.config.schema import TargetArchitecture
+from dflash.drafters.eagle3_config import Eagle3Shape
 from dflash.kernels import implementation
 from dflash.kernels.block_attention import block_attention, branch_attention
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.unrolled_attention import unrolled_attention
-from dflash.layers.attention import Attention
-from dflash.layers.cache import StaticCache, batch_axes
+from dflash.layers.attention import Attend, Attention
+from dflash.layers.cache import batch_axes
 from dflash.layers.linear import RMSNorm
-from dflash.layers.mlp import Mlp
-from dflash.layers.transformer import Attend
-from dflash.parallel.sharding import Sharding
+from dflash.layers.transformer import TransformerLayer, grouped_attention
+
+KeysValues = tuple[jax.Array, jax.Array]
 
 
-class EagleLayer(nnx.Module):
-    """Transformer layer whose attention reads embeddings and features, concatenated."""
+class DraftLayer(TransformerLayer):
+    """Transformer layer whose attention has the forms of drafting and of training.
 
-    def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
-        build = {"dtype": dtype, "sharding": sharding}
-        width, eps = arch.hidden_size, arch.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps, **build)
-        self.hidden_norm = RMSNorm(width, eps, **build)
-        self.self_attn = Attention(
-            2 * width,
-            num_heads=arch.num_attention_heads,
-            num_kv_heads=arch.num_key_value_heads,
-            head_dim=arch.head_dim,
-            eps=eps,
-            qk_norm=False,
-            output_width=width,
-            **build,
-        )
-        self.post_attention_layernorm = RMSNorm(width, eps, **build)
-        self.mlp = Mlp(width, arch.intermediate_size, **build)
-        self.sharding = sharding
+    Attributes:
+      window: Positions that a row sees, its own included; None for all.
+    """
 
-    def __call__(
-        self,
-        features: jax.Array,
-        embedded: jax.Array,
-        cos_sin: tuple[jax.Array, jax.Array],
-        attend: Attend,
-    ) -> tuple[jax.Array, Any]:
-        """Runs the layer.
+    def __init__(
+        self, arch: TargetArchitecture, *, attention: Attention, window: int | None, **build
+    ):
+        super().__init__(arch, attention=attention, **build)
+        self.window = window
 
-        Args:
-          features: Features, or outputs of an earlier step, [B, T, D].
-          embedded: Embeddings of the following tokens, [B, T, D].
-          cos_sin: Rotary cos and sin of the rows' positions.
-          attend: Function (queries, keys, values) -> (attention output, any other result).
-        Returns:
-          Outputs [B, T, D], and the second result of `attend`.
-        """
-        batch, _ = batch_axes(features.shape[0], self.sharding)
-        x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(features)], axis=-1)
-        attended, auxiliary = attend(*self.self_attn.project(x, cos_sin))
-        out = features + self.self_attn.output(attended)
-        out = self.sharding.constrain(out, batch, None, None)
-        out = out + self.mlp(self.post_attention_layernorm(out))
-        return self.sharding.constrain(out, batch, None, None), auxiliary
-
-    def attend_context(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
+    def attend_context(self, cached: KeysValues, length: jax.Array) -> Callable[..., jax.Array]:
         """Returns the attention of a chain: over the cache and, causally, over the new rows.
 
-        It is a function (queries, keys, values) -> outputs, for a cache of `length` positions.
+        Args:
+          cached: Keys and values of the layer, each [B, K, L, H].
+          length: int32 [B]; number of cached positions.
+        Returns:
+          A function (queries, keys, values) -> outputs.
         """
         rows, kv_rows, stored, batch = self._layouts(length.shape[0])
         chosen = implementation.on(self.sharding)
         return self._sharded(
-            functools.partial(block_attention, causal=True, implementation=chosen),
+            functools.partial(
+                block_attention, causal=True, window=self.window, implementation=chosen
+            ),
             (rows, kv_rows, kv_rows, stored, stored, (batch,)),
-            (cache.keys[0], cache.values[0], length),
+            (*cached, length),
         )
 
-    def attend_branches(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
+    def attend_branches(self, cached: KeysValues, length: jax.Array) -> Callable[..., jax.Array]:
         """Returns the attention of a tree: over the cache, and over the rows in a mask.
+
+        The arguments are those of `attend_context`.
 
         Returns:
           A function (queries, keys, values, visible) -> outputs. Rows of `keys` and `values` are
@@ -93,12 +68,10 @@ class EagleLayer(nnx.Module):
         return self._sharded(
             functools.partial(branch_attention, implementation=chosen),
             (rows, kv_rows, kv_rows, (batch, None, None), stored, stored, (batch,)),
-            (cache.keys[0], cache.values[0], length),
+            (*cached, length),
         )
 
-    def attend_steps(
-        self, pairs: Sequence[tuple[jax.Array, jax.Array]], segment_ids: jax.Array
-    ) -> Attend:
+    def attend_steps(self, pairs: Sequence[KeysValues], segment_ids: jax.Array) -> Attend:
         """Returns the attention of an unrolled training step.
 
         A row attends causally to the rows of the first step, and to its own row of every later
@@ -145,3 +118,55 @@ class EagleLayer(nnx.Module):
             lambda *arrays: (function(*arrays, scale=scale),), layouts, layouts[:1]
         )
         return lambda *arrays: mapped(*arrays, *fixed)[0]
+
+
+class EagleLayer(DraftLayer):
+    """First layer of the drafter, whose attention reads embeddings and features, concatenated."""
+
+    def __init__(self, shape: Eagle3Shape, **build):
+        arch, width = shape.decoder, shape.decoder.hidden_size
+        attention = grouped_attention(
+            dataclasses.replace(arch, hidden_size=2 * width), output_width=width,
+            **attention_form(shape), **build,
+        )  # fmt: skip
+        super().__init__(arch, attention=attention, window=shape.layer_windows[0], **build)
+        self.hidden_norm = RMSNorm(width, arch.rms_norm_eps, **build)
+        self.norm_before_residual = shape.norm_before_residual
+
+    def __call__(
+        self,
+        x: tuple[jax.Array, jax.Array],
+        angles: tuple[jax.Array, jax.Array],
+        attend: Attend,
+    ) -> tuple[jax.Array, Any]:
+        """Runs the layer.
+
+        Args:
+          x: Features, or outputs of an earlier step; and the embeddings of the tokens that follow.
+            Both are [B, T, D].
+          angles: Rotary cos and sin of the rows' positions.
+          attend: Function (queries, keys, values) -> (attention output, any other result).
+        Returns:
+          Outputs [B, T, D], and the second result of `attend`.
+        """
+        features, embedded = x
+        normed = self.hidden_norm(features)
+        rows = jnp.concatenate([self.input_layernorm(embedded), normed], axis=-1)
+        branch, auxiliary = self.attention_branch(rows, angles, attend)
+        batch, _ = batch_axes(features.shape[0], self.sharding)
+        out = (normed if self.norm_before_residual else features) + branch
+        out = self.sharding.constrain(out, batch, None, None)
+        out = out + self.mlp_branch(self.mlp_norm(out))
+        return self.sharding.constrain(out, batch, None, None), auxiliary
+
+
+def attention_form(shape: Eagle3Shape) -> dict[str, bool]:
+    """Returns the arguments of `Attention` that all layers of a drafter share."""
+    bias = shape.attention_bias
+    return {"qk_norm": shape.qk_norm, "bias": bias, "output_bias": bias}
+
+
+def make_layer(shape: Eagle3Shape, i: int, **build) -> DraftLayer:
+    """Returns layer i of a drafter, 0 < i."""
+    attention = grouped_attention(shape.decoder, **attention_form(shape), **build)
+    return DraftLayer(shape.decoder, attention=attention, window=shape.layer_windows[i], **build)

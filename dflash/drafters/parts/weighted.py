@@ -76,8 +76,8 @@ class WeightedDrafter(Drafter):
 
     @classmethod
     def config_to_hf(cls, shape: Any) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint with this shape, in our own layout."""
-        return shape.to_hf() | {"architectures": [cls.hf_architectures[0]]}
+        """Returns the config.json of a checkpoint with this shape."""
+        return {"architectures": [cls.hf_architectures[0]]} | shape.to_hf()
 
     def feature_projection(self, num_features: int) -> Linear:
         """Returns an abstract linear map from target features [..., C·D] to the draft width."""

@@ -1,5 +1,6 @@
 """EAGLE-3 against vectors of the original PyTorch code; tests/golden/eagle3_*/README.md."""
 
+import dataclasses
 import functools
 import json
 import types
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from support.golden import GOLDEN, golden, load
+from support.golden import GOLDEN, golden, load_target
 from support.models import make_cache, make_sharding, zeros
 
 from dflash.checkpoints import checkpoint
@@ -24,12 +25,11 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.layers.losses import TrainBatch
-from dflash.models.dense import Llama3, Qwen3
 from dflash.offline.decoding import decode
 from dflash.parallel import parameters
 
-TARGETS = {"eagle3_llama_v40": Llama3, "eagle3_qwen3_v24": Qwen3, "eagle3_train_v32": Llama3}
 CASES = ("eagle3_llama_v40", "eagle3_qwen3_v24")
+OF_SPECULATORS = ("eagle3_speculators_llama_v96", "eagle3_speculators_qwen3_v80")
 TRAINING = "eagle3_train_v32"
 LOGITS, HIDDEN = 1e-4, 2e-5  # absolute; relative to the largest entry
 LENGTH = 64  # of the padded sequences here
@@ -37,7 +37,7 @@ LENGTH = 64  # of the padded sequences here
 
 @functools.cache
 def target(case):
-    return load(TARGETS[case], GOLDEN / case / "target")
+    return load_target(GOLDEN / case / "target")
 
 
 def drafter(case, **options) -> Eagle3:
@@ -82,7 +82,7 @@ class Steps:
         state, start = zeros(model.init_state(1, LENGTH)), jnp.zeros(1, jnp.int32)
         state = model.observe(state, start, ids, count[None], output.features, heads)
         embedded = heads.embed(ids[:, 1:])
-        hidden, _ = model.run(model.fc(output.features), embedded, state.cache, start)
+        hidden, _ = model.run(model.project(output.features), embedded, state.cache, start)
         return state, output.features, hidden
 
     def _draft(self, ids, count):
@@ -133,6 +133,26 @@ def test_a_chain_step_by_step(case):
     assert steps.draft(ids, later).tokens[0].tolist() == drafts
 
 
+@pytest.mark.parametrize("case", OF_SPECULATORS)
+def test_cycles_of_speculators(case):
+    vectors, model = golden(case), drafter(case)
+    steps, ids = Steps(case, model), padded(vectors["output_ids"])
+    assert [i + 1 for i in model.feature_layers] == vectors["aux_hidden_state_layer_ids"].tolist()
+    for cycle in range(4):
+        position, drafts, logits, hidden = (
+            vectors[f"cycle{cycle}_{name}"]
+            for name in ("position", "draft_tokens", "draft_logits", "draft_hidden")
+        )
+        count = jnp.asarray(position, jnp.int32)
+        features, first_pass, found, scores = steps.trace(ids, count, jnp.asarray(drafts))
+        if cycle == 0:
+            assert_close(features[:count], vectors["prefill_features"])
+            assert_close(first_pass[:count], vectors["cycle0_first_pass_hidden"])
+        assert_close(found, hidden)
+        np.testing.assert_allclose(scores, logits, rtol=0, atol=LOGITS)
+        assert steps.draft(ids, count).tokens[0].tolist() == drafts.tolist()
+
+
 def paths(anchor, drafts, ancestry, depth) -> list[tuple[int, ...]]:
     """The tokens on the way to each row, whose order differs: the original's is that of growth."""
     tokens, depth = np.array([anchor, *drafts]), np.asarray(depth)
@@ -166,16 +186,50 @@ def test_the_structure_of_trees(case):
         count += int(vectors["tree_accept_lengths"][cycle]) + 1
 
 
+def decoded(case, model):
+    """The prompt of a case, and what the engine makes of it."""
+    prompt = tuple(golden(case)["input_ids"].tolist())
+    config = DecodeConfig(page_size=16, prefill_chunk=16)
+    engine = Engine(target(case), model, config, max_length=len(prompt) + 60)
+    events = decode(engine, [Request(0, prompt, 60)])
+    (done,) = [event for event in events if isinstance(event, RequestOutput)]
+    return prompt, done
+
+
+@pytest.mark.parametrize("case", OF_SPECULATORS)
+def test_decoding_with_files_of_speculators(case):
+    vectors = golden(case)
+    prompt, done = decoded(case, drafter(case))
+    expected = vectors["output_ids"][len(prompt) :].tolist()
+    assert list(done.output_ids[: len(expected)]) == expected
+    lengths = vectors["acceptance_lengths"].tolist()
+    assert list(done.acceptance_lengths[: len(lengths)]) == lengths
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"mask_token_id": 3, "embed_requires_grad": True}, {"norm_output": True, "fc_norm": True}],
+)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_random_drafters_of_other_settings_change_no_token(settings, layers):
+    case = "eagle3_speculators_qwen3_v80"
+    shape = drafter(case).shape
+    decoder = dataclasses.replace(shape.decoder, num_hidden_layers=layers)
+    settings |= {"decoder": decoder, "norm_before_fc": False, "layer_windows": (9, None)[:layers]}
+    build = {"dtype": jnp.dtype("float32"), "sharding": make_sharding()}
+    model = Eagle3(dataclasses.replace(shape, **settings), **build)
+    parameters.init_fast_random(model, 0)
+    prompt, done = decoded(case, model)
+    plain = golden(case)["autoregressive_output_ids"][len(prompt) :].tolist()
+    assert list(done.output_ids[: len(plain)]) == plain
+
+
 @pytest.mark.parametrize("how", ["chain5", "chain6", "tree"])
 @pytest.mark.parametrize("case", CASES)
 def test_decoding(case, how):
     vectors = golden(case)
     options = {"tree": beam_tree(case)} if how == "tree" else {"num_draft_tokens": int(how[-1])}
-    prompt = tuple(vectors["input_ids"].tolist())
-    config = DecodeConfig(page_size=16, prefill_chunk=16)
-    engine = Engine(target(case), drafter(case, **options), config, max_length=len(prompt) + 60)
-    events = decode(engine, [Request(0, prompt, 60)])
-    (done,) = [event for event in events if isinstance(event, RequestOutput)]
+    prompt, done = decoded(case, drafter(case, **options))
     # A cycle of the original gives its anchor and what was accepted; ours that, and the next one.
     expected = vectors[f"{how}_cycle_ids"][len(prompt) :].tolist()
     accepted = vectors[f"{how}_accept_lengths"].tolist()
@@ -207,7 +261,7 @@ def training_case():
         features=pad("target_features", np.float32),
         hidden=pad("target_logits", np.float32),
     )
-    heads = types.SimpleNamespace(embed=target(TRAINING).embed, unembed=lambda logits: logits)
+    heads = types.SimpleNamespace(table_rows=target(TRAINING).embed, unembed=lambda logits: logits)
     return drafter(TRAINING), batch, heads
 
 

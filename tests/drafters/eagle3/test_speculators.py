@@ -1,0 +1,208 @@
+"""Files of speculators and other writers: tests/golden/eagle3_flags_v24/README.md."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.golden import GOLDEN, golden, load
+from support.models import make_architecture, zeros
+
+from dflash import errors
+from dflash.checkpoints import checkpoint
+from dflash.config.train_schema import LossConfig
+from dflash.drafters.eagle3.drafter import Eagle3
+from dflash.drafters.eagle3_config import BeamTree, Eagle3Shape
+from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.parallel import parameters
+
+FLAGS = "eagle3_flags_v24"
+SETTINGS = ("fc_norm", "own_embedding", "three_layers", "window", "parallel", "parallel_norms")
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def config_of(setting):
+    return json.loads((GOLDEN / FLAGS / setting / "draft" / "config.json").read_text())
+
+
+def drafter_of(setting, **options):
+    return load(Eagle3, GOLDEN / FLAGS / setting / "draft", **options)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_drafts_of_every_setting(setting):
+    vectors, model = golden(f"{FLAGS}/{setting}"), drafter_of(setting)
+    heads = types.SimpleNamespace(
+        table_rows=lambda tokens: jnp.asarray(vectors["embedding"])[tokens]
+    )
+    zero, count = jnp.zeros(1), jnp.array([len(vectors["features"])])
+    sampler = SequenceSampler(
+        SamplingParams(jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1, zero)
+    )
+
+    @jax.jit
+    def draft(tokens, features):
+        state, start = zeros(model.init_state(1, 32)), jnp.zeros(1, jnp.int32)
+        state = model.observe(state, start, tokens[None], count, features[None], heads)
+        proposal, _ = model.draft(state, tokens[-1:], count, sampler, heads)
+        fewer, _ = model.draft_fewer(1, state, tokens[-1:], count, sampler, heads)
+        return proposal.tokens[0], fewer.tokens[0], model.draft_logits(state.hidden)[0]
+
+    drafts, fewer, logits = draft(jnp.asarray(vectors["tokens"], jnp.int32), vectors["features"])
+    assert drafts.tolist() == vectors["draft_tokens"].tolist()
+    assert fewer.tolist() == drafts[:1].tolist()
+    np.testing.assert_allclose(logits, vectors["draft_logits"][0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_configs_written_are_read_back(setting):
+    shape = Eagle3.architecture_from_hf(config_of(setting))
+    written = json.loads(json.dumps(Eagle3.config_to_hf(shape)))
+    assert Eagle3.architecture_from_hf(written) == shape
+    flat = dataclasses.replace(shape, layout="eagle", speculative_tokens=None)
+    if shape.target_layer_ids is None or min(shape.target_layer_ids) >= 0:
+        assert Eagle3.architecture_from_hf(Eagle3.config_to_hf(flat)) == flat
+
+
+def test_files_written_have_the_names_of_their_layout(tmp_path):
+    for setting, layout, first in (
+        ("own_embedding", "speculators", "layers.0."),
+        ("own_embedding", "eagle", "midlayer."),
+        ("three_layers", "eagle", "layers.0."),
+    ):
+        model, directory = drafter_of(setting), tmp_path / f"{setting}_{layout}"
+        model.shape = dataclasses.replace(model.shape, layout=layout, target_layer_ids=(1, 2, 3, 4))
+        checkpoint.save(model, directory, Eagle3.config_to_hf(model.shape))
+        names = set(checkpoint.stored_tensors(directory))
+        assert {f"{first}hidden_norm.weight", "fc.weight"} <= names
+        assert ("embed_tokens.weight" in names) == (setting == "own_embedding")
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_the_first_layer_may_have_either_name(prefix, tmp_path):
+    from safetensors import numpy as safetensors
+
+    model = drafter_of("fc_norm")
+    checkpoint.save(model, tmp_path / "out", Eagle3.config_to_hf(model.shape))
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = {
+        prefix + name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in safetensors.load_file(path).items()
+    }
+    safetensors.save_file(tensors, path)
+    again = load(Eagle3, tmp_path / "out")
+    pairs = zip(parameters.named_arrays(model), parameters.named_arrays(again), strict=True)
+    for (name, mine), (_, other) in pairs:
+        np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=name)
+
+
+# --- config.json ---------------------------------------------------------------------------------
+
+FLAT = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("ids", "outputs"),
+    [
+        ([1, 17, 32], (1, 17, 32)),  # ModelOpt, SpecForge: outputs, for 36 layers
+        ([1, 46, 90], (1, 46, 90)),  # Qwen3-235B
+        ([1, 29, 57], (1, 29, 57)),  # DeepSeek-V3
+        ([2, 30, 58], (1, 29, 57)),  # inputs
+        ([24, 30, 36], (23, 29, 35)),  # gpt-oss-120b-Eagle3-v3: the last is the last layer's output
+    ],
+)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_numbers_of_tapped_layers_follow_their_writer(ids, outputs, grouped):
+    stated = {"eagle_config": {IDS: ids, "use_aux_hidden_state": True}} if grouped else {IDS: ids}
+    assert Eagle3Shape.from_hf(FLAT | stated).target_layer_ids == outputs
+    explicit = FLAT | stated | {"target_layer_ids": [3]}
+    assert Eagle3Shape.from_hf(explicit).target_layer_ids == (3,)
+
+
+def test_files_of_speculators_number_the_inputs_of_layers():
+    config = config_of("own_embedding")
+    assert Eagle3Shape.from_hf(config).target_layer_ids == (-1, 1, 4, 7)
+    assert Eagle3Shape.from_hf(config | {IDS: [1, 4, 7]}).target_layer_ids == (0, 3, 6)
+    default = Eagle3Shape.from_hf(config | {IDS: None})
+    target = make_architecture(
+        vocab_size=24, hidden_size=16, num_hidden_layers=8, num_attention_heads=2
+    )
+    assert default.target_layer_ids is None
+    assert default.fit(target).target_layer_ids == (1, 3, 4)
+
+
+def test_fields_of_speculators_and_their_defaults():
+    config = config_of("fc_norm")
+    shape = Eagle3Shape.from_hf(config)
+    assert (shape.fc_norm, shape.norm_output, shape.qk_norm, shape.num_drafts) == (True,) * 3 + (4,)
+    older = {key: config[key] for key in config if not key.startswith(("norm", "fc_norm", "draft"))}
+    older["transformer_layer_config"] = config["transformer_layer_config"] | {"vocab_size": 64_000}
+    older["speculators_model_type"] = "qwen3"  # As in the file for Qwen3-32B.
+    read = Eagle3Shape.from_hf(older)
+    assert (read.norm_before_residual, read.fc_norm, read.draft_vocab_size) == (
+        False,
+        False,
+        32_000,
+    )
+
+
+def test_rotary_embeddings_of_speculators():
+    config = config_of("fc_norm")
+    sliding = {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5}
+    full = sliding | {"rope_theta": 9.0}
+    decoder = config["transformer_layer_config"] | {
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding}
+    }
+    shape = Eagle3Shape.from_hf(config | {"transformer_layer_config": decoder})
+    assert (shape.decoder.rope_theta, shape.partial_rotary_factor) == (7.0, 0.5)
+    assert shape.rotary.head_dim == shape.decoder.head_dim // 2
+
+
+def test_masks_of_flat_files():
+    for stated in ({"ptd_token_id": 5}, {"pard_token": 5}, {"dflash_config": {"mask_token_id": 5}}):
+        shape = Eagle3Shape.from_hf(FLAT | stated)
+        assert (shape.mask_token_id, shape.embed_requires_grad) == (5, True)
+
+
+REFUSED = {
+    "has_router: unknown field, which may change the drafts; remove it if it does not": {
+        "has_router": True
+    },
+    "model_type: expected one of llama, qwen3, got 'gpt_oss'": {
+        "transformer_layer_config": {"model_type": "gpt_oss"}
+    },
+    "algorithm: expected one of eagle3, peagle, got 'dflash'": {
+        "speculators_config": {"algorithm": "dflash"}
+    },
+    "missing mask_token_id": {"speculators_config": {"algorithm": "peagle"}},
+    "fc_norm: true is not supported beside norm_before_fc": {"norm_before_fc": True},
+    "proposal_methods: expected a mapping or null, got 3": {
+        "speculators_config": {"proposal_methods": [3]}
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_files_of_speculators_may_not_say(message):
+    with pytest.raises(errors.CheckpointError) as caught:
+        Eagle3.architecture_from_hf(config_of("fc_norm") | REFUSED[message])
+    assert str(caught.value) == f"config.json: {message}"
+
+
+@pytest.mark.parametrize("setting", ["window", "parallel"])
+def test_trees_and_training_that_a_file_rules_out(setting):
+    with pytest.raises(errors.ConfigError, match=r"drafter\.tree: .* draft chains only"):
+        drafter_of(setting, tree=BeamTree(budget=3, top_k=2, depth=2))
+    with pytest.raises(errors.ConfigError, match="is not trained here"):
+        drafter_of(setting).loss(None, None, None, LossConfig())
