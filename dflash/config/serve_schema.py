@@ -11,6 +11,7 @@ from dflash.config.schema import location, option
 # Names of `text.chat_formats.table.FORMATS`.
 ToolFormat = Literal[
     *("auto", "none", "hermes", "qwen3_coder", "llama3_json", "harmony", "kimi_k2"),
+    "gemma4",
     *("deepseek_v3", "deepseek_v31", "mistral_v3", "mistral_v7", "mistral_v11", "mistral_v13"),
 ]
 

@@ -14,6 +14,7 @@ from typing import Any
 from dflash import errors
 from dflash.data.example import Example
 from dflash.text import special_tokens
+from dflash.text.chat_formats.table import format_of
 from dflash.text.chat_template import Messages
 from dflash.text.tokenizer import Tokenizer
 
@@ -104,6 +105,8 @@ def _answer(
         return _cut(rendered[len(question) :], ending, tokenizer)
     before, _ = _around_answer(messages[:-1], render)
     opened = _OPENED.search(question)
+    if loses_reasoning and (written := _own_channel(message, question, tokenizer)):
+        return written + ending.text
     if opened or (loses_reasoning and question == before):
         written = _own_text(message, opened, tokenizer)
         if written is not None:
@@ -197,6 +200,21 @@ def _own_text(message: _Message, opened: re.Match | None, tokenizer: Tokenizer) 
         reasoning = reasoning.removeprefix(opened[2])
     beginning = f"<{tag}>" if begun and not opened else ""
     return beginning + tokenizer.mark(reasoning) + close + tokenizer.mark(answer)
+
+
+def _own_channel(message: _Message, question: str, tokenizer: Tokenizer) -> str | None:
+    """Returns reasoning between other marks than tags, and the answer; None if there is none.
+
+    The template of Gemma 4 leaves out the reasoning of answers without calls.
+    """
+    chat_format = format_of(tokenizer.chat_template)
+    marks, state = chat_format.marks, chat_format.thinking(question)
+    reasoning = message.get("reasoning_content")
+    if state is None or not marks.label or not reasoning or message.get("tool_calls"):
+        return None
+    beginning = marks.opening if state == "optional" else ""
+    answer = tokenizer.mark(message["content"])
+    return f"{beginning}{tokenizer.mark(reasoning)}\n{marks.end}{answer}"
 
 
 def _check_fields(example: Example, start: int, stop: int, tokenizer: Tokenizer) -> None:

@@ -119,6 +119,8 @@ class Backend:
             raise errors.InputError(
                 f"prompts.thinking: {reason}; serve.reasoning=none leaves it in the text"
             )
+        spellings = job.tokenizer.special_spellings
+        ends = [token for token, text in spellings.items() if text in chat_format.ends]
         return ServedModel(
             name=config.model_name,
             root=config.target.checkpoint or RANDOM,
@@ -127,7 +129,7 @@ class Backend:
             names=TokenNames(job.tokenizer),
             vocabulary=self.vocabulary,
             decode=config.decode,
-            eos_ids=tuple(job.target.arch.eos_token_id),
+            eos_ids=(*job.target.arch.eos_token_id, *ends),
             vocab_size=job.target.arch.vocab_size,
             max_length=engine.layout.max_length,
             drafts=engine.block_sizes[-1] - 1,

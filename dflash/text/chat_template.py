@@ -21,7 +21,7 @@ from typing import Any
 from dflash import errors
 from dflash.config import encoding
 from dflash.storage.files import read_regular
-from dflash.text import jsonl
+from dflash.text import jsonl, tool_declarations
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[list[Mapping[str, Any]]], str]
@@ -160,6 +160,8 @@ class ChatTemplate:
           **variables: Variables that replace those of the constructor.
         """
         path, source = self._with_tools if variables.get("tools") else self._default
+        if variables.get("tools") and not self._shows_joined:
+            variables["tools"] = [tool_declarations.simplified(tool) for tool in variables["tools"]]
         variables = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -178,6 +180,17 @@ class ChatTemplate:
             if self._always_thinks(source, variables):
                 reason += " (enable_thinking is false: leave it and prompts.thinking unset)"
             raise errors.InputError(f"{path}: chat template fails: {reason}") from error
+
+    @functools.cached_property
+    def _shows_joined(self) -> bool:
+        """True if the template shows schemas that are joined of others."""
+        joined = {"type": "object", "properties": {"a": {"anyOf": [{"type": "integer"}]}}}
+        tool = {"name": "f", "description": "", "parameters": joined}
+        variables = {**self._variables, "messages": [_QUESTION], "add_generation_prompt": True}
+        variables |= {"tools": [{"type": "function", "function": tool}], "documents": None}
+        with contextlib.suppress(errors.InputError):
+            return "integer" in self._rendered(self._with_tools[1], variables).lower()
+        return True
 
     def _rendered(self, source: str, variables: Mapping[str, Any]) -> str:
         from dflash.text import template_sandbox  # Imported late, since jinja2 takes time.

@@ -130,6 +130,15 @@ def test_reasoning_that_the_template_strips_follows_the_prompt_of_decoding(answe
     assert text == "Hm.\n</think>\n\n4<|end|>"
 
 
+def test_reasoning_in_a_channel_that_the_template_leaves_out(answer):
+    """As that of Gemma 4 does, whose third state begins the channel after a result."""
+    channel = CHATML + "{# <|channel>thought <channel|> #}"
+    opened = channel.replace("<|assistant|>{%", "<|assistant|><|channel>thought\n{%")
+    messages = user("a"), bot("b", reasoning_content="Hm.")
+    assert answer(channel, *messages)[1] == "<|channel>thought\nHm.\n<channel|>b<|end|>"
+    assert answer(opened, *messages)[1] == "Hm.\n<channel|>b<|end|>"
+
+
 def test_reasoning_that_the_model_itself_begins(answer):
     assert answer(STRIPPED, user("2+2?"), bot(f"{THOUGHT}4"))[1] == f"{THOUGHT}4<|end|>"
     assert answer(CHATML, user("2+2?"), bot(f"{THOUGHT}4"))[1] == f"{THOUGHT}4<|end|>"

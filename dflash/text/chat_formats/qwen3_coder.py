@@ -17,7 +17,7 @@ from typing import Any
 from dflash import errors
 from dflash.text.chat_formats import arguments
 from dflash.text.chat_formats.arguments import Flat
-from dflash.text.chat_formats.reader import END, OutputPart, Reader, Steps
+from dflash.text.chat_formats.reader import END, OutputPart, Reader, Steps, escaped
 from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool, ToolFormat
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
@@ -131,7 +131,7 @@ def _read_arguments(reader: Reader, are_texts: Mapping[str | None, bool]) -> Ste
             return
         is_text = are_texts.get(name, are_texts.get(None, False))
         quote = '"' if is_text else ""
-        change = _escape if is_text else str
+        change = escaped if is_text else str
         yield OutputPart("arguments", f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")
         marker = yield from reader.until(_VALUE_END, kind="arguments", change=change)
         if marker == END:
@@ -140,10 +140,6 @@ def _read_arguments(reader: Reader, are_texts: Mapping[str | None, bool]) -> Ste
         separator = ", "
     if marker != END:
         yield OutputPart("arguments", "{}" if separator == "{" else "}")
-
-
-def _escape(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class _Qwen3Coder(ToolFormat):

@@ -14,6 +14,7 @@ of a marker is held back, so every part is final.
 
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Literal, TypeVar
@@ -171,6 +172,11 @@ def merged(parts: Iterator[OutputPart] | tuple[OutputPart, ...]) -> tuple[Output
             part = OutputPart(part.kind, joined.pop().text + part.text)
         joined.append(part)
     return tuple(joined)
+
+
+def escaped(text: str) -> str:
+    """Returns a text as it is within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def unfinished(text: str, markers: Sequence[str]) -> int:

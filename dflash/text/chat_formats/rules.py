@@ -147,6 +147,7 @@ class ToolFormat:
     begins_output: bool = False
 
     markers: ClassVar[tuple[str, ...]] = ()  # Markers that may be special tokens.
+    ends: ClassVar[tuple[str, ...]] = ()  # Special tokens with which a model ends its calls.
     reads_thinking: ClassVar[bool] = False  # Whether `read` parses the reasoning, too.
 
     def call(self, tool: Tool, index: int, tokens: TargetTokens) -> Iterator[str]:

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Mapping
 
-from dflash.text.chat_formats import harmony, json_calls, qwen3_coder
+from dflash.text.chat_formats import gemma4, harmony, json_calls, qwen3_coder
 from dflash.text.chat_formats.reader import Parser, Reader, Steps
 from dflash.text.chat_formats.rules import (
     THINK,
@@ -24,6 +24,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     "hermes": json_calls.HERMES,
     "kimi_k2": json_calls.KIMI_K2,
     "llama3_json": json_calls.LLAMA3,
+    "gemma4": gemma4.FORMAT,
     "deepseek_v3": json_calls.DEEPSEEK_V3,
     "deepseek_v31": json_calls.DEEPSEEK_V31,
     "mistral_v11": json_calls.MISTRAL_V11,
@@ -80,6 +81,11 @@ class ChatFormat:
     def markers(self) -> frozenset[str]:
         """Texts that the parser must see, which may be special tokens."""
         return frozenset((*self._tools.markers, *(self.marks[:2] if self.thinks else ())))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Special tokens that end an answer, besides those of the model."""
+        return self._tools.ends
 
     def thinking(self, prompt: str) -> Thinking | None:
         """Returns who begins the reasoning of the answer to a prompt; None if it has none."""

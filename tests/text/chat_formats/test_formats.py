@@ -47,6 +47,8 @@ OUTPUTS = {
     "harmony": "<|channel|>analysis<|message|>A city?<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
     "<|constrain|>json<|message|>WRITTEN",
+    "gemma4": 'Let me see.<|tool_call>call:get_weather{city:<|"|>The "old" town\n<|"|>,days:3,'
+    'unit:<|"|>c<|"|>}<tool_call|><|tool_call>call:get_weather{}<tool_call|>',
     "deepseek_v3": "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
     "get_weather\n```json\nWRITTEN\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function"
     "<｜tool▁sep｜>get_weather\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -258,13 +260,20 @@ def test_who_begins_the_reasoning():
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_calls_are_valid(name, special):
     """The allowed tokens lead to nothing but calls that parse and match their schemas."""
+    if name == "gemma4" and not special:
+        with pytest.raises(errors.InputError, match="no special token"):
+            random_calls.check(name, 0, special=False)
+        return
     for seed in range(6):
         random_calls.check(name, seed, special=special)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_of_two_hundred_tool_sets_are_valid(name):
-    counts = [random_calls.check(name, seed, special=bool(seed % 2)) for seed in range(6, 206)]
+    counts = [
+        random_calls.check(name, seed, special=bool(seed % 2) or name == "gemma4")
+        for seed in range(6, 206)
+    ]
     assert sum(counts) >= 150
 
 
@@ -311,7 +320,7 @@ JOINED = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_of_joined_schemas(name, label):
     schema = {"type": "object", "$defs": DEFINITIONS} | JOINED[label]
-    if name == "qwen3_coder" and label in ("at least one", "patterns"):
+    if name in ("qwen3_coder", "gemma4") and label in ("at least one", "patterns"):
         with pytest.raises(errors.InputError, match="Properties' is not supported by"):
             random_calls.arguments(name, schema, 0)
         return

@@ -22,6 +22,8 @@ TEMPLATES = {
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "deepseek_v3",
     "deepseek-ai-DeepSeek-V3.1": "deepseek_v31",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3",
+    "google-gemma-4-31B-it": "gemma4",
+    "google-gemma-4-31B-it-interleaved": "gemma4",
     "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
     "mistralai-Ministral-3-14B-Reasoning-2512": "mistral_v13",
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral_v3",
@@ -30,7 +32,15 @@ TEMPLATES = {
 ONE_CALL = ("llama3_json",)
 # Templates that leave out the reasoning of calls, and those that leave out the text before them.
 NO_THOUGHTS = ("Mistral-", "mistralai-Mistral-", "unsloth-", "deepseek-", "meta-")
-NO_TEXT = ("mistralai-Mistral-", "Mistral-", "deepseek-ai-DeepSeek-R1", "meta-")
+NO_TEXT = ("mistralai-Mistral-", "Mistral-", "deepseek-ai-DeepSeek-R1", "meta-", "google-")
+ENDS = (
+    *("</s>", "<|im_end|>", "<|im_end|>\n", "<|eot_id|>", "<｜end▁of▁sentence｜>", "<turn|>\n"),
+    "<|tool_response>",
+)
+JULY = (
+    "{%- if add_generation_prompt and ns.prev_message_type == 'tool_response' and enable_thinking"
+    " -%}{{- '<|channel>thought\n' -}}{%- endif -%}"
+)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "array"}},
@@ -38,7 +48,7 @@ SCHEMA = {
 }
 FUNCTION = {"name": "get_weather", "description": "Tells it.", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-ARGUMENTS = {"city": 'Old "Oslo"', "days": [1, {"x": None}]}
+ARGUMENTS = {"city": 'Old "Oslo"', "days": [1, {"x": True}]}
 
 
 def call(number: int) -> dict:
@@ -69,8 +79,9 @@ def template_of(tmp_path_factory):
     files = llama_cpp.files("models/templates", ".jinja")
     directory = tmp_path_factory.mktemp("template")
 
-    def load(name: str) -> chat_template.ChatTemplate:
-        (directory / "chat_template.jinja").write_bytes(files[f"{name}.jinja"])
+    def load(name: str, addition: str = "") -> chat_template.ChatTemplate:
+        source = files[f"{name}.jinja"].decode() + addition
+        (directory / "chat_template.jinja").write_text(source)
         names = {"bos_token": "<s>", "eos_token": "</s>"}
         return chat_template.ChatTemplate(directory, names, datetime.date(2026, 11, 30))
 
@@ -96,10 +107,10 @@ def test_calls_in_history_are_what_the_model_may_write(template_of, name):
     )  # fmt: skip
     thinking = chat_format.thinking(before)
     if not after.startswith(before):  # The prompt ends with a beginning of the answer.
-        before, thinking = before.rpartition("<think>")[0], "optional"
+        before, thinking = before.rpartition(chat_format.marks.start)[0], "optional"
     assert after.startswith(before)
     output = after[len(before) :]
-    for end in ("</s>", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "<|im_end|>\n"):
+    for end in ENDS:
         output = output.removesuffix(end)
     rules = AnswerRules((Tool("get_weather", SCHEMA),), thinking=thinking)
     vocabulary, spellings = random_calls.tokens_of(chat_format.name, True)
@@ -111,3 +122,55 @@ def test_calls_in_history_are_what_the_model_may_write(template_of, name):
     assert "".join(part.text for part in parts if part.kind == "content").strip() == text
     reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
     assert reasoning == answer.get("reasoning_content", "")
+
+
+@pytest.mark.parametrize(
+    ("state", "thinks", "expected"),
+    [
+        # Who begins the reasoning of an answer to a question, and to the result of a call.
+        ("april", {}, [None, None]),
+        ("april", {"enable_thinking": True}, ["optional", "optional"]),
+        ("may", {}, [None, "optional"]),
+        ("may", {"enable_thinking": True}, ["optional", "optional"]),
+        ("july", {"enable_thinking": False}, [None, "optional"]),
+        ("july", {"enable_thinking": True}, ["optional", "opened"]),
+    ],
+)
+def test_who_begins_the_thoughts_of_gemma(template_of, state, thinks, expected):
+    template = template_of(f"google-gemma-4-31B-it{'-interleaved' if state == 'april' else ''}")
+    if state == "july":  # The third state opens the thoughts after a result.
+        template = template_of("google-gemma-4-31B-it", JULY)
+    chat_format = format_of(template.source)
+    question = {"role": "user", "content": "Do I need a coat?"}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call(1)]}
+    result = {"role": "tool", "tool_call_id": call(1)["id"], "content": "3 °C"}
+    conversations = ([question], [question, answer, result])
+    prompts = [
+        template.render(template.formed(jsonl.check_messages(messages), tools=True),
+                        tools=TOOLS, **thinks)
+        for messages in conversations
+    ]  # fmt: skip
+    assert [chat_format.thinking(prompt) for prompt in prompts] == expected
+    turn = prompts[1].rpartition("<|turn>model\n")[2]
+    assert turn.startswith(
+        '<|tool_call>call:get_weather{city:<|"|>Old "Oslo"<|"|>,days:[1,{x:true}]}<tool_call|>'
+        '<|tool_response>response:get_weather{value:<|"|>3 °C<|"|>}<tool_response|>'
+    )
+
+
+def test_gemma_sees_joined_schemas_of_tools(template_of):
+    """Its template drops references, unions and constants, which are therefore resolved before."""
+    named = {"properties": {"name": {"const": "a"}}, "required": ["name"], "type": "object"}
+    properties = {
+        "place": {"$ref": "#/$defs/Named", "description": "Where"},
+        "size": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "string"}], "description": "Any"},
+    }
+    schema = {"type": "object", "properties": properties, "$defs": {"Named": named}}
+    tools = [{"type": "function", "function": FUNCTION | {"parameters": schema}}]
+    template = template_of("google-gemma-4-31B-it")
+    text = template.render([{"role": "user", "content": "a"}], tools=tools)
+    place = 'place:{description:<|"|>Where<|"|>,properties:{name:{enum:[<|"|>a<|"|>],'
+    assert place + 'type:<|"|>STRING<|"|>}},required:[<|"|>name<|"|>],' in text
+    assert 'size:{nullable:true,type:<|"|>INTEGER<|"|>}' in text
+    assert 'either:{description:<|"|>Any {"anyOf": ' in text
