@@ -26,7 +26,7 @@ from support.engines import (
     shared_engine,
     without_prefix_cache,
 )
-from support.forms import FORMS, Form, each_form
+from support.forms import FORMS, Form, each_form, each_kind
 from support.models import ARCHITECTURE, drafter, takes, target
 
 from dflash.inference.engine import Engine
@@ -250,7 +250,7 @@ def weighs_drafts(model) -> bool:
     return model.has_probs or model.num_draft_tokens == 0
 
 
-@each_form
+@each_kind
 def test_top_k_and_top_p_apply_alike(form):
     prompts = random_prompts(ONE_BUCKET)
     how = {"temperature": 1.5, "top_k": 6, "top_p": 0.8}
@@ -289,7 +289,7 @@ def plain_controlled(prompts, *, greedy: bool = False) -> list[tuple]:
     return controlled(ragged_engine(Form("none")), prompts, greedy=greedy)
 
 
-@each_form
+@each_kind
 def test_controls_apply_alike(form):
     """Penalties, biases and least lengths count drafts as said in the rows after them."""
     prompts = tuple(random_prompts(ONE_BUCKET))
@@ -300,7 +300,7 @@ def test_controls_apply_alike(form):
         assert reason == "length" or ids[-1] in how["stop_ids"]
 
 
-@each_form
+@each_kind
 def test_controls_apply_alike_in_rejection(form):
     if weighs_drafts(form.build()):
         prompts, run = tuple(random_prompts(ONE_BUCKET)), ragged_engine(form, "rejection")
@@ -337,7 +337,7 @@ def plain_constrained(*, greedy: bool = False) -> list[tuple]:
     return constrained(ragged_engine(Form("none")), greedy=greedy)
 
 
-@each_form
+@each_kind
 def test_grammars_apply_alike(form):
     """Beside sequences without one, whose outputs stay what they are."""
     run = ragged_engine(form)
@@ -350,7 +350,7 @@ def test_grammars_apply_alike(form):
         assert json.loads(grammars.text_of(found[0][0])).keys() == {"a", "b"}
 
 
-@each_form
+@each_kind
 def test_grammars_apply_alike_in_rejection(form):
     """Masks are given to a program of its own."""
     if weighs_drafts(form.build()):

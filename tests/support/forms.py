@@ -31,3 +31,9 @@ FORMS = [
     *(Form(name, tree=True) for name in _NAMES if takes(name, "tree")),
 ]
 each_form = pytest.mark.parametrize("form", FORMS, ids=str)
+# One of each way to draft: none, copies, blocks and their trees, serial heads, a model, a beam.
+KINDS = [
+    *(Form(name) for name in ("none", "ngram", "dflash", "dspark", "autoregressive")),
+    *(Form(name, tree=True) for name in ("dflash", "dspark", "eagle3")),
+]
+each_kind = pytest.mark.parametrize("form", KINDS, ids=str)

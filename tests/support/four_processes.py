@@ -148,8 +148,9 @@ def lonely_features(directory: pathlib.Path, process: int) -> None:
 
 def data(directory: pathlib.Path, process: int) -> None:
     """The first process encodes what all read."""
-    (directory / f"own-{process}").mkdir()
-    config = examples.config(directory / f"own-{process}", 40, data_dir=str(directory / "data"))
+    own = directory / f"examples-{process}"
+    own.mkdir()
+    config = examples.config(own, 40, data_dir=str(directory / "data"))
     rows = mixture.open_mixture(config, datasets.find_all(config), ByteTokenizer())
     source = Batches(rows, batch_size=COUNT, mine=(process,))
     print(f"row {next(source)['tokens'].sum()}", file=sys.stderr)
