@@ -19,7 +19,13 @@ from flax import nnx
 
 from dflash.drafters.dflash_config import DFlashConfig, DFlashShape
 from dflash.drafters.parts import draft_vocabulary
-from dflash.drafters.parts.blocks import block_loss, cut_blocks, sample_anchors, score_blocks
+from dflash.drafters.parts.blocks import (
+    Blocks,
+    block_loss,
+    cut_blocks,
+    sample_anchors,
+    score_blocks,
+)
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.drafters.parts.one_pass import OnePassDrafter
 from dflash.drafters.parts.sampler import Sampler
@@ -76,15 +82,16 @@ class DFlash(OnePassDrafter):
         super().__init__(shape, dtype=dtype, sharding=sharding)
         decoder = shape.decoder
         self.set_sizes(
-            shape.block_size,
+            shape.block_size + shape.sample_from_anchor,
             block_size,
             tree_budget,
             vocab_size=shape.num_draft_tokens,
             of="that the drafter was trained with",
         )
-        # Number of draft positions that a pass computes. Compute as many as in training by default:
+        # Number of rows after the anchor in a pass. Compute as many as in training by default:
         # rows attend to one another, so a shorter block makes even the first draft worse.
-        self.pass_positions = self.num_positions if short_pass else shape.block_size - 1
+        rows = self.num_positions + self.first_row if short_pass else shape.block_size
+        self.pass_positions = rows - 1
         build = {"dtype": dtype, "sharding": sharding}
         self.feature_layers = shape.target_layer_ids
         self.calibration = shape.calibration
@@ -95,6 +102,11 @@ class DFlash(OnePassDrafter):
         )
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
         self._declare_ends(shape, **build)
+
+    @property
+    def first_row(self) -> int:
+        """First row of the block that drafts: 1, or 0 if the anchor's row drafts too."""
+        return 1 - self.shape.sample_from_anchor
 
     def _declare_ends(self, shape: DFlashShape, **build) -> None:
         """Declares what the drafter does not take from the target's embedding and head."""
@@ -169,11 +181,11 @@ class DFlash(OnePassDrafter):
         its first rows attend to the later ones.
         """
         depth = min(count, self.num_positions)  # A tree is no deeper than its number of drafts.
-        last = depth if self.shape.causal else self.pass_positions
-        hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
-        first = slice(1, depth + 1)
+        end = self.first_row + depth
+        last = end - 1 if self.shape.causal else self.pass_positions
+        hidden, _ = self.run_block(state, anchor, position, heads, num_positions=last)
         unembed = functools.partial(self._unembed, heads=heads)
-        rows = hidden[:, first], positions[:, first]
+        rows = hidden[:, self.first_row : end], position[:, None] + 1 + jnp.arange(depth)
         return self.propose(*rows, unembed, self.among(sampler), count), state
 
     def within(self, windows):
@@ -244,7 +256,8 @@ class DFlash(OnePassDrafter):
         Returns:
           hidden [B, T, D] after the final norm, and positions int32 [B, T].
         """
-        masked = (anchor.shape[0], num_positions or self.pass_positions)
+        count = self.pass_positions if num_positions is None else num_positions
+        masked = (anchor.shape[0], count)
         mask = jnp.full(masked, self.shape.mask_token_id)
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
         positions = position[:, None] + jnp.arange(block.shape[1])
@@ -311,14 +324,19 @@ class DFlash(OnePassDrafter):
           anchors: First rows of the blocks; None to draw them from `key`.
         """
         anchors = anchors or sample_anchors(batch, options.num_anchors, key)
-        blocks = cut_blocks(
-            batch,
-            anchors,
-            block_size=self.pass_positions + 1,
-            mask_token_id=self.shape.mask_token_id,
-        )
-        hidden = self.run_blocks(batch, blocks, heads, remat=remat)
+        blocks, hidden = self.run_drafted(batch, heads, anchors, remat=remat)
         return block_loss(self._score(hidden, blocks, batch, heads, options), blocks, options)
+
+    def run_drafted(self, batch, heads, anchors, *, remat=False) -> tuple[Blocks, jax.Array]:
+        """Returns blocks of G draft positions, and their hidden states [B, A, G, D]."""
+        rows = self.pass_positions + 1
+        size, mask = rows + 1 - self.first_row, self.shape.mask_token_id
+        blocks = cut_blocks(batch, anchors, block_size=size, mask_token_id=mask)
+        run = dataclasses.replace(
+            blocks, tokens=blocks.tokens[..., :rows], positions=blocks.positions[..., :rows]
+        )
+        hidden = self.run_blocks(batch, run, heads, remat=remat)
+        return blocks, hidden[:, :, self.first_row :]
 
     def _score(self, hidden, blocks, batch, heads, options) -> TokenScores:
         own = self.lm_head and parameters.gathered(self.lm_head, self.sharding)

@@ -28,7 +28,7 @@ _SUPPORTED = {"draft_shift": False, "logit_scale": 1.0}
 # Fields that config.json omits if they have their defaults.
 _OPTIONAL_FIELDS = (
     *("partial_rotary_factor", "attention_bias", "attention_sink_bias", "attention_value_scale"),
-    *("draft_vocab_size", "target_hidden_size", "mask_embedding"),
+    *("draft_vocab_size", "target_hidden_size", "mask_embedding", "sample_from_anchor"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "calibration"),
 )
 # Fields of the drafter, which files have at the top level or in their group.
@@ -88,6 +88,7 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
       architecture: Class of the config group `drafter.architecture`.
       file_defaults: Defaults in config.json of the fields that a descendant adds; the others are
         required there.
+      anchor_may_draft: Whether `sample_from_anchor` is supported.
       decoder: Architecture of the draft layers: width, heads, rotary base and so on.
       num_target_layers: Depth of the target that the drafter was trained for; None if not stated.
       views: One view per draft layer.
@@ -96,6 +97,7 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
       attention_value_scale: Factor on values.
       target_hidden_size: Width of the target, if it is not the drafter's; the drafter then has an
         embedding and an output head of its own. None for the same width.
+      sample_from_anchor: Whether the anchor's row drafts, too. All `block_size` rows then draft.
       mask_embedding: Whether the drafter has an embedding of its own for the mask token.
       input_embedding_scale: Factor on the rows of the target's embedding table. It replaces that of
         the target, and the two fields below replace those of the target's logits.
@@ -109,6 +111,7 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
     layout: ClassVar[Mapping[str, Any]] = {"projector": "dflash"}
     architecture: ClassVar[type] = DFlashArchitecture
     file_defaults: ClassVar[Mapping[str, Any]] = {}
+    anchor_may_draft: ClassVar[bool] = True
 
     decoder: TargetArchitecture
     num_target_layers: int | None = option(None, minimum=1, maximum=MAX_LAYERS)
@@ -117,6 +120,7 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
     attention_sink_bias: bool = False
     attention_value_scale: float = option(1.0, minimum=0.0, maximum=1e3)
     target_hidden_size: int | None = option(None, minimum=1, maximum=MAX_WIDTH)
+    sample_from_anchor: bool = False
     mask_embedding: bool = False
     input_embedding_scale: float = option(1.0, minimum=0.0)
     output_multiplier: float = option(1.0, minimum=0.0)
@@ -232,7 +236,7 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
         optional = {
             name: getattr(self, name)
             for name in _OPTIONAL_FIELDS
-            if getattr(self, name) != getattr(DFlashShape, name)
+            if getattr(self, name) != getattr(type(self), name)
         }
         return (
             hf_config.write_architecture(self.decoder)
@@ -292,6 +296,8 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
             message = "expected pairs of a positive slope and an offset"
             yield ("calibration",), message
         yield from self.rotary_problems()
+        if self.sample_from_anchor and not self.anchor_may_draft:
+            yield ("sample_from_anchor",), "true is not supported, only false"
 
 
 @dataclasses.dataclass(frozen=True)

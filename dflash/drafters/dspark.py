@@ -1,20 +1,22 @@
 """DSpark: DFlash in which every row drafts, with a previous-token head and a confidence head.
 
 Source: DeepSpec (`modeling/dspark`), by its golden vectors. The anchor's row drafts too, so row k
-predicts the token k + 1 positions after the anchor. A low-rank "Markov head", of three kinds,
+predicts the token k + 1 positions after the anchor, unless the file states `sample_from_anchor`
+false. A low-rank "Markov head", of three kinds,
 corrects the logits of each draft position by the token before it. A confidence head predicts
 whether a draft is accepted, given that all earlier drafts are. The embedding and the output head
 are the target's; checkpoints contain copies of them, which are not read.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash import errors
+from dflash.checkpoints import hf_config
 from dflash.drafters.dspark_config import DSparkShape
+from dflash.drafters.layouts_config import GROUP
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.layers import losses
@@ -90,27 +92,18 @@ class DSpark(ConditionedDFlash):
 
     hf_architectures = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")
     shape_class = DSparkShape
-    first_row: ClassVar[int] = 0
 
-    def __init__(self, shape: DSparkShape, *, block_size: int | None = None, **options):
-        """Builds an abstract drafter; see `ConditionedDFlash`.
-
-        Args:
-          shape: Shape of the network, whose block size does not count the anchor.
-          block_size: Rows to verify in a chain, or on the longest path of a tree, anchor included;
-            None for the trained number.
-          **options: Other arguments of `ConditionedDFlash`.
-        Raises:
-          ConfigError: The block size is larger than the trained one, or the tree does not fit.
-        """
-        largest = shape.block_size + 1
-        if block_size is not None and block_size > largest:
-            raise errors.ConfigError(
-                f"drafter.block_size: {block_size} is larger than {largest}, the anchor and the "
-                f"{shape.block_size} drafts that the drafter was trained for"
-            )
-        rows = None if block_size is None else block_size - 1
-        super().__init__(shape, block_size=rows, **options)
+    @classmethod
+    def with_tensors(cls, config, shapes):
+        """Takes the rank from the tensors, from which that of some published files differs."""
+        config = super().with_tensors(config, shapes)
+        *_, rank = shapes.get("markov_head.markov_w1.weight", (None,))
+        if rank is None:
+            return config
+        fields = {"markov_rank": rank}
+        groups = (GROUP, *cls.shape_class.layout["own_groups"])
+        stated = {name: hf_config.read_group(config, name) for name in groups if name in config}
+        return {**config, **fields, **{name: {**stated[name], **fields} for name in stated}}
 
     @property
     def has_confidence(self):

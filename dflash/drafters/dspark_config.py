@@ -39,7 +39,7 @@ class DSparkConfig(BlockDrafterConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSparkShape(MarkovHead, DFlashShape):
-    """Contents of a DSpark config.json; block_size counts the drafts without the anchor.
+    """Contents of a DSpark config.json, of whose blocks every row drafts by default.
 
     DeepSpec's files have DFlash's fields without a group of their own.
 
@@ -51,7 +51,7 @@ class DSparkShape(MarkovHead, DFlashShape):
     layout: ClassVar[Mapping[str, Any]] = {
         "projector": "dspark",
         "own_groups": ("dspark_config",),
-        "anchor_drafts": True,
+        "shifts_labels": True,
     }
     architecture: ClassVar[type] = DSparkArchitecture
     file_defaults: ClassVar[Mapping[str, Any]] = {
@@ -59,6 +59,7 @@ class DSparkShape(MarkovHead, DFlashShape):
         "confidence_head_with_markov": False,
     }
 
+    sample_from_anchor: bool = True
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
 

@@ -31,7 +31,7 @@ _GENERAL = {
 }
 # Fields of the drafter that are checked below, or belong to its training alone.
 _CHECKED = {
-    *("projector_type", "is_neox_style", "attention_mode", "sample_from_anchor", "shift_label"),
+    *("projector_type", "is_neox_style", "attention_mode", "shift_label"),
     *("lilicorr_enabled", "training_block_size", "num_anchors", "loss_decay_gamma"),
     "confidence_head_alpha",
 }
@@ -86,7 +86,7 @@ def to_zlab(
     projector: str,
     known: Collection[str],
     own_groups: Iterable[str] = (),
-    anchor_drafts: bool = False,
+    shifts_labels: bool = False,
     slides_causally: bool = True,
 ) -> dict[str, Any]:
     """Converts a config.json to z-lab's layout; one in this layout stays as it is.
@@ -96,7 +96,7 @@ def to_zlab(
       projector: Name of the strategy in the field `projector_type`.
       known: Fields of the drafter that are read; others may change the drafts.
       own_groups: Groups whose fields belong in `dflash_config`, too.
-      anchor_drafts: Whether the anchor's row drafts.
+      shifts_labels: Value of the field `shift_label`.
       slides_causally: Default causality of sliding layers in files of speculators.
     Raises:
       CheckpointError: A field is invalid, or selects what is not supported.
@@ -111,8 +111,7 @@ def to_zlab(
     for fields in (config, group):
         hf_config.check_only(fields, "projector_type", projector)
         hf_config.check_only(fields, "is_neox_style", True)
-        for name in ("sample_from_anchor", "shift_label"):
-            hf_config.check_only(fields, name, anchor_drafts)
+        hf_config.check_only(fields, "shift_label", shifts_labels)
     hf_config.check_only(group, "attention_mode", "gqa")
     return {**config, GROUP: group}
 

@@ -15,7 +15,6 @@ from dflash.drafters.lilicorr_config import LiLiCorrShape
 from dflash.drafters.parts.blocks import (
     Blocks,
     block_loss,
-    cut_blocks,
     rows_before,
     sample_anchors,
 )
@@ -98,7 +97,7 @@ class LiLiCorr(ConditionedDFlash):
 
     def run_positions(self, count, state, anchor, position, heads):
         block, _ = self.run_block(state, anchor, position, heads)
-        hidden = block[:, self.first_row :]
+        hidden = block[:, 1:]
         lattice = self._lattice(self._unembed(hidden, heads))
         embedded = self._embed_candidates(lattice, heads)
         nodes = self.lilicorr(lattice, embedded, hidden, anchor, state.row)
@@ -141,12 +140,10 @@ class LiLiCorr(ConditionedDFlash):
         target's logits reject; this loss does not.
         """
         anchors = anchors or sample_anchors(batch, options.num_anchors, key)
-        rows, mask = self.pass_positions + 1, self.shape.mask_token_id
-        blocks = cut_blocks(batch, anchors, block_size=rows, mask_token_id=mask)
-        hidden = self.run_blocks(batch, blocks, heads, remat=remat)
+        blocks, hidden = self.run_drafted(batch, heads, anchors, remat=remat)
         scores = self._score(hidden, blocks, batch, heads, options)
         base, _ = block_loss(scores, blocks, options)
-        chosen = self._score_choices(hidden[:, :, self.first_row :], blocks, batch, heads, options)
+        chosen = self._score_choices(hidden, blocks, batch, heads, options)
         choice, metrics = block_loss(chosen._replace(nll=scores.nll), blocks, options)
         loss = base + _CHOICE_WEIGHT * choice
         return loss, metrics | {"loss": loss, "base_loss": base, "choice_loss": choice}

@@ -79,6 +79,7 @@ class LiLiCorrShape(CandidateNetwork, DFlashShape):
     """Contents of a LiLiCorr checkpoint's config.json."""
 
     layout: ClassVar[Mapping[str, Any]] = {"projector": "lilicorr"}
+    anchor_may_draft: ClassVar[bool] = False
     architecture: ClassVar[type] = LiLiCorrArchitecture
     # Files without convolutions leave these fields out.
     file_defaults: ClassVar[Mapping[str, Any]] = {"conv_kernel_size": 0, "conv_group_size": 0}

@@ -131,7 +131,7 @@ class Medusa(OnePassDrafter):
         hidden = look_ahead(rows.astype(self.norm.scale.dtype))
         # Any mask token works, since heads do not read the tokens of the block.
         blocks = cut_blocks(batch, anchors, block_size=self.num_positions + 1, mask_token_id=0)
-        scores = score_blocks(hidden, blocks, batch, heads.unembed, options)
+        scores = score_blocks(hidden[:, :, 1:], blocks, batch, heads.unembed, options)
         return block_loss(scores, blocks, options)
 
     @staticmethod

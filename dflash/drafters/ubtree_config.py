@@ -49,6 +49,7 @@ class UBTreeShape(CodeSelector, DFlash2Shape):
     """Contents of a UBTree checkpoint's config.json."""
 
     layout: ClassVar[Mapping[str, Any]] = {"projector": "ubtree"}
+    anchor_may_draft: ClassVar[bool] = False
     architecture: ClassVar[type] = UBTreeArchitecture
     # A file with DFlash2's fields has tables.
     file_defaults: ClassVar[Mapping[str, Any]] = {

@@ -125,5 +125,7 @@ def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, nnx.Module
     config = checkpoint.read_config(directory)
     name, cls = models.find_class(config, directory, {**registry.TARGETS, **registry.DRAFTERS})
     one_device = sharding.make_sharding(dict.fromkeys(sharding.MESH_AXES, 1), schema.SHARDING_RULES)
-    architecture = cls.architecture_from_hf(config)
+    architecture = cls.architecture_from_hf(
+        models.described(cls, models.Source(directory, config, 0))
+    )
     return name, cls(architecture, dtype=jnp.dtype(dtype), sharding=one_device)

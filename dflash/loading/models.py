@@ -160,25 +160,35 @@ def build_drafter(
                 f"{config.name!r} drafter; use drafter.name={strategy}"
             )
     model = kind.create(
-        config, _with_tensors(source), target, dtype=jnp.dtype(dtype), sharding=sharding, **options
+        config,
+        described(kind, source),
+        target,
+        dtype=jnp.dtype(dtype),
+        sharding=sharding,
+        **options,
     )
     _quantize(model, source, getattr(config, "quantization", None), "drafter")
     return model
 
 
-def _with_tensors(source: Source) -> Mapping[str, Any] | None:
-    """Returns config.json with the field that a tensor's name states; raises if it is a pickle."""
-    if source.hf is None:
-        return None
-    if _MASK_EMBEDDING in source.tensors:
-        return {**source.hf, _MASK_EMBEDDING: True}
+def described(kind: type, source: Source) -> Mapping[str, Any] | None:
+    """Returns a checkpoint's config.json with what its tensors state; None without a checkpoint.
+
+    Args:
+      kind: Class of the target or drafter, which may have a method `with_tensors`.
+    Raises:
+      CheckpointError: A pickle holds what a tensor should.
+    """
+    if source.hf is None or not hasattr(kind, "with_tensors"):
+        return source.hf
     pickle = source.directory / f"{_MASK_EMBEDDING}.pt"
-    if pickle.exists():
+    if pickle.exists() and _MASK_EMBEDDING not in source.tensors:
         raise errors.CheckpointError(
             f"{pickle}: pickles are not read; store its embedding as the tensor "
             f"{_MASK_EMBEDDING!r} in a .safetensors file"
         )
-    return source.hf
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+    return kind.with_tensors(source.hf, shapes)
 
 
 def _quantize(model: nnx.Module, source: Source, scheme: str | None, group: str) -> None:

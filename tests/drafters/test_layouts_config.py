@@ -17,7 +17,10 @@ from dflash.drafters.dflash2 import DFlash2
 from dflash.drafters.dflash2_config import DFlash2Shape
 from dflash.drafters.dflash_config import LayerView
 from dflash.drafters.dspark import DSpark
-from dflash.drafters.dspark_config import DSparkShape
+from dflash.drafters.dspark_config import DSparkConfig, DSparkShape
+from dflash.drafters.lilicorr import LiLiCorr
+from dflash.drafters.ubtree import UBTree
+from dflash.loading import conversion, models
 from dflash.parallel import parameters
 
 DSPARK = {
@@ -31,7 +34,7 @@ DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "sel
 BASE = make_shape(FULL, FULL, num_target_layers=None)
 STRATEGIES = {
     "dflash": (DFlash, BASE),
-    "dspark": (DSpark, DSparkShape(**vars(BASE), **DSPARK)),
+    "dspark": (DSpark, DSparkShape(**vars(BASE) | {"sample_from_anchor": True}, **DSPARK)),
     "dflash2": (DFlash2, DFlash2Shape(**vars(BASE), **DFLASH2)),
 }
 # Fields beside the decoder's that files of speculators have.
@@ -63,6 +66,10 @@ def test_files_of_speculators(name):
     assert shape.fit(make_architecture()).num_target_layers == 3
     explicit = speculators(name, shape, sample_from_anchor=name == "dspark", projector_type=name)
     assert kind.architecture_from_hf(explicit) == shape
+    other = dataclasses.replace(shape, sample_from_anchor=not shape.sample_from_anchor)
+    stated = speculators(name, shape, sample_from_anchor=other.sample_from_anchor)
+    assert kind.architecture_from_hf(stated) == other
+    assert kind.architecture_from_hf(kind.config_to_hf(other)) == other
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,6 @@ def test_dspark_fields_may_stand_in_a_group(place):
 
 REFUSED = {
     "projector_type: 'domino' is not supported, only 'dflash'": {"projector_type": "domino"},
-    "sample_from_anchor: true is not supported, only false": {"sample_from_anchor": True},
     "is_neox_style: false is not supported, only true": {"is_neox_style": False},
     "aux_hidden_state_layer_ids: expected at least one layer, got none": {
         "aux_hidden_state_layer_ids": []
@@ -169,10 +175,51 @@ def test_factors_of_the_embedding_and_of_the_logits(name, is_grouped):
     assert kind.architecture_from_hf(kind.config_to_hf(expected)) == expected
 
 
+@pytest.mark.parametrize("kind", [UBTree, LiLiCorr])
+def test_strategies_whose_anchor_does_not_draft(kind):
+    config = kind.config_to_hf(kind.architecture_for(make_architecture(vocab_size=600), None))
+    with pytest.raises(errors.CheckpointError) as caught:
+        kind.architecture_from_hf(config | {"sample_from_anchor": True})
+    assert str(caught.value) == (
+        "config.json: sample_from_anchor: true is not supported, only false"
+    )
+
+
+def test_rotary_embeddings_of_speculators():
+    """The sections of a multimodal target's positions are equal for text, so they do not matter."""
+    config = speculators("dspark", STRATEGIES["dspark"][1])
+    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [4, 2, 2]}
+    decoder = config["transformer_layer_config"] | {"rope_parameters": rope}
+    shape = DSpark.architecture_from_hf(config | {"transformer_layer_config": decoder})
+    assert (shape.decoder.rope_theta, shape.partial_rotary_factor) == (1e7, 1.0)
+    decoder["rope_parameters"] = rope | {"partial_rotary_factor": 0.5}
+    shape = DSpark.architecture_from_hf(config | {"transformer_layer_config": decoder})
+    assert shape.partial_rotary_factor == 0.5
+
+
+@pytest.mark.parametrize("layout", ["flat", "grouped", "speculators"])
+def test_the_rank_is_that_of_the_tensors(layout, tmp_path):
+    kind, shape = STRATEGIES["dspark"]
+    shape = dataclasses.replace(shape, num_target_layers=3)
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    drafter, directory = kind(shape, **build), tmp_path / "drafter"
+    parameters.init_fast_random(drafter, 0)
+    config = kind.config_to_hf(shape) | {"markov_rank": 8}
+    if layout == "grouped":
+        config["dflash_config"] = {"markov_rank": config.pop("markov_rank")}
+    elif layout == "speculators":
+        config = speculators("dspark", shape, markov_rank=8)
+    checkpoint.save(drafter, directory, config)
+    source = models.find_drafter(DSparkConfig(checkpoint=str(directory)))
+    described = models.described(kind, source)
+    assert kind.architecture_from_hf(described).markov_rank == shape.markov_rank
+    models.load_weights(kind(kind.architecture_from_hf(described), **build), source)
+    assert conversion.build_abstract(directory, "float32")[1].shape.markov_rank == 4
+
+
 UNREAD = {
     "dflash_config: token_shift: unknown field, which may change the drafts; remove it if it does "
     "not": {"token_shift": 1},
-    "sample_from_anchor: true is not supported, only false": {"sample_from_anchor": True},
     "shift_label: true is not supported, only false": {"shift_label": True},
     "logit_scale: 0.5 is not supported, only 1.0": {"logit_scale": 0.5},
     "dflash_config: output_multiplier: expected a number >= 0 or null, got 'x'": {

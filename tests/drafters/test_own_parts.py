@@ -22,6 +22,7 @@ from support.models import (
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
+from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflare_config import DFlareShape
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash2 import DFlash2
@@ -29,7 +30,9 @@ from dflash.drafters.dflash2_config import DFlash2Shape
 from dflash.drafters.dflash_config import DFlashConfig
 from dflash.drafters.dspark import DSpark
 from dflash.drafters.dspark_config import DSparkShape
+from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.layers.losses import TrainBatch
 from dflash.loading import models
 from dflash.parallel import parameters
 
@@ -197,3 +200,44 @@ def test_conditioned_drafters_with_a_draft_vocabulary(name, tmp_path):
     again = kind(kind.architecture_from_hf(checkpoint.read_config(tmp_path / "out")), **BUILD)
     checkpoint.load(again, tmp_path / "out")
     check_same_weights(again, fewer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (DFlash, BASE),
+        (DFlash2, DFlash2Shape(**vars(BASE), selector_top_k=4, conv_group_size=8)),
+        (DSpark, DSparkShape(**vars(BASE) | {"sample_from_anchor": True}, markov_rank=4)),
+    ],
+)
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_the_anchor_s_row_drafts_or_does_not(kind, shape, from_anchor):
+    shape = dataclasses.replace(shape, sample_from_anchor=from_anchor)
+    drafter, target = make(kind, shape), make_target()
+    count = shape.block_size - 1 + from_anchor
+    assert (drafter.num_draft_tokens, drafter.longest_path) == (count, count + 1)
+    rows = flat(features_of(drafter))
+    drafts, hidden = draft(drafter, target, rows)
+    hidden = hidden[:, 1 - from_anchor :]
+    assert drafts.shape == hidden.shape[:2] == (2, count)
+    logits, positions = target.unembed(hidden), jnp.tile(11 + jnp.arange(count), (2, 1))
+    if kind is DSpark:
+        previous = jnp.concatenate([jnp.array([[5], [9]]), drafts[:, :-1]], axis=1)
+        logits = drafter.corrected(logits, drafter.condition(previous, hidden, ())[0])
+    if kind is not DFlash2:
+        np.testing.assert_array_equal(drafts, SAMPLED.propose(logits, positions)[0])
+    index = jnp.array([[2, 4]], jnp.int32)
+    batch = TrainBatch(
+        tokens=jnp.arange(12)[None],
+        positions=jnp.arange(12)[None],
+        segment_ids=jnp.ones((1, 12), jnp.int32),
+        loss_mask=jnp.ones((1, 12)),
+        features=jnp.pad(rows[:1], ((0, 0), (0, 2), (0, 0))),
+        hidden=None,
+    )
+    anchors = Anchors(index, jnp.ones((1, 2), bool))
+    blocks, outputs = drafter.run_drafted(batch, target, anchors)
+    assert outputs.shape[2] == blocks.labels.shape[2] == count
+    np.testing.assert_array_equal(blocks.labels[0, :, 0], [3, 5])
+    loss, _ = drafter.loss(batch, target, None, LossConfig(), anchors=anchors)
+    assert np.isfinite(loss)

@@ -106,6 +106,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the metadata of a drafter, given its config.json as `config_to_hf` writes it."""
     hf_class = config["architectures"][0]
+    hf_config.check_only(config, _FROM_ANCHOR, hf_class == DSPARK)
     for name in (*_UNKNOWN, "draft_vocab_size") if hf_class == DSPARK else _UNKNOWN:
         hf_config.check_only(config, name, None)
     block = config.get(_GROUP, config)

@@ -117,7 +117,7 @@ def score_blocks(
     """Scores draft positions 1 … G of all blocks, each score [B, A, G].
 
     Args:
-      hidden: Hidden states of the drafter after its final norm, [B, A, R, D].
+      hidden: Hidden states of the draft positions after the drafter's final norm, [B, A, G, D].
       batch: Packed rows, with the target's hidden states if the loss uses them.
       unembed: Function [B, m, D] -> logits float32 [B, m, V].
       frozen_head: Whether `unembed` has no parameters to train.
@@ -134,7 +134,7 @@ def score_blocks(
     shape = blocks.labels.shape
     target_hidden = target_rows(batch, blocks, options) if options.uses_target_hidden else None
     scores = losses.score_tokens(
-        hidden[:, :, 1:].reshape(rows, -1, width),
+        hidden.reshape(rows, -1, width),
         blocks.labels.reshape(rows, -1),
         losses.at_temperature(options.temperature, unembed),
         target_hidden=target_hidden,

@@ -10,8 +10,7 @@ each node given its own prefix, at the cost of one pass over the block.
 Source of the trees: PCTree, arXiv 2608.02123; their growth is that of `beam_tree`.
 """
 
-import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from dflash.drafters.base import Proposal
 from dflash.drafters.base_config import ConditionalTree
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.parts import beam_tree, calibration
-from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors
+from dflash.drafters.parts.blocks import Blocks, sample_anchors
 from dflash.drafters.parts.draft_vocabulary import Shortlist
 from dflash.drafters.parts.sampler import Candidates, Sampler
 from dflash.layers.linear import Embedding
@@ -65,11 +64,9 @@ class ConditionedDFlash(DFlash):
     """Base of DFlash drafters that condition on the previous token.
 
     Attributes:
-      first_row: First row of the block that drafts: 1, or 0 if the anchor's row drafts too.
       tree: Sizes of the trees to draft, all of them given; None for a chain.
     """
 
-    first_row: ClassVar[int] = 1
     tree: ConditionalTree | None = None
 
     def __init__(
@@ -113,11 +110,6 @@ class ConditionedDFlash(DFlash):
         return self.tree and self.tree.candidates
 
     @property
-    def depth(self) -> int:
-        """Number of positions that are drafted: the drafts of a chain, or a tree's levels."""
-        return self.num_positions + 1 - self.first_row
-
-    @property
     def drafts_trees(self) -> bool:
         return self.tree is not None
 
@@ -125,16 +117,11 @@ class ConditionedDFlash(DFlash):
     def has_confidence(self) -> bool:
         return self.drafts_trees or bool(self.calibration)
 
-    @property
-    def longest_path(self) -> int:
-        """Rows on the longest path, anchor included; a tree is no deeper than the block."""
-        return min(self.depth, self.num_draft_tokens) + 1
-
     def _set_tree(self, tree: ConditionalTree | None) -> None:
         """Sets the number of drafts and, if they form a tree, its sizes."""
-        self.num_draft_tokens = self.depth if tree is None else tree.budget
+        self.num_draft_tokens = self.num_positions if tree is None else tree.budget
         if tree is not None:
-            self.tree = fitted(tree, self.depth, self.most_candidates)
+            self.tree = fitted(tree, self.num_positions, self.most_candidates)
 
     def fresh_memory(self, *lead: int) -> Any:
         """Returns the memory [*lead, …] of `condition` before the first draft position."""
@@ -278,7 +265,7 @@ class ConditionedDFlash(DFlash):
         A smaller tree has the first drafts of a larger one: `count` drafts neither take more than
         as many nodes of a level, nor reach further.
         """
-        depth, width = min(self.depth, count), min(self.tree.width, count)
+        depth, width = min(self.num_positions, count), min(self.tree.width, count)
         positions = position[:, None] + 1 + jnp.arange(depth)
         pairs = calibration.by_depth(self.calibration, depth)[None] if self.calibration else None
         rows = *self.run_positions(depth, state, anchor, position, heads), positions, pairs
@@ -317,15 +304,7 @@ class ConditionedDFlash(DFlash):
         so acceptance lengths equal those of decoding. The arguments are those of `DFlash.loss`.
         """
         anchors = anchors or sample_anchors(batch, options.num_anchors, key)
-        rows = self.pass_positions + 1
-        drafts = rows - self.first_row
-        blocks = cut_blocks(
-            batch, anchors, block_size=drafts + 1, mask_token_id=self.shape.mask_token_id
-        )
-        run = dataclasses.replace(
-            blocks, tokens=blocks.tokens[..., :rows], positions=blocks.positions[..., :rows]
-        )
-        hidden = self.run_blocks(batch, run, heads, remat=remat)[:, :, self.first_row :]
+        blocks, hidden = self.run_drafted(batch, heads, anchors, remat=remat)
         previous = jnp.concatenate([blocks.tokens[..., :1], blocks.labels[..., :-1]], axis=-1)
         return ConditionedRows(blocks, hidden, self._condition_all(previous, hidden), previous)
 
@@ -339,7 +318,7 @@ class ConditionedDFlash(DFlash):
             return logits if is_target else self.corrected(logits, x[..., width:])
 
         vectors = rows.vectors.astype(rows.hidden.dtype)
-        together = _lead(jnp.concatenate([rows.hidden, vectors], axis=-1))
+        together = jnp.concatenate([rows.hidden, vectors], axis=-1)
         return self.score_drafted(together, rows.blocks, batch, unembed, options, frozen_head=False)
 
     def _condition_all(self, previous: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -359,12 +338,7 @@ class ConditionedDFlash(DFlash):
 
     def score_base(self, rows: ConditionedRows, batch, heads, options) -> TokenScores:
         """Scores the base logits, without the correction."""
-        return self._score(_lead(rows.hidden), rows.blocks, batch, heads, options)
-
-
-def _lead(rows: jax.Array) -> jax.Array:
-    """Prepends a zero anchor row to rows [B, A, G, D], since `score_blocks` expects R rows."""
-    return jnp.pad(rows, ((0, 0), (0, 0), (1, 0), (0, 0)))
+        return self._score(rows.hidden, rows.blocks, batch, heads, options)
 
 
 def fitted(tree: ConditionalTree, depth: int, most_candidates: int) -> ConditionalTree:

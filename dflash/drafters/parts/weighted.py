@@ -15,6 +15,8 @@ from dflash.layers import cache as kv
 from dflash.layers.linear import Linear
 from dflash.parallel.sharding import Sharding
 
+_MASK_EMBEDDING = "mask_embedding"
+
 
 class WeightedDrafter(Drafter):
     """Base of drafters with weights.
@@ -63,6 +65,13 @@ class WeightedDrafter(Drafter):
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
         """Returns the arguments of `__init__` that the config group `drafter` sets."""
         return {name: getattr(config, name) for name in cls.option_names}
+
+    @classmethod
+    def with_tensors(
+        cls, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Mapping[str, Any]:
+        """Returns config.json with what the tensors of the checkpoint state, by their shapes."""
+        return {**config, _MASK_EMBEDDING: True} if _MASK_EMBEDDING in shapes else config
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> Any:

@@ -129,8 +129,8 @@ def test_the_loss_is_that_of_a_target_without_the_other_tokens(name):
         anchors = sample_anchors(batch, options.num_anchors, jax.random.key(0))
         blocks = cut(model, batch, anchors)
         hidden = model.run_blocks(batch, blocks, heads)
-        scores = model._score(hidden, blocks, batch, heads, options)
-        wanted = score_blocks(hidden, blocks, batch, MaskedHeads(heads).unembed, options)
+        scores = model._score(hidden[:, :, 1:], blocks, batch, heads, options)
+        wanted = score_blocks(hidden[:, :, 1:], blocks, batch, MaskedHeads(heads).unembed, options)
         loss, _ = model.loss(batch, heads, jax.random.key(0), options)
         return blocks, scores, wanted, loss
 
