@@ -1,5 +1,6 @@
 """Tool calls and reasoning of chats: what an answer may contain, and the grammar of that."""
 
+import contextlib
 import dataclasses
 import json
 import typing
@@ -8,7 +9,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.config import serve_schema
-from dflash.serving.bodies import ChatBody, ChatPromptBody
+from dflash.serving.bodies import ChatBody, ChatPromptBody, Effort
 from dflash.serving.completion_request import CompletionRequest, check_structure, one_value
 from dflash.serving.served_model import ServedModel
 from dflash.serving.structured_output import StructuredOutput
@@ -19,6 +20,7 @@ from dflash.text.chat_template import NO_EFFORT
 from dflash.text.grammar_compiler import inline_schema
 
 _EFFORT = "reasoning_effort"  # variable of a chat template
+_QUESTION = [{"role": "user", "content": "a"}]
 _THINKING_LIMITS = ("max_thinking_tokens", "thinking_budget", "thinking_token_budget")
 
 
@@ -33,8 +35,26 @@ def template_variables(fields: ChatPromptBody, model: ServedModel) -> dict[str, 
         variables["enable_thinking"] = fields.enable_thinking
     if fields.reasoning_effort is not None:
         _check_read("reasoning_effort", switches or _EFFORT in model.tokenizer.chat_template)
-        variables[_EFFORT] = fields.reasoning_effort
+        variables[_EFFORT] = _nearest_effort(fields.reasoning_effort, model)
     return variables
+
+
+def _nearest_effort(effort: str, model: ServedModel) -> str:
+    """Returns the effort that is nearest to a given one and that the chat template accepts.
+
+    Templates raise for all but a few: that of Qwen3.8 knows low, medium and xhigh.
+    """
+    if effort in NO_EFFORT:
+        return effort
+    efforts = [name for name in typing.get_args(Effort) if name not in NO_EFFORT]
+    place = efforts.index(effort)
+    # Of two that are equally near, the one with more reasoning counts.
+    places = {name: (abs(at - place), -at) for at, name in enumerate(efforts)}
+    for name in sorted(efforts, key=places.get):
+        with contextlib.suppress(errors.InputError):
+            model.tokenizer.render_chat(_QUESTION, **{_EFFORT: name})
+            return name
+    return effort
 
 
 def check_reasoning(variables: Mapping[str, Any], model: ServedModel) -> None:

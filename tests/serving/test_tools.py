@@ -6,12 +6,17 @@ import re
 
 import pytest
 from support import spoiled
+from support.trained_tokenizers import train_byte_level
 
 from dflash import errors
 from dflash.config import schema
+from dflash.serving import validation
+from dflash.serving.answers import template_variables
+from dflash.serving.bodies import ChatBody
 from dflash.serving.dialects import read_chat
 from dflash.serving.served_model import ServedModel, TokenNames
 from dflash.serving.validation import RequestError
+from dflash.text import tokenizer_loading
 from dflash.text.chat_formats.table import FORMATS, ChatFormat, format_of
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.tokenizer import ByteTokenizer
@@ -154,6 +159,31 @@ def test_reasoning_of_an_unknown_form_is_refused(fields):
     assert caught.value.param.endswith(("thinking", "effort"))
     for allowed in ({}, {"enable_thinking": False}, {"reasoning_effort": "none"}):
         read_chat(body | allowed, served)
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ("low medium xhigh", "low low medium xhigh xhigh xhigh"),  # as that of Qwen3.8
+        ("none high", "high high high high high high"),  # as that of Mistral Small 4
+        ("minimal low medium high xhigh max", "minimal low medium high xhigh max"),
+        ("", "minimal low medium high xhigh max"),
+    ],
+)
+def test_the_nearest_effort_that_the_template_accepts_is_rendered(tmp_path, known, expected):
+    train_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        f"{{% if reasoning_effort not in {known.split()} %}}{{{{ raise_exception('effort') }}}}"
+        "{% endif %}{{ reasoning_effort }}"
+    )
+    served = model(tokenizer=tokenizer_loading.load_tokenizer(tmp_path))
+    efforts = "minimal low medium high xhigh max".split()
+    bodies = [{"messages": BODY["messages"], "reasoning_effort": effort} for effort in efforts]
+    fields = [validation.parse(ChatBody, body) for body in bodies]
+    chosen = [template_variables(body, served)["reasoning_effort"] for body in fields]
+    assert chosen == expected.split()
+    none = validation.parse(ChatBody, bodies[0] | {"reasoning_effort": "none"})
+    assert template_variables(none, served)["reasoning_effort"] == "none"
 
 
 def test_a_template_that_does_not_show_tools_needs_a_chosen_format():
