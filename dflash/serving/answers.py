@@ -102,7 +102,7 @@ def _rules(fields: ChatBody, model: ServedModel, prompt: str) -> AnswerRules:
     limit = one_value(fields, _THINKING_LIMITS)
     if limit is not None and not model.chat_format.reasons:
         raise unsupported(_limit_name(fields), "this model does not write its reasoning apart")
-    thinking = model.chat_format.thinking(prompt)
+    thinking = None if fields.continue_final_message else model.chat_format.thinking(prompt)
     if thinking is None and not model.chat_format.has_channels:
         limit = None  # The prompt asks for no reasoning.
     messages = fields.messages

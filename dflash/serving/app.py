@@ -1,4 +1,4 @@
-"""HTTP endpoints: OpenAI's, vLLM's and SGLang's, and the web page."""
+"""HTTP endpoints: those of OpenAI, Anthropic, vLLM and SGLang, and the web page."""
 
 import asyncio
 import base64
@@ -21,11 +21,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from dflash.serving import dialects, http, responses, validation
+from dflash.serving import dialects, http, messages_api, responses, validation
 from dflash.serving.bodies import UpdateWeightsBody
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.guard import REQUEST_ID, Guard, ServedNames
 from dflash.serving.http import EventStream, endpoint
+from dflash.serving.messages_api import MessageAnswer
 from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.responses import Answer
 from dflash.serving.responses_api import ItemsAnswer, renamed
@@ -60,6 +61,8 @@ def application(service: Service, *, names: ServedNames, keys: Sequence[str] = (
         ("/v1/completions", "POST", endpoints.completions),
         ("/v1/chat/completions", "POST", endpoints.chat_completions),
         ("/v1/responses", "POST", endpoints.responses),
+        (messages_api.PATH, "POST", endpoints.messages),
+        (f"{messages_api.PATH}/count_tokens", "POST", endpoints.count_tokens),
         ("/tokenize", "POST", endpoints.tokenize),
         ("/detokenize", "POST", endpoints.detokenize),
         ("/generate", "POST", endpoints.generate),
@@ -88,7 +91,8 @@ def application(service: Service, *, names: ServedNames, keys: Sequence[str] = (
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = http.error_response(RequestError(message, status=error.status_code))
+    path, problem = request.url.path, RequestError(message, status=error.status_code)
+    response = http.error_response(problem, path)
     response.headers.update(error.headers or {})
     return response
 
@@ -177,6 +181,15 @@ class Endpoints:
         except RequestError as error:
             raise renamed(error) from error
 
+    async def messages(self, http_request: Request) -> Response:
+        """Serves Anthropic's /v1/messages."""
+        request = await self._read(http_request, dialects.read_messages)
+        answer = MessageAnswer(_id(http_request), request, self._service.served())
+        try:
+            return await self._respond(http_request, answer)
+        except RequestError as error:
+            raise messages_api.renamed(error) from error
+
     async def generate(self, http_request: Request) -> Response:
         """Serves SGLang's /generate."""
         begin = time.perf_counter()
@@ -195,6 +208,10 @@ class Endpoints:
     async def tokenize(self, http_request: Request) -> Response:
         """Returns the token ids of a prompt or a chat."""
         return JSONResponse(await self._read(http_request, dialects.tokenize))
+
+    async def count_tokens(self, http_request: Request) -> Response:
+        """Returns the number of tokens of Anthropic's messages."""
+        return JSONResponse(await self._read(http_request, dialects.count_tokens))
 
     async def detokenize(self, http_request: Request) -> Response:
         """Returns the text of token ids."""

@@ -29,7 +29,7 @@ MAX_FIELDS = 100  # Fields of a JSON object that the server reads.
 MAX_TOOLS = 512
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -452,6 +452,7 @@ class ChatPromptBody(Body):
     messages: Annotated[list[Message], pydantic.FailFast(), Field(min_length=1)]
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class ChatBody(OutputBody, ChatPromptBody):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from dflash import errors
 from dflash.serving import completion_request as requests
-from dflash.serving import encoding, validation
+from dflash.serving import encoding, messages_api, validation
 from dflash.serving.answers import check_reasoning, template_variables, with_answer
 from dflash.serving.bodies import (
     Body,
@@ -23,11 +23,15 @@ from dflash.serving.bodies import (
     TokenizeTextBody,
 )
 from dflash.serving.completion_request import CompletionRequest, ResponseOptions
+from dflash.serving.messages_api import MessagesBody
 from dflash.serving.responses_api import ResponsesBody, chat_of, renamed
 from dflash.serving.served_model import ServedModel
 from dflash.serving.validation import RequestError, unsupported
+from dflash.text import special_tokens
 
 Fields = TypeVar("Fields", bound=Body)
+# End of a message that an answer continues; a Unicode noncharacter, reserved for internal use.
+_UNFINISHED = "\ufdd2"
 
 
 def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
@@ -63,6 +67,27 @@ def read_response(
         raise renamed(error) from error
 
 
+def read_messages(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
+    """Reads the body of /v1/messages."""
+    fields = _parse(MessagesBody, body, model)
+    if fields.max_tokens is None:
+        raise RequestError("max_tokens: required", param="max_tokens")
+    try:
+        return read_chat(messages_api.chat_of(fields, body, model), model)
+    except RequestError as error:
+        raise messages_api.renamed(error) from error
+
+
+def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Returns the response of /v1/messages/count_tokens: the length of a prompt."""
+    fields = _parse(MessagesBody, body, model)
+    try:
+        chat = _parse(ChatBody, messages_api.chat_of(fields, body, model), model)
+        return {"input_tokens": len(encode_chat(render_chat(chat, model), model))}
+    except RequestError as error:
+        raise messages_api.renamed(error) from error
+
+
 def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     """Returns the response of vLLM's /tokenize: the token ids of a prompt or of messages."""
     if body.get("prompt") is None:
@@ -95,14 +120,38 @@ def render_chat(fields: ChatPromptBody, model: ServedModel) -> str:
             raise RequestError(f"{param}: give {name} beside chat_template_kwargs", param=param)
     variables = template_variables(fields, model) | variables
     check_reasoning(variables, model)
+    messages = [message.for_template() for message in fields.messages]
     try:
+        if fields.continue_final_message:
+            return _render_unfinished(messages, fields, model, variables)
         return model.tokenizer.render_chat(
-            [message.for_template() for message in fields.messages],
-            add_generation_prompt=fields.add_generation_prompt,
-            **variables,
+            messages, add_generation_prompt=fields.add_generation_prompt, **variables
         )
     except (errors.InputError, TypeError) as error:
         raise encoding.input_error(error, "messages", model.root) from error
+
+
+def _render_unfinished(
+    messages: list[dict[str, Any]],
+    fields: ChatPromptBody,
+    model: ServedModel,
+    variables: Mapping[str, Any],
+) -> str:
+    """Renders a chat up to the end of its last message, which the answer continues."""
+    *earlier, last = messages
+    name, text = "continue_final_message", last.get("content")
+    if "add_generation_prompt" in fields.model_fields_set and fields.add_generation_prompt:
+        raise RequestError(f"{name}: not together with add_generation_prompt: true", param=name)
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(text, str):
+        raise RequestError(f"{name}: the last message is no text of the assistant", param=name)
+    unfinished = {**last, "content": text + _UNFINISHED}
+    rendered = model.tokenizer.render_chat(
+        [*earlier, unfinished], add_generation_prompt=False, **variables
+    )
+    rendered = rendered.rpartition(_UNFINISHED)[0]
+    if not text or not special_tokens.without_marks(rendered).endswith(text):
+        raise unsupported(name, "the chat template does not render the last message as it is")
+    return rendered
 
 
 def encode_chat(prompt: str, model: ServedModel) -> tuple[int, ...]:

@@ -102,9 +102,11 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        key = self._key_of(headers.get("authorization", ""))
+        # Anthropic's clients send their key in a header of its own.
+        bearer = f"Bearer {headers.get('x-api-key', '')}"
+        key = self._key_of(headers.get("authorization") or bearer)
         error = self._error(scope, headers, has_key=key is not None)
-        app = self._app if error is None else error_response(error)
+        app = self._app if error is None else error_response(error, scope["path"])
         # One key is no name, since all clients have it.
         name = f"key {key}" if key is not None and len(self._keys) > 1 else ""
         await app({**scope, "request_id": id, "key_name": name}, receive, send_with_id)

@@ -21,6 +21,7 @@ Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 LARGE_BYTES = 2**15  # Size from which a body is large.
 LARGE_BODIES = 16  # Large bodies of maximum size that the server holds at the same time.
+_MESSAGES = "/v1/messages"
 DONE = b"data: [DONE]\n\n"
 _DISCONNECTED = 499  # nginx's status for a client that disconnected; no client receives it.
 
@@ -29,9 +30,14 @@ class ClientDisconnected(Exception):
     """The connection has ended: the client has closed it, or has stopped reading."""
 
 
-def error_response(error: RequestError) -> Response:
-    """Returns the HTTP response of an error."""
-    return JSONResponse(error.body(), error.status, error.headers)
+def error_body(error: RequestError, path: str) -> dict[str, Any]:
+    """Returns the JSON of an error in the form of the API that the path of a request belongs to."""
+    return error.messages_body() if path.startswith(_MESSAGES) else error.body()
+
+
+def error_response(error: RequestError, path: str) -> Response:
+    """Returns the HTTP response of an error of a request with this path."""
+    return JSONResponse(error_body(error, path), error.status, error.headers)
 
 
 def endpoint(handler: Handler) -> Handler:
@@ -42,11 +48,11 @@ def endpoint(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except RequestError as error:
-            return error_response(error)
+            return error_response(error, request.url.path)
         except ClientDisconnected:
             return Response(status_code=_DISCONNECTED)
         except Exception:
-            return error_response(_internal_error())
+            return error_response(_internal_error(), request.url.path)
 
     return handle
 
@@ -167,7 +173,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON object, followed by [DONE].
+    """Server-sent events, each a JSON object, followed by [DONE] where clients expect it.
 
     The headers are sent with the first event, so an error before it becomes a response with the
     error's status. A later error becomes an event. The stream ends if the client disconnects or
@@ -209,14 +215,16 @@ class EventStream(Response):
         except Exception as error:
             problem = error if isinstance(error, RequestError) else _internal_error()
             if not begun:
-                await error_response(problem)(scope, receive, send)
+                await error_response(problem, scope["path"])(scope, receive, send)
                 return
-            await send(_body(_event(problem.body())))
+            await send(_body(_event(error_body(problem, scope["path"]))))
         finally:
             await self._events.aclose()
         if not begun:
             await send(self._head())
-        await send(_body(DONE, more=False))
+        # Anthropic's streams end with an event of their own.
+        done = b"" if scope["path"].startswith(_MESSAGES) else DONE
+        await send(_body(done, more=False))
 
     def _head(self) -> Message:
         start = {"type": "http.response.start", "status": self.status_code}

@@ -32,6 +32,12 @@ _EXPECTED = {
 
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Types of errors of Anthropic's API by the status.
+_MESSAGES_TYPES = _TYPES | {
+    403: "permission_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 _MAX_PARAM = 200  # Characters; a client may send a field name of any length.
 
 
@@ -75,6 +81,12 @@ class RequestError(Exception):
             "code": self.code,
         }
         return {"error": error}
+
+    def messages_body(self) -> dict[str, Any]:
+        """Returns the JSON object of a response of Anthropic's API."""
+        default = "invalid_request_error" if self.status < 500 else "api_error"
+        error = {"type": _MESSAGES_TYPES.get(self.status, default), "message": self.message}
+        return {"type": "error", "error": error}
 
 
 def unavailable(message: str) -> RequestError:

@@ -136,3 +136,41 @@ def test_pydantic_ai(url):
         assert isinstance(result.output, Sum)
     called = [part for message in result.all_messages() for part in message.parts]
     assert all(isinstance(json.loads(p.args), dict) for p in called if p.part_kind == "tool-call")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropic(url, streamed):
+    """Claude Code's client: calls until the model stops, and the length of the conversation."""
+    anthropic = pytest.importorskip("anthropic", reason="pip install '.[clients]'")
+    client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="x")
+    schema = {"type": "object", "properties": {"amount": {"type": "boolean"}}}
+    schema |= {"required": ["amount"], "additionalProperties": False}
+    tools = [{"name": name, "description": "d", "input_schema": schema} for name in ("add", "stop")]
+    options = {
+        "model": "tiny",
+        "max_tokens": 200,
+        "tools": tools,
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "system": [{"type": "text", "text": "Add.", "cache_control": {"type": "ephemeral"}}],
+        "extra_body": EXTRA,
+    }
+    messages = [{"role": "user", "content": PROMPT}]
+    for _ in range(3):
+        if streamed:
+            with client.messages.stream(messages=messages, **options) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = client.messages.create(messages=messages, **options)
+        (block,) = answer.content
+        assert (answer.stop_reason, block.type) == ("tool_use", "tool_use")
+        assert isinstance(block.input["amount"], bool)
+        result = {"type": "tool_result", "tool_use_id": block.id, "content": "more"}
+        messages += [{"role": "assistant", "content": answer.content}]
+        messages += [{"role": "user", "content": [result, {"type": "text", "text": "b"}]}]
+    counted = client.messages.count_tokens(model="tiny", messages=messages, system="Add.")
+    assert counted.input_tokens > answer.usage.input_tokens
+    long = [{"role": "user", "content": "a" * 600}]
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(model="tiny", max_tokens=5, messages=long)
+    with pytest.raises(anthropic.NotFoundError, match="claude"):
+        client.messages.create(model="claude", max_tokens=5, messages=messages)

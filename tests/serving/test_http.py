@@ -9,7 +9,7 @@ from starlette.requests import Request
 from dflash.serving.http import LARGE_BODIES, BodyReader, EventStream
 from dflash.serving.validation import RequestError
 
-SCOPE = {"type": "http"}
+SCOPE = {"type": "http", "path": "/"}
 
 
 class Context:
