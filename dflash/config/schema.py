@@ -10,7 +10,7 @@ import itertools
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 AUTO = "auto"
 RANDOM = "random"  # Value of `checkpoint` for random weights.
@@ -114,6 +114,20 @@ class RopeScaling:
     mscale_all_dim: float | None = option(None, minimum=0.0)
 
 
+class LentHeads(NamedTuple):
+    """Use of a target's embedding table and output head.
+
+    Attributes:
+      scale: Factor on rows of the table.
+      multiplier: Factor on products with the head.
+      bound: Bound of the logits, which a scaled tanh enforces; None for none.
+    """
+
+    scale: float = 1.0
+    multiplier: float = 1.0
+    bound: float | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class TargetArchitecture:
     """Shape of a decoder-only target, read from config.json or given for random weights.
@@ -149,9 +163,9 @@ class TargetArchitecture:
         return {}
 
     @property
-    def lent(self) -> tuple[float, float | None]:
-        """Factor on embeddings, and bound of logits or None, with which drafters get them."""
-        return 1.0, None
+    def lent(self) -> LentHeads:
+        """Returns what fresh drafters do with rows of the table and products with the head."""
+        return LentHeads()
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yields (fields, message) for every inconsistency of the fields that a subclass adds."""

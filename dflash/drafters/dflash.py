@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dflash.drafters import layouts_config
 from dflash.drafters.dflash_config import DFlashConfig, DFlashShape
 from dflash.drafters.parts import draft_vocabulary
 from dflash.drafters.parts.blocks import (
@@ -42,6 +43,11 @@ from dflash.parallel.sharding import Sharding
 
 # Parameters whose names in checkpoints do not end in ".weight".
 _BARE = ("bias", "attention_sink_bias")
+# Tensors that Meta's drafter for Muse Glimmer has under other names.
+_ALIASES = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
 
 
 class DFlash(OnePassDrafter):
@@ -52,7 +58,7 @@ class DFlash(OnePassDrafter):
         narrow nothing.
     """
 
-    hf_architectures = ("DFlashDraftModel", "DFlashSpeculator")
+    hf_architectures = ("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel")
     shape_class = DFlashShape
     option_names = ("block_size", "short_pass")
     prefix_cache_mode = "rows"
@@ -137,6 +143,11 @@ class DFlash(OnePassDrafter):
         return (*copies, "verifier_norm.weight", "verifier_lm_head.weight")
 
     @classmethod
+    def create(cls, config, hf, target, **build):
+        completed = None if hf is None else layouts_config.with_heads(hf, target)
+        return super().create(config, completed, target, **build)
+
+    @classmethod
     def options(cls, config: DFlashConfig) -> dict[str, Any]:
         budget = None if config.tree is None else config.tree.budget
         return super().options(config) | {"tree_budget": budget}
@@ -202,18 +213,15 @@ class DFlash(OnePassDrafter):
 
     def _rows(self, tokens: jax.Array, heads) -> jax.Array:
         """Returns rows of the embedding table, scaled as the drafter's config.json says."""
-        if self.embed_tokens is None and self.shape.lends_embedding:
-            return heads.embed(tokens)
         rows = (heads.table_rows if self.embed_tokens is None else self.embed_tokens)(tokens)
-        return rows * jnp.asarray(self.shape.input_embedding_scale, rows.dtype)
+        scale = self.shape.input_embedding_scale
+        return rows if scale == 1.0 else rows * jnp.asarray(scale, rows.dtype)
 
     def _unembed(self, hidden: jax.Array, heads) -> jax.Array:
         return self._head(heads, self.lm_head)(hidden)
 
     def _head(self, heads, own: Linear | None) -> Callable[[jax.Array], jax.Array]:
         """Returns the function from hidden states to logits, with an output head of its `own`."""
-        if own is None and self.shape.lends_logits:
-            return heads.unembed
         head = heads.head_products if own is None else own.attend
         factor, bound = self.shape.output_multiplier, self.shape.final_logit_softcapping
 
@@ -393,6 +401,11 @@ class DFlash(OnePassDrafter):
             return attended.reshape(flat[0].shape), None
 
         return attend
+
+    @staticmethod
+    def known_name(name: str) -> str:
+        """Returns the expected name of a stored tensor; see `safetensors_io.load`."""
+        return _ALIASES.get(name, name)
 
     @staticmethod
     def checkpoint_name(path: str) -> str:

@@ -105,7 +105,6 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
       final_logit_softcapping: Bound of the logits, which a scaled tanh enforces; None for none.
       calibration: Calibration of the drafts, which `dflash benchmark study.name=calibration` fits;
         see `parts.calibration`. Empty for none.
-      lent: Factor on embeddings and bound of logits with which the target lends its own.
     """
 
     layout: ClassVar[Mapping[str, Any]] = {"projector": "dflash"}
@@ -126,18 +125,6 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
     output_multiplier: float = option(1.0, minimum=0.0)
     final_logit_softcapping: float | None = option(None, minimum=0.0)
     calibration: tuple[tuple[float, ...], ...] = option((), minimum=-1e3, maximum=1e3)
-    lent: tuple[float, float | None] = (1.0, None)
-
-    @property
-    def lends_embedding(self) -> bool:
-        """Returns whether the target's scaled embeddings are the inputs of the drafter."""
-        return self.input_embedding_scale == self.lent[0]
-
-    @property
-    def lends_logits(self) -> bool:
-        """Returns whether the target's output head returns the logits of the drafter."""
-        own = self.output_multiplier, self.final_logit_softcapping or None
-        return own == (1.0, self.lent[1])
 
     @property
     def num_draft_tokens(self) -> int:
@@ -270,8 +257,8 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
         options = options or cls.architecture()
         names = cls.__dataclass_fields__.keys() & options.__dataclass_fields__.keys()
         sizes = {name: getattr(options, name) for name in names}
-        lent = target.lent
-        heads = {"input_embedding_scale": lent[0], "final_logit_softcapping": lent[1], "lent": lent}
+        names = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
+        heads = dict(zip(names, target.lent, strict=True))
         shape = cls(**sizes | options.shape_fields(target) | heads)
         base_config.check_options(shape._problems())
         return shape
@@ -288,7 +275,7 @@ class DFlashShape(BlockSizes, RotatedPart, DrafterShape):
                 f"{self.mask_token_id}, but the target has {depth} layers and "
                 f"{target.vocab_size} tokens"
             )
-        return dataclasses.replace(self, num_target_layers=depth, lent=target.lent)
+        return dataclasses.replace(self, num_target_layers=depth)
 
     def _problems(self) -> Iterable[base_config.Problem]:
         yield from base_config.vocabulary_problems(self.draft_vocab_size, self.decoder.vocab_size)

@@ -2,7 +2,8 @@
 
 z-lab's files have the decoder's fields at the top level and the drafter's in the group
 `dflash_config`. SpecForge's files have DSpark's fields in a group, too. Files of speculators have
-the drafter's fields at the top level and the decoder's in a group.
+the drafter's fields at the top level and the decoder's in a group. The file of Meta's drafter for
+Muse Glimmer has all fields at the top level, and leaves those of the target's head to the target.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import option
+from dflash.config.schema import TargetArchitecture, option
 from dflash.drafters.base_config import MAX_LAYERS, BlockSizes
 
 GROUP = "dflash_config"  # Group of the drafter's fields in z-lab's layout.
@@ -35,6 +36,7 @@ _CHECKED = {
     *("lilicorr_enabled", "training_block_size", "num_anchors", "loss_decay_gamma"),
     "confidence_head_alpha",
 }
+_ASSISTANT = "muse_glimmer_assistant"  # Model type of Meta's drafter.
 DEFAULT_SIZES = {"block_size": 8, "draft_vocab_size": 32_000}  # Of speculators.
 
 
@@ -80,6 +82,40 @@ def check_known(fields: Mapping[str, Any], known: Collection[str], place: str = 
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Assistant:
+    """Fields of Meta's drafter, with the defaults of its config class in transformers.
+
+    The last three are not in its file, but those of Muse Glimmer 30B.
+    """
+
+    hidden_size: int = 6656
+    intermediate_size: int = 19_968
+    num_hidden_layers: int = option(5, minimum=1, maximum=MAX_LAYERS)
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 5e5
+    max_position_embeddings: int = 131_072
+    sliding_window: int = option(2048, minimum=1, maximum=2**29)
+    block_size: int = 16
+    mask_token_id: int = 201_818
+    target_layer_ids: tuple[int, ...] = (1, 13, 25, 37, 49)
+    vocab_size: int = 202_048
+    output_multiplier: float = 26**-0.5
+    final_logit_softcapping: float = 20.0
+
+
+def with_heads(config: Mapping[str, Any], target: TargetArchitecture) -> Mapping[str, Any]:
+    """Adds the fields of the target's head to a config.json that leaves them to the target."""
+    if config.get("model_type") != _ASSISTANT:
+        return config
+    _, factor, bound = target.lent
+    head = {"output_multiplier": factor, "final_logit_softcapping": bound}
+    return {"vocab_size": target.vocab_size, **head, **config}
+
+
 def to_zlab(
     config: Mapping[str, Any],
     *,
@@ -101,6 +137,8 @@ def to_zlab(
     Raises:
       CheckpointError: A field is invalid, or selects what is not supported.
     """
+    if config.get("model_type") == _ASSISTANT:
+        config = _from_assistant(config)
     if is_of_speculators(config):
         check_known(config, known)
         config = _from_speculators(config, projector, slides_causally)
@@ -114,6 +152,20 @@ def to_zlab(
         hf_config.check_only(fields, "shift_label", shifts_labels)
     hf_config.check_only(group, "attention_mode", "gqa")
     return {**config, GROUP: group}
+
+
+def _from_assistant(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds defaults; blocks are bidirectional, and `sliding_window` is the longest distance."""
+    fields = vars(hf_config.read_fields(config, _Assistant))
+    sliding = ["sliding_attention"] * fields["num_hidden_layers"]
+    return {
+        **config,
+        **fields,
+        "target_layer_ids": list(fields["target_layer_ids"]),
+        "layer_types": config.get("layer_types") or sliding,
+        "sliding_window": fields["sliding_window"] + 1,
+        "is_causal": False,
+    }
 
 
 def _from_speculators(

@@ -295,10 +295,10 @@ class Float32RMSNorm(RMSNorm):
         return self.scale[...].astype(jnp.float32)
 
 
-class UnscaledRMSNorm(nnx.Module):
+class UnscaledRMSNorm(RMSNorm):
     """Root-mean-square norm without a learned scale."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, **build):
         self.width, self.eps = width, eps
 
     @property

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from dflash.config.schema import MAX_EXPERTS, TargetArchitecture, option
+from dflash.config.schema import MAX_EXPERTS, LentHeads, TargetArchitecture, option
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -111,8 +111,8 @@ class GemmaArchitecture(WindowedArchitecture):
     final_logit_softcapping: float | None = option(None, minimum=1e-3)
 
     @property
-    def lent(self) -> tuple[float, float | None]:
-        return self.hidden_size**0.5, self.final_logit_softcapping
+    def lent(self) -> LentHeads:
+        return LentHeads(self.hidden_size**0.5, bound=self.final_logit_softcapping)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,6 +173,55 @@ class Gemma4Architecture(GemmaArchitecture):
         if self.num_experts < self.top_k_experts:
             message = f"{self.top_k_experts} exceeds num_experts={self.num_experts}"
             yield ("top_k_experts", "num_experts"), message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuseGlimmerArchitecture(WindowedArchitecture):
+    """Architecture of a Muse Glimmer target.
+
+    If `layer_types` or `layer_rope_theta` is not given, every fourth layer, counted back from the
+    last, is full or has no rotary embedding.
+
+    Attributes:
+      layer_rope_theta: For each layer, 0 if its attention has no rotary embedding. Other values
+        change nothing: the base is `rope_theta`, as in transformers.
+      post_norm_eps: Epsilon of the norms behind attention and MLP.
+      qk_scale_factor: Factor on normalized queries.
+      output_multiplier: Factor on the logits, before their bound.
+      final_logit_softcapping: Bound of the logits, which a scaled tanh enforces.
+      image_token_id: Token in place of an image, which is embedded as token 0.
+      video_token_id: Token in place of a video, which is embedded as token 0.
+    """
+
+    HF_FIXED = (("hidden_activation", "silu"), ("attention_bias", False))
+
+    sliding_window: int | None = option(2048, minimum=1)
+    layer_rope_theta: tuple[float, ...] = option((), minimum=0.0)
+    post_norm_eps: float = option(1e-8, minimum=0.0)
+    qk_scale_factor: float = option(3.87, minimum=1e-3)
+    output_multiplier: float = option(26**-0.5, minimum=1e-6)
+    final_logit_softcapping: float = option(20.0, minimum=1e-3)
+    image_token_id: int = option(200_092, minimum=0)
+    video_token_id: int = option(200_091, minimum=0)
+
+    def __post_init__(self):
+        fourth = [(self.num_hidden_layers - 1 - i) % 4 == 0 for i in range(self.num_hidden_layers)]
+        if not self.layer_types:
+            kinds = tuple(FULL if is_fourth else SLIDING for is_fourth in fourth)
+            object.__setattr__(self, "layer_types", kinds)
+        if not self.layer_rope_theta:
+            bases = tuple(0.0 if is_fourth else self.rope_theta for is_fourth in fourth)
+            object.__setattr__(self, "layer_rope_theta", bases)
+
+    @property
+    def lent(self) -> LentHeads:
+        return LentHeads(1.0, self.output_multiplier, self.final_logit_softcapping)
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        yield from super().problems()
+        names, layers = len(self.layer_rope_theta), self.num_hidden_layers
+        if names != layers:
+            yield ("layer_rope_theta",), f"names {names} layers, but num_hidden_layers is {layers}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

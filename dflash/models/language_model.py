@@ -8,7 +8,7 @@ from dflash.checkpoints import hf_config
 from dflash.checkpoints.tensor_map import Source, renamed
 from dflash.config.schema import TargetArchitecture
 
-_TEXT, _TIES = "text_config", "tie_word_embeddings"
+_TEXT = "text_config"
 
 
 class LanguageModel:
@@ -22,6 +22,8 @@ class LanguageModel:
     tower_names: ClassVar[tuple[str, ...]]  # Names of the other models' tensors, with wildcards.
     # Beginning of the names of the language model's tensors, but the head's.
     text_prefix: ClassVar[str] = "model.language_model."
+    # Fields of the language model that files have beside its part of config.json.
+    outer_fields: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
@@ -45,14 +47,14 @@ class LanguageModel:
         if not text:
             raise errors.CheckpointError(f"{hf_config.FILE}: missing {_TEXT}")
         outer = {"model_type": cls.text_class.hf_model_type}
-        outer |= {_TIES: config[_TIES]} if _TIES in config else {}
+        outer |= {name: config[name] for name in cls.outer_fields if name in config}
         return super().architecture_from_hf({**outer, **text})
 
     @classmethod
     def config_to_hf(cls, arch: TargetArchitecture) -> dict[str, Any]:
         """Returns the config.json of a checkpoint with this architecture, without towers."""
         outer = super().config_to_hf(arch)
-        names = ("architectures", "model_type", "eos_token_id", _TIES)
+        names = ("architectures", "model_type", "eos_token_id", *cls.outer_fields)
         return {name: outer[name] for name in names} | {_TEXT: cls.text_class.config_to_hf(arch)}
 
     def _within(self, name: str) -> str:

@@ -24,6 +24,7 @@ PAIRS = {
     "gpt_oss": ("dflash", "eagle3", "ngram"),
     "gemma4": ("dflash", "eagle3", "ngram"),
     "gemma4 with experts": ("dflash",),
+    "muse_glimmer": ("dflash",),
     "qwen3_5": ("dflash", "ngram"),
     "qwen3_next": ("dflash", "eagle3", "ngram"),
 }

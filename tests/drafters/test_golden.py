@@ -25,7 +25,7 @@ FEATURE_TOLERANCE = 2e-5  # relative to the largest entry
 SENSITIVE = {"qwen3_next_v9": 20}
 
 
-@pytest.mark.parametrize("case", [*GOLDEN_CASES, *FAMILY_CASES])
+@pytest.mark.parametrize("case", [*GOLDEN_CASES, *FAMILY_CASES, *ZLAB_CASES])
 def test_prompt_logits_and_features(case):
     vectors, (target, drafter) = golden(case), golden_models(case)
     ids = jnp.asarray(vectors["input_ids"], jnp.int32)[None]
@@ -104,6 +104,31 @@ def test_drafts_agree_with_the_output_as_far_as_they_were_accepted(case):
         following = vectors["output_ids"][anchor + 1 :][: len(drafts)]
         agrees = np.append(np.asarray(drafts[: len(following)]) == following, False)
         assert np.argmin(agrees) + 1 == vectors["acceptance_lengths"][i]
+
+
+def test_drafts_of_metas_drafter_after_each_context():
+    """Its file leaves factor and bound of logits to the target; the vectors have neither."""
+    case = "muse_assistant_v72"
+    vectors, (target, drafter) = golden(case), golden_models(case)
+    ids = jnp.asarray(vectors["output_ids"], jnp.int32)[None]
+
+    @jax.jit
+    def draft(position):
+        output = target(
+            ids, jnp.arange(ids.shape[1])[None], make_cache(target, 1, ids.shape[1]),
+            feature_layers=drafter.feature_layers,
+        )  # fmt: skip
+        state, start = zeros(drafter.init_state(1, 96)), jnp.zeros(1, jnp.int32)
+        state = drafter.observe(state, start, ids, position, output.features, target)
+        hidden, _ = drafter.run_block(state, ids[:, position[0]], position, target)
+        return drafter._unembed(hidden[:, 1:], target)[0]
+
+    _, factor, bound = target.arch.lent
+    for i in CYCLES:
+        logits = draft(vectors[f"cycle{i}_position"].reshape(1))
+        expected = bound * np.tanh(vectors[f"cycle{i}_draft_logits"] * factor / bound)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+        np.testing.assert_array_equal(logits.argmax(-1), vectors[f"cycle{i}_draft_tokens"])
 
 
 def decode(case, drafter, num_requests=1, **options):

@@ -27,9 +27,12 @@ GOLDEN_CASES = (
     "deepseek_v14",
 )
 # Cases of z-lab's package, whose drafters scale the target's embeddings and bound their logits.
-ZLAB_CASES = ("dflash2_zlab_v96", "gemma3_zlab_v72")
+ZLAB_CASES = ("dflash2_zlab_v96", "gemma3_zlab_v72", "muse_glimmer_v80")
 # Cases without arrays of single cycles.
-FAMILY_CASES = ("qwen2_v9", "gpt_oss_v9", "gemma3_v9", "qwen3_5_v9", "qwen3_next_v9")
+FAMILY_CASES = (
+    *("qwen2_v9", "gpt_oss_v9", "gemma3_v9", "qwen3_5_v9", "qwen3_next_v9"),
+    "muse_assistant_v72",
+)
 
 
 @functools.cache
@@ -44,7 +47,12 @@ def golden_models(case: str) -> tuple[Decoder, DFlash]:
     """Target and drafter of a golden case, in float32."""
     target, directory = load_target(GOLDEN / case / "target"), GOLDEN / case / "draft"
     hf = checkpoint.read_config(directory)
-    return target, load(models.find_class(hf, directory, registry.DRAFTERS)[1], directory)
+    name, kind = models.find_class(hf, directory, registry.DRAFTERS)
+    config = registry.load_schema(registry.DRAFTERS[name])()
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    drafter = kind.create(config, hf, target.arch, **build)
+    checkpoint.load(drafter, directory)
+    return target, drafter
 
 
 def load_target(directory: pathlib.Path, **options) -> Decoder:
@@ -65,6 +73,8 @@ class TableHeads:
 
     def unembed(self, hidden):
         return jnp.einsum("...d,vd->...v", hidden, self.head, precision="highest")
+
+    table_rows, head_products = embed, unembed
 
 
 def load(kind, directory: pathlib.Path, **options):

@@ -31,6 +31,10 @@ ARCHITECTURES["gemma4"] = family_architecture(
     "gemma4", ARCHITECTURE, **WINDOWS, global_head_dim=16, attention_k_eq_v=True,
     num_global_key_value_heads=2,
 )  # fmt: skip
+# The factor of a model of this width, so that sampled tokens differ.
+ARCHITECTURES["muse_glimmer"] = family_architecture(
+    "muse_glimmer", ARCHITECTURE, **WINDOWS, layer_rope_theta=(1e4, 0.0), output_multiplier=1.0
+)
 ARCHITECTURES["gpt_oss"] = family_architecture("gpt_oss", ARCHITECTURE, sliding_window=7)
 # Members that meet every schedule and mesh, but not every strategy.
 OTHERS = {

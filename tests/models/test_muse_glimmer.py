@@ -1,0 +1,82 @@
+"""Tests of Muse Glimmer's config.json, and of what its drafters are given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.models import family_architecture, make_sharding
+
+from dflash import errors
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_config import DFlashConfig, DFlashShape, LayerView
+from dflash.models.config import FULL, SLIDING, MuseGlimmerArchitecture
+from dflash.models.muse_glimmer import MuseGlimmer, MuseGlimmerText
+from dflash.parallel import parameters
+
+SIZES = {"num_hidden_layers": 6, "layer_types": (), "layer_rope_theta": ()}
+
+
+def test_every_fourth_layer_from_the_last_is_full_and_not_rotated():
+    arch = family_architecture("muse_glimmer_text", **SIZES, rope_theta=5e5)
+    assert arch.layer_types == (SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL)
+    assert arch.layer_rope_theta == (5e5, 0, 5e5, 5e5, 5e5, 0)
+
+
+BAD = {
+    "layer_rope_theta: names 2 layers, but num_hidden_layers is 3": {"layer_rope_theta": [0, 1]},
+    "layer_types: names 1 layers, but num_hidden_layers is 3": {"layer_types": [FULL]},
+    "hidden_activation: 'gelu' is not supported, only 'silu'": {"hidden_activation": "gelu"},
+    "attention_bias: true is not supported, only false": {"attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_field_is_named(message):
+    config = MuseGlimmerText.config_to_hf(family_architecture("muse_glimmer_text")) | BAD[message]
+    with pytest.raises(errors.CheckpointError) as caught:
+        MuseGlimmerText.architecture_from_hf(config)
+    assert str(caught.value) == f"config.json: {message}"
+
+
+def test_placeholders_are_read_beside_the_language_model():
+    arch = family_architecture("muse_glimmer", image_token_id=5, video_token_id=6)
+    config = MuseGlimmer.config_to_hf(arch)
+    del config["text_config"]["image_token_id"], config["text_config"]["video_token_id"]
+    assert MuseGlimmer.architecture_from_hf(config) == arch
+
+
+def test_drafters_get_raw_rows_and_scaled_logits():
+    arch = family_architecture("muse_glimmer", image_token_id=5, output_multiplier=0.5)
+    model = MuseGlimmer(arch, dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(0))
+    tokens = jnp.array([[0, 5, 7]])
+    rows = np.asarray(model.table_rows(tokens))
+    np.testing.assert_array_equal(rows, np.asarray(model.embed_tokens.embedding[...])[tokens])
+    embedded = np.asarray(model.embed(tokens))
+    np.testing.assert_array_equal(embedded[0, 1], embedded[0, 0])
+    np.testing.assert_allclose((embedded**2).mean(-1), 1, atol=1e-3)
+    shape = DFlashShape.for_target(arch, None)
+    heads = shape.input_embedding_scale, shape.output_multiplier, shape.final_logit_softcapping
+    assert heads == (1.0, 0.5, 20.0) == arch.lent
+
+
+PUBLISHED = MuseGlimmerArchitecture(
+    vocab_size=202_048, hidden_size=6656, intermediate_size=19_968, num_hidden_layers=52,
+    num_attention_heads=32, num_key_value_heads=2, head_dim=128, max_position_embeddings=131_072,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 9, "output_multiplier": 2.0}])
+def test_metas_drafter_leaves_the_rest_to_its_class_and_the_target(fields):
+    """Its rows see keys up to the window away, so one more than those of z-lab's drafters."""
+    config = {"architectures": ["MuseGlimmerAssistantModel"], **fields}
+    config["model_type"] = "muse_glimmer_assistant"
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    shape = DFlash.create(DFlashConfig(), config, PUBLISHED, **build).shape
+    expected = fields.get("sliding_window", 2048) + 1
+    assert shape.views == (LayerView(expected, causal=False),) * 5
+    assert (shape.block_size, shape.mask_token_id) == (16, 201_818)
+    assert shape.target_layer_ids == (1, 13, 25, 37, 49)
+    assert shape.decoder.rope_theta == 5e5
+    assert shape.output_multiplier == fields.get("output_multiplier", 26**-0.5)
+    assert shape.final_logit_softcapping == 20.0
