@@ -57,6 +57,8 @@ _DEFAULTS = {
     "gemma3_text": _decoder(262_208, 2304, 9216, 26, 8, 4, 131_072, sliding_window=4096) | _GEMMA,
     "gemma4_text": _decoder(262_144, 2304, 9216, 30, 8, 4, 131_072, sliding_window=512)
     | _GEMMA | {"hidden_size_per_layer_input": 256},
+    "minimax_m2": _decoder(200_064, 3072, 1536, 62, 48, 8, 196_608, rope_theta=5e6, head_dim=128)
+    | {"num_local_experts": 256, "num_experts_per_tok": 8, "eos_token_id": 200_020},
     "muse_glimmer_text": _decoder(202_048, 6656, 19_968, 52, 32, 2, 131_072, head_dim=128)
     | {"rms_norm_eps": 1e-5, "eos_token_id": 200_001},
 }

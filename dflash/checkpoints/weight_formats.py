@@ -63,7 +63,8 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
         return None
     key, method, group = declaration
     if key == _GROUP and method == _FP8:
-        hf_config.check_only(group, "fmt", "e4m3")
+        if group.get("fmt") != "float8_e4m3fn":  # MiniMax's name for it.
+            hf_config.check_only(group, "fmt", "e4m3")
         block = hf_config.read_fields(group, _Blocks, group=_GROUP).weight_block_size
         return StoredFormat(_pair(block, _BLOCK), "weight_scale_inv")
     if key == _GROUP and method == _MXFP4:

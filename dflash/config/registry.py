@@ -145,6 +145,7 @@ TARGETS: Mapping[str, Entry] = Entries(
         "gemma4": _target("gemma4:Gemma4", "Gemma4Architecture"),
         "gemma4_text": _target("gemma4:Gemma4Text", "Gemma4Architecture"),
         "smollm3": _target("dense:SmolLM3", "SmolLM3Architecture"),
+        "minimax_m2": _target("minimax_m2:MiniMaxM2", "MiniMaxM2Architecture"),
         "muse_glimmer": _target("muse_glimmer:MuseGlimmer", "MuseGlimmerArchitecture"),
         "muse_glimmer_text": _target("muse_glimmer:MuseGlimmerText", "MuseGlimmerArchitecture"),
     },

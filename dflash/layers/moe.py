@@ -16,6 +16,7 @@ from dflash.kernels.grouped_matmul import for_platform, grouped_matmul
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Kernel, Linear, WeightFormat
 from dflash.layers.mlp import Mlp, gated
+from dflash.layers.products import matmul_precision
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
@@ -105,8 +106,10 @@ class Router(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns experts int32 [..., k] and weights float32 [..., k] for rows x [..., D]."""
         correction = self.e_score_correction_bias
+        kernel = self.kernel[...]
+        precise = {"precision": matmul_precision(kernel.dtype)}
         logits = jnp.einsum(
-            "...d,de->...e", x, self.kernel[...], preferred_element_type=jnp.float32
+            "...d,de->...e", x, kernel, preferred_element_type=jnp.float32, **precise
         )
         if self.bias is not None:
             logits += self.bias[...]

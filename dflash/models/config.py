@@ -4,7 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from dflash.config.schema import MAX_EXPERTS, LentHeads, TargetArchitecture, option
+from dflash.config.schema import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    LentHeads,
+    TargetArchitecture,
+    option,
+)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -249,7 +255,61 @@ class Qwen3MoeArchitecture(TargetArchitecture):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3NextArchitecture(Qwen3MoeArchitecture):
+class PartlyRotatedArchitecture(TargetArchitecture):
+    """Architecture in which only the first dimensions of a head are rotated.
+
+    Attributes:
+      partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
+    """
+
+    partial_rotary_factor: float = option(1.0, minimum=0.0, maximum=1.0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        yield from super().problems()
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            yield (
+                ("partial_rotary_factor",),
+                f"{self.partial_rotary_factor} rotates {self.rotary_dim} of {self.head_dim} head "
+                "dimensions; expected a positive even number",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniMaxM2Architecture(PartlyRotatedArchitecture):
+    """Architecture of a MiniMax-M2 target; `intermediate_size` is that of an expert.
+
+    Attributes:
+      num_mtp_modules: Layers for multi-token prediction behind the last one, which are not read.
+    """
+
+    HF_FIXED = (
+        ("qk_norm_type", "per_layer"),
+        ("use_qk_norm", True),
+        ("scoring_func", "sigmoid"),
+        ("use_routing_bias", True),
+        ("norm_topk_prob", True),
+        ("shared_intermediate_size", 0),
+        ("sliding_window", None),
+    )
+
+    num_local_experts: int = option(minimum=1, maximum=MAX_EXPERTS, hf_aliases=("num_experts",))
+    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
+    num_mtp_modules: int = option(0, minimum=0, maximum=MAX_LAYERS)
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        yield from super().problems()
+        if self.num_local_experts < self.num_experts_per_tok:
+            message = f"{self.num_experts_per_tok} exceeds num_local_experts="
+            yield ("num_experts_per_tok",), f"{message}{self.num_local_experts}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3NextArchitecture(PartlyRotatedArchitecture, Qwen3MoeArchitecture):
     """Architecture of a Qwen3-Next or Qwen3.5 target.
 
     Attributes:
@@ -259,7 +319,6 @@ class Qwen3NextArchitecture(Qwen3MoeArchitecture):
       linear_num_key_heads: Number of query and key heads of linear attention.
       linear_num_value_heads: Number of value heads, a multiple of the key heads.
       linear_conv_kernel_dim: Rows that the convolution reads, the new one included.
-      partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
       num_experts: Number of routed experts per layer; 0 for dense MLPs.
       shared_expert_intermediate_size: Hidden width of the expert that processes every token.
     """
@@ -280,11 +339,6 @@ class Qwen3NextArchitecture(Qwen3MoeArchitecture):
     shared_expert_intermediate_size: int = option(1, minimum=1)
     norm_topk_prob: bool = True
 
-    @property
-    def rotary_dim(self) -> int:
-        """Number of dimensions of a head that are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor)
-
     def is_full(self, layer: int) -> bool:
         """Returns whether layer number `layer` has full attention."""
         if self.layer_types:
@@ -292,6 +346,7 @@ class Qwen3NextArchitecture(Qwen3MoeArchitecture):
         return (layer + 1) % self.full_attention_interval == 0
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        yield from super().problems()
         depth, types = self.num_hidden_layers, self.layer_types
         if types and len(types) != depth:
             yield ("layer_types",), f"{len(types)} types for num_hidden_layers={depth} layers"
@@ -302,12 +357,6 @@ class Qwen3NextArchitecture(Qwen3MoeArchitecture):
         if values % keys:
             message = f"{values} is no multiple of linear_num_key_heads={keys}"
             yield ("linear_num_value_heads", "linear_num_key_heads"), message
-        if self.rotary_dim < 2 or self.rotary_dim % 2:
-            yield (
-                ("partial_rotary_factor",),
-                f"{self.partial_rotary_factor} rotates {self.rotary_dim} of {self.head_dim} head "
-                "dimensions; expected a positive even number",
-            )
         if 0 < self.num_experts < self.num_experts_per_tok:
             message = f"{self.num_experts_per_tok} exceeds num_experts={self.num_experts}"
             yield ("num_experts_per_tok", "num_experts"), message

@@ -200,6 +200,7 @@ INERT = {
     *("initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "pad_token_id"),
     *("bos_token_id", "output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers"),
     *("vocab_size_per_layer_input", "_sliding_window_pattern", "max_window_layers"),
+    "router_jitter_noise",  # Of training.
 }
 # Those of some types: a window and layers that use_sliding_window=false leaves without effect, and
 # what follows from other fields.

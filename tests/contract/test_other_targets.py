@@ -24,7 +24,8 @@ PAIRS = {
     "gpt_oss": ("dflash", "eagle3", "ngram"),
     "gemma4": ("dflash", "eagle3", "ngram"),
     "gemma4 with experts": ("dflash",),
-    "muse_glimmer": ("dflash",),
+    "muse_glimmer": ("dflash", "ngram"),
+    "minimax_m2": ("dflash", "ngram"),
     "qwen3_5": ("dflash", "ngram"),
     "qwen3_next": ("dflash", "eagle3", "ngram"),
 }

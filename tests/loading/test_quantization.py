@@ -34,6 +34,7 @@ def checkpoints(tmp_path_factory):
     """Directories of random targets, by family: as few layers as show all that the family has."""
     found = {}
     families = {"qwen3": 1, "qwen3_moe": 2, "deepseek_v3": 2, "qwen3_next": 2, "qwen3_5_text": 2}
+    families["minimax_m2"] = 2
     for family, layers in families.items():
         arch = family_architecture(family, num_hidden_layers=layers, vocab_size=VOCABULARY)
         kind = registry.load(registry.TARGETS[family].implementation)
@@ -151,7 +152,7 @@ def test_four_packed_bits_become_eight(foreign):
 
 
 def is_projection(name):
-    return "_proj" in name and not name.startswith("lm_head")
+    return ("_proj" in name or ".experts." in name) and not name.startswith("lm_head")
 
 
 @pytest.fixture
@@ -184,9 +185,13 @@ def foreign(tmp_path, checkpoints):
     return write
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if "packed" not in name])
-def test_foreign_formats_are_read_to_the_weights_they_stand_for(foreign, name):
-    narrow, plain = (build(directory) for directory in foreign("qwen3_moe", name))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_moe", name) for name in FORMATS if "packed" not in name]
+    + [("minimax_m2", "fp8 by blocks")],
+)
+def test_foreign_formats_are_read_to_the_weights_they_stand_for(foreign, family, name):
+    narrow, plain = (build(directory) for directory in foreign(family, name))
     others = dict(narrowing.projections(plain))
     rows = jnp.ones((1, 1))
     found = dict(narrowing.projections(narrow))

@@ -27,7 +27,7 @@ GOLDEN_CASES = (
     "deepseek_v14",
 )
 # Cases of z-lab's package, whose drafters scale the target's embeddings and bound their logits.
-ZLAB_CASES = ("dflash2_zlab_v96", "gemma3_zlab_v72", "muse_glimmer_v80")
+ZLAB_CASES = ("dflash2_zlab_v96", "gemma3_zlab_v72", "muse_glimmer_v80", "minimax_m2_v64")
 # Cases without arrays of single cycles.
 FAMILY_CASES = (
     *("qwen2_v9", "gpt_oss_v9", "gemma3_v9", "qwen3_5_v9", "qwen3_next_v9"),

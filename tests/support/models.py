@@ -90,6 +90,12 @@ OWN_FIELDS = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5},
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
+    "minimax_m2": {
+        "head_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "partial_rotary_factor": 0.5,
+    },
     "muse_glimmer": _WINDOWS,
     "muse_glimmer_text": _WINDOWS,
     "gemma3": _WINDOWS,

@@ -22,7 +22,7 @@ from support.models import (
 
 ARCHITECTURES = {
     family: family_architecture(family, ARCHITECTURE)
-    for family in ("qwen3_moe", "deepseek_v3", "qwen3_next")
+    for family in ("qwen3_moe", "deepseek_v3", "qwen3_next", "minimax_m2")
 }
 # Windows shorter than the prompts, and a layer that sees everything.
 WINDOWS = {"sliding_window": 7, "layer_types": ("sliding_attention", "full_attention")}
