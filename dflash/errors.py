@@ -46,6 +46,10 @@ class NumericsError(UserError):
     """A model computes non-finite values; the message names where they first appear."""
 
 
+class UnequalError(UserError):
+    """Drafted output differs from plain decoding by more than rounding explains."""
+
+
 class WorkdirError(UserError):
     """Results cannot be written, or their directory belongs to another run, or is damaged."""
 

@@ -166,6 +166,27 @@ def test_baseline_is_decoded_beside_the_run_and_resumed_like_it(run):
     assert len(read("w/baseline.jsonl").splitlines()) == len(PROMPTS)
 
 
+def test_a_difference_from_plain_decoding_is_explained(run):
+    """A token of a finished prompt is changed in the work directory, as a fault would change it."""
+    assert run("--workdir=w", "decode.baseline=true")[0] == 0
+    first, *others = read("w/baseline.jsonl").splitlines(keepends=True)
+    record = json.loads(first)
+    drafted = record["output_ids"][-1]
+    record["output_ids"][-1] = (drafted + 1) % 256
+    with open("w/baseline.jsonl", "w") as file:
+        file.write("".join([json.dumps(record) + "\n", *others[:-1]]))
+    status, _, err = run("--workdir=w", "decode.baseline=true")
+    number, place = record["index"], len(record["output_ids"])
+    wanted = (
+        f"prompt {number}: token {place} is {drafted}, plain decoding has {(drafted + 1) % 256}"
+    )
+    assert status == 1
+    assert f"{wanted}: a fault: " in err.splitlines()[-1]
+    assert "please report it" in err.splitlines()[-1]
+    (told,) = json.loads(read("w/results.json"))["baseline"]["differences"]
+    assert told.startswith(wanted)
+
+
 def test_rerun_skips_what_is_done_and_refuses_another_config(run):
     assert run("--workdir=w")[0] == 0
     whole = output_ids("w")

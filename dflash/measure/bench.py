@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
+from dflash.inference import difference
+from dflash.inference.difference import Difference
 from dflash.inference.engine import NUM_STOP_IDS
 from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.loading import job as jobs
@@ -160,6 +162,32 @@ class Bench:
         decode = dataclasses.replace(self.config.decode, temperature=self.temperature(item))
         sampling = RequestSampling.from_config(decode, index)
         return Request(index, item.prompt.ids, new_tokens, sampling, stop_ids)
+
+    def differences(self, done: Sequence[TaskRound]) -> dict[str, Difference]:
+        """Returns the first differences between strategies and the baseline, of some prompts."""
+        decoding = self.config.decode
+        if self.workload.forced or decoding.verify != "coupled":
+            return {}
+        items = {item.prompt.index: item for item in self.workload.items}
+        samples = [sample for round_ in done for sample in round_.samples]
+        plain = {
+            output.id: output.output_ids
+            for sample in samples
+            if sample.strategy == self.baseline
+            for output in sample.completions
+        }
+        unequal = {
+            (sample.strategy, output.id): output.output_ids
+            for sample in samples
+            for output in sample.completions
+            if output.output_ids != plain[output.id]
+        }
+        results = {}
+        for (name, prompt), ids in itertools.islice(unequal.items(), difference.MOST_EXPLAINED):
+            request = self.request(items[prompt])
+            explained = difference.explain(self.target, decoding, request, plain[prompt], ids)
+            results[f"{name}, prompt {prompt}"] = explained
+        return results
 
     def marks(
         self, queue: Sequence[Item], done: Sequence[RequestOutput]

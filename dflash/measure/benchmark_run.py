@@ -12,6 +12,7 @@ import jax
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.inference import difference
 from dflash.inference.request import RequestOutput
 from dflash.loading import job as jobs
 from dflash.measure import bench as benches
@@ -119,6 +120,8 @@ def measure(
     Args:
       bench: Prepared benchmark, nothing loaded.
       shard: Part to measure; plots, tables and page are then left to `sum_up`.
+    Raises:
+      UnequalError: Rounding does not explain a difference from the baseline's outputs.
     """
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)
@@ -143,10 +146,16 @@ def measure(
             so_far = figures_of(bench, done, machine, meter.read())
             values = so_far.values(bench, complete=len(done) == total)
             directory.write_json(file(results.RESULTS), values)
+    differences = bench.differences(done)
+    values["differences"] = difference.lines(differences)
+    directory.write_json(file(results.RESULTS), values)
     if shard is None:
         _finish(bench, so_far, done, values, directory, display, wide=wide)
     else:
         save_shard(directory, shard, done)
+    for line in values["differences"]:
+        display.note(line)
+    difference.refuse_faults(differences)
     return values
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import os
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ import numpy as np
 
 from dflash.config import loader
 from dflash.config.schema import DecodeRun
+from dflash.inference import difference
+from dflash.inference.difference import Difference
 from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.request import RequestOutput, Tokens, max_length
@@ -123,7 +126,29 @@ def run(
         with display.status("decoding without drafting"):
             _decode(job.without_drafting(), baseline, plain_ready, Display.silent())
     usage.others_share = meter.read().others_share
-    return report(job, records, display, cycle_ms, usage)
+    differences = {}
+    if ready or plain_ready:
+        differences = _differences(job, records)
+    return report(job, records, display, cycle_ms, usage, differences)
+
+
+def _differences(job: Job, records: RunRecords) -> dict[str, Difference]:
+    """Returns the first differences between a run and its baseline, of some prompts."""
+    decode = job.config.decode
+    if records.baseline is None or (decode.verify != "coupled" and decode.temperature > 0):
+        return {}
+    plain, unequal = records.baseline.completed(), []
+    for index, record in records.drafted.completed().items():
+        if record.output_ids != plain[index].output_ids:
+            unequal.append((index, record.prompt_ids, plain[index].output_ids, record.output_ids))
+    # Only the first process reads the records.
+    unequal = distributed.broadcast(unequal[: difference.MOST_EXPLAINED])
+    results = {}
+    for index, prompt, *outputs_ in unequal:
+        turn = dataclasses.replace(job.prompts[0], index=index, ids=tuple(prompt))
+        (request,) = job.requests([turn])
+        results[f"prompt {index}"] = difference.explain(job.target, decode, request, *outputs_)
+    return results
 
 
 def all_turns(job: Job) -> list[Prompt]:
@@ -268,6 +293,7 @@ def report(
     display: Display,
     cycle_ms: dict[str, float],
     usage: Usage | None = None,
+    differences: Mapping[str, Difference] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """Summarizes all prompts of the work directory, including those of earlier runs.
 
@@ -275,8 +301,11 @@ def report(
       records: Records of all prompts, which are finished.
       cycle_ms: Milliseconds per cycle by block size; empty if the block size is fixed.
       usage: Usage since this start of the run; None if it has decoded nothing.
+      differences: First differences from the baseline, by where they are.
     Returns:
       Content of results.json.
+    Raises:
+      UnequalError: Rounding does not explain a difference; everything is written and shown.
     """
     done, longest = records.drafted.completed(), job.longest_path
     summary: Summary = outputs.summarize(done.values(), block_size=longest)
@@ -291,6 +320,7 @@ def report(
         plain = records.baseline.completed()
         comparison = outputs.compare(done, plain, block_size=longest)
         facts["baseline"] = dataclasses.asdict(comparison)
+        facts["baseline"]["differences"] = told = difference.lines(differences)
     if cycle_ms:
         facts["cycle_ms"] = cycle_ms
     facts |= usage.facts() if usage is not None else {}
@@ -301,10 +331,11 @@ def report(
     if records.baseline is not None:
         warning = None if usage is None else processor_load.warning(usage.others_share)
         display.comparison(done, plain, summary, comparison, warning)
-        for line in _advice(job, summary, comparison.speed_up):
+        for line in (*told, *_advice(job, summary, comparison.speed_up)):
             display.note(f"\n{line}")
     if facts["answers"]:
         display.note("\nanswers  {correct} of {checked} correct".format(**facts["answers"]))
+    difference.refuse_faults(differences)
     return {**dataclasses.asdict(summary), **facts}
 
 

@@ -4,12 +4,14 @@ import dataclasses
 import json
 
 import pytest
+from support.engines import completions
 from support.models import make_architecture
 
 from dflash.config import benchmark_schema, schema
 from dflash.inference.request import RequestOutput
 from dflash.measure import bench as benches
 from dflash.measure import workload
+from dflash.measure.samples import Sample, TaskRound
 from dflash.offline.decoding import decode
 from dflash.text.prompts import Prompt
 
@@ -27,13 +29,34 @@ def make_config(raw_dir) -> benchmark_schema.BenchmarkRun:
     )
 
 
-def test_later_turns_follow_what_the_baseline_has_said(tmp_path):
+@pytest.fixture
+def bench(tmp_path):
     path = tmp_path / "mt_bench" / "question.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     bench = benches.prepare(make_config(tmp_path))
     bench.load()
     bench.decode_later_turns()
+    return bench
+
+
+def test_differing_outputs_are_explained(bench):
+    """A token of another strategy's output is changed, as a fault would change it."""
+    requests = [bench.request(item) for item in bench.workload.items[:2]]
+    events = decode(bench.jobs["none"].engine(), requests)
+    first, second = completions(events)
+    wrong = (*second.output_ids[:-1], second.output_ids[-1] ^ 1)
+    other = dataclasses.replace(second, output_ids=wrong)
+    samples = [
+        Sample("mt-bench", strategy, 0, outputs, (0, 0))
+        for strategy, outputs in {"none": (first, second), "dflash": (first, other)}.items()
+    ]
+    ((where, found),) = bench.differences([TaskRound("mt-bench", 0, tuple(samples), {})]).items()
+    assert where == "dflash, prompt 1"
+    assert (found.position, found.tokens[1], found.is_fault) == (4, wrong[-1], True)
+
+
+def test_later_turns_follow_what_the_baseline_has_said(bench):
     items = bench.workload.items
     assert [(item.prompt.index, item.turn) for item in items] == [(0, 0), (1, 1), (2, 2), (3, 0)]
     job = bench.jobs["none"]
