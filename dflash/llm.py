@@ -331,7 +331,7 @@ class LLM:
         if engine is None or not engine.has_room(job.max_length, len(job.stop_ids)):
             engine = self._engine = _roomy(job).engine()
         needs = {
-            "grammars": any(request.grammar is not None for request in batch),
+            "grammars": any(request.is_masked for request in batch),
             "greedy": all(map(controls.is_greedy, batch)),
         }
         engine.compile((len(prompt.ids) for prompt in encoded), **needs)

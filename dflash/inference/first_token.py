@@ -14,6 +14,7 @@ from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request
 from dflash.parallel.sharding import Sharding
 from dflash.text import grammar
+from dflash.text.token_rules import RulesMatcher
 
 
 @jax.tree_util.register_dataclass
@@ -105,11 +106,13 @@ def allow_all(vocab_size: int) -> np.ndarray:
     return np.full(num_words(vocab_size), -1, np.int32)
 
 
-def allowed_first(request: Request, matcher: grammar.Matcher | None, vocab_size: int) -> np.ndarray:
+def allowed_first(
+    request: Request, matcher: grammar.Matcher | RulesMatcher | None, vocab_size: int
+) -> np.ndarray:
     """Returns the mask of tokens that may begin a request's output, int32 [ceil(V / 32)].
 
     Args:
-      matcher: Matcher of the grammar at the start of the output; None without grammar.
+      matcher: Its matcher at the start of the output; None without grammar and rules.
     """
     mask = allow_all(vocab_size)
     if matcher is not None:

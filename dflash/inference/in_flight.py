@@ -13,6 +13,7 @@ from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.request import Request, RequestOutput, TokenLogprobs
 from dflash.text.grammar import Matcher
+from dflash.text.token_rules import RulesMatcher
 
 
 @dataclasses.dataclass(eq=False)
@@ -21,7 +22,8 @@ class ActiveRequest:
 
     Attributes:
       submitted_at: Time of submission, in seconds of time.perf_counter.
-      matcher: Matcher of its grammar, which has consumed all of the output; None without grammar.
+      matcher: Matcher of its grammar and rules, which has consumed all of the output; None without
+        these.
       constraints: Constraints on its first token; None for an unconstrained request.
       acceptance_lengths: Tokens committed by each cycle.
       block_sizes: Rows verified in each cycle.
@@ -41,7 +43,7 @@ class ActiveRequest:
 
     request: Request
     submitted_at: float
-    matcher: Matcher | None = None
+    matcher: Matcher | RulesMatcher | None = None
     constraints: FirstTokenConstraints | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)

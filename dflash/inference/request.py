@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from dflash import errors
 from dflash.config.schema import FLOAT32_MAX, INT32_MAX, SamplingConfig, option, subset
-from dflash.text.grammar import Grammar
+from dflash.text.grammar import Grammar, Matcher
+from dflash.text.token_rules import RulesMatcher, TokenRules
 
 MAX_LOGPROBS = 20  # Most alternatives reported per output token.
 MAX_BIASED = 300  # Most tokens that a request may bias.
@@ -66,6 +67,7 @@ class Request:
       logprobs: Number of the target's likeliest tokens to report beside each output token, 0 to
         MAX_LOGPROBS; None reports nothing.
       grammar: Grammar that the whole output must match; None leaves it unconstrained.
+      token_rules: Tokens and sequences of tokens that the output may not have; None for none.
       rejected: Whether to report rejected drafts.
       cache_salt: Name of the part of the prefix cache to use; requests share cached pages only with
         those of the same salt.
@@ -80,6 +82,7 @@ class Request:
     min_new_tokens: int = 0
     logprobs: int | None = None
     grammar: Grammar | None = None
+    token_rules: TokenRules | None = None
     rejected: bool = False
     cache_salt: str = ""
     adapter: int = 0
@@ -88,6 +91,16 @@ class Request:
     def cache_group(self) -> CacheGroup:
         """Returns the part of the prefix cache that the request uses."""
         return CacheGroup(self.cache_salt, self.adapter)
+
+    @property
+    def is_masked(self) -> bool:
+        """Returns whether the host computes the tokens that may follow."""
+        return self.grammar is not None or self.token_rules is not None
+
+    def matcher(self, *, timed: bool = True) -> Matcher | RulesMatcher | None:
+        """Returns a matcher at the beginning of the output; see `Grammar.matcher`."""
+        inner = self.grammar and self.grammar.matcher(timed=timed)
+        return inner if self.token_rules is None else self.token_rules.matcher(inner)
 
     @property
     def limit(self) -> int:
@@ -233,6 +246,9 @@ def check_request(
         raise errors.InputError(f"{where}: empty; give at least one token")
     biased = tuple(token for token, _ in request.sampling.logit_bias)
     kinds = {"token id": request.prompt, "stop id": request.stop_ids, "logit_bias: token": biased}
+    if request.token_rules is not None:
+        kinds["allowed token"] = request.token_rules.allowed or ()
+        kinds["bad token"] = tuple(itertools.chain(*request.token_rules.bad))
     for kind, ids in kinds.items():
         wrong = [token for token in ids if not 0 <= token < vocab_size]
         if wrong:
@@ -310,8 +326,22 @@ def _check_output(where: str, request: Request) -> None:
         raise errors.InputError(
             f"{where}: logprobs: {request.logprobs}, expected 0 to {MAX_LOGPROBS}"
         )
+    if request.token_rules is not None:
+        _check_rules(where, request.token_rules, has_stop=bool(request.stop_ids))
     if request.grammar is not None and not request.stop_ids:
         raise errors.InputError(
             f"{where}: an output that matches a grammar needs a stop token to end with; give "
             "decode.stop_ids, or leave decode.ignore_eos off"
+        )
+
+
+def _check_rules(where: str, rules: TokenRules, *, has_stop: bool) -> None:
+    if rules.allowed == ():
+        raise errors.InputError(f"{where}: allowed_token_ids: empty; give at least one token")
+    if () in rules.bad:
+        raise errors.InputError(f"{where}: bad_words: a word has no token")
+    if rules.bad and rules.allowed is not None and not has_stop:
+        raise errors.InputError(
+            f"{where}: bad_words: together with allowed_token_ids, an output needs a stop token, "
+            "since no token may be left"
         )

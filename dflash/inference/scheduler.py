@@ -88,7 +88,7 @@ class Scheduler:
         if not controls.is_default(request):
             try:
                 timed = jax.process_count() == 1
-                matcher = request.grammar and request.grammar.matcher(timed=timed)
+                matcher = request.matcher(timed=timed)
                 allowed = first_token.allowed_first(request, matcher, self._engine.vocab_size)
             except Exception as error:
                 raise grammar_error(request, error) from error

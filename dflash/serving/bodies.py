@@ -25,6 +25,7 @@ MAX_CHOICES = 128  # Outputs of one HTTP request, over all of its prompts.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1000
 MAX_SALT_CHARACTERS = 1000
+MAX_BAD_WORDS = 300
 MAX_FIELDS = 100  # Fields of a JSON object that the server reads.
 MAX_TOOLS = 512
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -89,6 +90,9 @@ Stops = Annotated[
     BeforeValidator(listed),
     Field(max_length=MAX_STOPS),
     AfterValidator(_check_stops),
+]
+BadWords = Annotated[
+    list[Text], pydantic.FailFast(), Field(max_length=MAX_BAD_WORDS), AfterValidator(_check_stops)
 ]
 Limit = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Minimum = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -205,6 +209,8 @@ class OpenAIBody(SamplingBody):
 
     model: Text = None
     min_tokens: Minimum = None
+    allowed_token_ids: Any = None
+    bad_words: BadWords = ()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     cache_salt: CacheSalt = None
@@ -225,6 +231,7 @@ class OutputBody(OpenAIBody):
     include_stop_str_in_output: bool = False
     show_drafts: bool = False
     include_metrics: bool = False
+    return_token_ids: bool = False
     response_format: ResponseFormat = ResponseFormat()
     guided_json: _constraint("json_schema", "guided_json") = None
     guided_regex: _constraint("regex", "guided_regex") = None

@@ -1,10 +1,13 @@
 """Requests for outputs in any dialect: prompts, sampling, limits, and contents of the response."""
 
 import dataclasses
+import functools
+import itertools
 import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from dflash import errors
 from dflash.config.schema import INT64_MAX, SamplingConfig, subset
 from dflash.inference.request import Request, RequestSampling
 from dflash.serving.bodies import MAX_CHOICES, SamplingBody
@@ -16,6 +19,7 @@ from dflash.text import jsonl
 from dflash.text.chat_formats.rules import AnswerRules
 from dflash.text.chat_formats.table import ChatFormat
 from dflash.text.grammar import Grammar
+from dflash.text.token_rules import TokenRules
 
 NUM_STOP_IDS = 16  # Maximum number of stop tokens that a request may add to those of the model.
 
@@ -29,6 +33,7 @@ class ResponseOptions:
         log-probabilities.
       drafts: Report which tokens were drafted.
       metrics: Report how many drafts each cycle accepted.
+      token_ids: Report the ids of prompts and outputs.
     """
 
     stream: bool = False
@@ -41,6 +46,7 @@ class ResponseOptions:
     drafts: bool = False
     reasoning: bool = True
     metrics: bool = False
+    token_ids: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,7 @@ class CompletionRequest:
         room that the prompt leaves.
       stop_ids: Tokens that end an output, those of the model and the config included.
       grammar: Compiled form of `structure`; None until it is compiled.
+      token_rules: Tokens and sequences of tokens that outputs may not have; None for none.
       drafting: Decode with drafts; False selects plain decoding, for comparison.
       cache_salt: Salt of the prefix cache; see `inference.request.Request`.
       priority: Number by which requests wait; lower ones go first.
@@ -71,6 +78,7 @@ class CompletionRequest:
     options: ResponseOptions = ResponseOptions()
     structure: StructuredOutput | None = None
     grammar: Grammar | None = None
+    token_rules: TokenRules | None = None
     drafting: bool = True
     cache_salt: str = ""
     priority: int = 0
@@ -95,6 +103,7 @@ class CompletionRequest:
                 min_new_tokens=self.min_new_tokens,
                 logprobs=self.options.logprobs,
                 grammar=self.grammar,
+                token_rules=self.token_rules,
                 rejected=self.options.drafts,
                 cache_salt=self.cache_salt,
                 adapter=self.adapter,
@@ -172,6 +181,7 @@ def complete(
         choices=body.n,
         options=options,
         structure=constraints[0] if constraints else None,
+        token_rules=_token_rules(body, model),
         drafting=body.drafting,
         cache_salt=cache_salt,
     )
@@ -229,6 +239,37 @@ def _logit_bias(
             raise RequestError(message, param="logit_bias")
         pairs[token] = bias or 0.0
     return tuple(sorted(pairs.items()))
+
+
+def _token_rules(body: SamplingBody, model: ServedModel) -> TokenRules | None:
+    """Returns the rules of vLLM's `allowed_token_ids` and `bad_words`; None if there are none."""
+    allowed, words = getattr(body, "allowed_token_ids", None), getattr(body, "bad_words", ())
+    if allowed is None and not words:
+        return None
+    name = "bad_words" if words else "allowed_token_ids"
+    if allowed is not None:
+        allowed = token_ids(allowed, "allowed_token_ids", model)
+        if not allowed:
+            problem = "allowed_token_ids: empty; give at least one token"
+            raise RequestError(problem, param="allowed_token_ids")
+    try:
+        model.vocabulary()  # Their masks need the programs of grammars.
+        bad = itertools.chain.from_iterable(_spellings(word, model) for word in words)
+        return TokenRules(allowed, tuple(dict.fromkeys(bad)))
+    except errors.InputError as error:
+        raise unsupported(name, str(error)) from error
+
+
+def _spellings(word: str, model: ServedModel) -> Iterator[tuple[int, ...]]:
+    """Yields the tokens of a word at the beginning of a text, and of one after a space.
+
+    As in vLLM, the latter counts if it has as many tokens and another first one.
+    """
+    encode = functools.partial(model.tokenizer.encode, add_special_tokens=False)
+    first, spaced = encode(word), encode(f" {word.lstrip()}")
+    yield tuple(first)
+    if len(spaced) == len(first) and spaced[0] != first[0]:
+        yield tuple(spaced)
 
 
 def _stop_ids(body: SamplingBody, model: ServedModel) -> tuple[int, ...]:

@@ -194,6 +194,7 @@ def _request(
         stop=fields.include_stop_str_in_output,
         drafts=fields.show_drafts,
         metrics=fields.include_metrics,
+        token_ids=fields.return_token_ids,
         reasoning=getattr(fields, "include_reasoning", True),
     )
     request = requests.complete(fields, model, prompts, options, fields.cache_salt)

@@ -25,6 +25,7 @@ from dflash.inference.scheduler import Scheduler, SchedulerStats
 from dflash.parallel import distributed
 from dflash.serving.backend import Backend
 from dflash.text.grammar import Grammar, Vocabulary
+from dflash.text.token_rules import TokenRules
 
 # The other processes wait for the next broadcast of process 0, which sends one at least this often.
 _HEARTBEAT_S = 5.0
@@ -71,7 +72,7 @@ class Stop:
 
 Command = Submit | Cancel | Flush | ReplaceWeights | Profile | Stop
 # Dataclasses that process 0 may broadcast.
-_MESSAGE_TYPES = (*typing.get_args(Command), Request, RequestSampling, Grammar)
+_MESSAGE_TYPES = (*typing.get_args(Command), Request, RequestSampling, Grammar, TokenRules)
 
 
 class _StoppedEarly(Exception):

@@ -61,7 +61,7 @@ _SAME = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
     *("ignore_eos", "min_tokens", "stream", "cache_salt", "drafting", "priority"),
-    "chat_template_kwargs",
+    *("chat_template_kwargs", "allowed_token_ids", "bad_words"),
 )
 
 

@@ -120,19 +120,20 @@ class Completion(Answer):
         super().__init__(f"{self.prefix}{id}", request, model)
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}  # Characters of each output so far.
+        self._sent: collections.Counter[int] = collections.Counter()  # Ids sent of each output.
 
     def body(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Json:
         choices = [self._choice(*pair) for pair in zip(outputs, deltas, strict=True)]
         answer = self._head(self.kinds[0])
-        answer |= {"choices": choices, "usage": usage(self.request, outputs)}
+        answer |= {"choices": choices, "usage": usage(self.request, outputs), **self._prompt_ids()}
         return answer | self._metrics(outputs)
 
     async def stream(self, group: RequestGroup, outputs: Sequence[Output]) -> AsyncIterator[Json]:
-        options, head = self.request.options, self._head(self.kinds[1])
+        options, head, once = self.request.options, self._head(self.kinds[1]), self._prompt_ids()
         async for deltas in follow(group, outputs):
             for place, delta in deltas.items():
                 for choice in self._chunk_choices(outputs[place], delta):
-                    chunk = {**head, "choices": [choice]}
+                    chunk, once = {**head, **once, "choices": [choice]}, {}
                     if options.running_usage:
                         chunk["usage"] = usage(self.request, outputs)
                     elif options.usage:
@@ -166,6 +167,10 @@ class Completion(Answer):
         }
         return {"metrics": {"speculative_decoding": counts}}
 
+    def _prompt_ids(self) -> Json:
+        """Returns the ids of the prompt, if they are a field of the answer and requested."""
+        return {}
+
     def _chunk_choices(self, output: Output, delta: OutputDelta) -> Iterator[Json]:
         yield self._choice(output, delta)
 
@@ -189,7 +194,16 @@ class Completion(Answer):
         choice = {"index": output.index, **fields, "finish_reason": None, "stop_reason": None}
         if delta.is_last:
             choice |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        if self.request.options.token_ids:
+            choice |= self._token_ids(output)
         return choice | (_drafts(output, delta) if self.request.options.drafts else {})
+
+    def _token_ids(self, output: Output) -> Json:
+        """Returns the ids of an output since the last call, and at first those of its prompt."""
+        is_first = output.index not in self._sent
+        ids = {"token_ids": output.ids[self._sent[output.index] :]}
+        self._sent[output.index] = len(output.ids)
+        return ids | ({"prompt_token_ids": list(output.request.prompt)} if is_first else {})
 
 
 class Chat(Completion):
@@ -201,6 +215,13 @@ class Chat(Completion):
         super().__init__(id, request, model)
         self._begun: set[int] = set()  # Outputs whose role was sent.
         self._calls: collections.Counter[int] = collections.Counter()  # Calls so far, by output.
+
+    def _prompt_ids(self) -> Json:
+        has_ids = self.request.options.token_ids
+        return {"prompt_token_ids": list(self.request.prompts[0])} if has_ids else {}
+
+    def _token_ids(self, output: Output) -> Json:
+        return {"token_ids": super()._token_ids(output)["token_ids"]}
 
     def _choice(self, output: Output, delta: OutputDelta) -> Json:
         message = {"role": "assistant", **_message(self.request, delta)}

@@ -214,6 +214,7 @@ _SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
     *("ignore_eos", "min_tokens", "stream", "parallel_tool_calls", "max_thinking_tokens"),
     *("enable_thinking", "chat_template_kwargs", "cache_salt", "drafting", "priority"),
+    *("allowed_token_ids", "bad_words"),
 )
 
 

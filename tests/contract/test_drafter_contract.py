@@ -6,6 +6,7 @@ comes out must be what plain decoding gives.
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
+from dflash.text.token_rules import TokenRules
 
 SHORT = (1, 15, 16, 17, 9, 3, 12)
 LONG = (31, 1, 32, 33, 16, 17, 50)  # past every bucket edge, and of several chunks
@@ -356,6 +358,52 @@ def test_grammars_apply_alike_in_rejection(form):
     if weighs_drafts(form.build()):
         run = ragged_engine(form, "rejection")
         assert constrained(run, greedy=True) == plain_constrained(greedy=True)
+
+
+def ruled(run, *, greedy: bool) -> list[tuple]:
+    """Output ids and reasons of prompts, of which some have rules, and one a grammar, too."""
+    allowed = (*range(12), grammars.END)
+    rules = [
+        TokenRules(allowed[:6]),
+        None,
+        TokenRules(bad=((0,), (3, 1), (2, 2, 4))),
+        TokenRules(allowed, ((1,), (5, 5))),
+        TokenRules(allowed[:4], tuple((token,) for token in allowed[:4])),
+        None,
+        TokenRules(bad=((0,),)),
+    ]
+    prompts = random_prompts(ONE_BUCKET)
+    how = {"temperature": 0.0 if greedy else 1.5, "stop_ids": (grammars.END,), "seed": 5}
+    requests = make_requests(prompts, [32, 20, 32, 32, 6, 6, 12], **how)
+    requests = [
+        dataclasses.replace(one, token_rules=rule, min_new_tokens=2 if rule else 0)
+        for one, rule in zip(requests, rules, strict=True)
+    ]
+    requests[-1] = dataclasses.replace(requests[-1], grammar=grammars.regex("(a|b){3,12}"))
+    return [(done.output_ids, done.finish_reason) for done in decode_all(run, requests)]
+
+
+@functools.cache
+def plain_ruled(*, greedy: bool) -> list[tuple]:
+    return ruled(ragged_engine(Form("none")), greedy=greedy)
+
+
+@each_kind
+def test_rules_of_tokens_apply_alike(form):
+    """Beside sequences without them; where no token is left, the output is an error."""
+    run = ragged_engine(form)
+    for greedy in (True, False):
+        outputs = plain_ruled(greedy=greedy)
+        assert ruled(run, greedy=greedy) == outputs
+        ids = [output for output, _ in outputs]
+        assert {*ids[0]} <= {*range(6)}
+        assert 0 not in ids[2]
+        assert (3, 1) not in itertools.pairwise(ids[2])
+        assert (2, 2, 4) not in [ids[2][at : at + 3] for at in range(len(ids[2]))]
+        assert {*ids[3]} <= {0, *range(2, 12), grammars.END}
+        assert (5, 5) not in itertools.pairwise(ids[3])
+        assert outputs[4] == ((grammars.END,), "error")
+        assert re.fullmatch("b{3,12}", grammars.text_of(ids[6]))
 
 
 def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:

@@ -441,3 +441,43 @@ def test_cached_tokens_are_those_of_the_same_salt(server):
     assert cached(cache_salt="three", n=4) == 0
     _, answer = server.post("/generate", {"text": prompt, "cache_salt": "two"})
     assert answer["meta_info"]["cached_tokens"] == whole
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rules_of_tokens(server, temperature):
+    """A drafted output is that of plain decoding under the same rules."""
+    letters = [*map(ord, "abcdefgh")]
+    body = {"prompt": PROMPT, "max_tokens": 24, "seed": 1, "temperature": temperature}
+    free = server.post(TEXT, body | {"allowed_token_ids": letters})[1]["choices"][0]["text"]
+    assert {*free} <= {*"abcdefgh"}
+    word = free[5:7]
+    body |= {"allowed_token_ids": letters, "bad_words": [word], "stop_token_ids": [0]}
+    status, answer = server.post(TEXT, body)
+    text = answer["choices"][0]["text"]
+    assert (status, len(text)) == (200, 24)
+    assert word not in text
+    place = free.index(word)
+    assert text[: place + 1] == free[: place + 1], "only the last token of a word is masked"
+    fields = {name: body[name] for name in body.keys() - {"prompt"}}
+    assert text == server.plain(PROMPT, **fields)
+
+
+def test_ids_of_tokens(server):
+    body = {"prompt": PROMPT, "max_tokens": 9, "return_token_ids": True}
+    (choice,) = server.post(TEXT, body)[1]["choices"]
+    assert choice["prompt_token_ids"] == [*map(ord, PROMPT)]
+    assert bytes(choice["token_ids"]).decode() == choice["text"]
+    first, *others = [event["choices"][0] for event in server.events(TEXT, body)]
+    assert first["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert not any("prompt_token_ids" in event for event in others)
+    ids = itertools.chain(*(event["token_ids"] for event in (first, *others)))
+    assert [*ids] == choice["token_ids"]
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9}
+    chat |= {"return_token_ids": True}
+    answer = server.post(CHAT, chat)[1]
+    assert answer["prompt_token_ids"] == [*map(ord, f"{PROMPT}\n")]
+    events = server.events(CHAT, chat)
+    assert events[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert not any("prompt_token_ids" in event for event in events[1:])
+    ids = itertools.chain(*(event["choices"][0].get("token_ids", []) for event in events))
+    assert [*ids] == answer["choices"][0]["token_ids"]

@@ -1,5 +1,6 @@
 """Request bodies with a real tokenizer: templates, special tokens, and defaults."""
 
+import functools
 import itertools
 
 import pytest
@@ -194,3 +195,31 @@ def test_error_messages(fields, message):
     with pytest.raises(RequestError) as caught:
         read_chat(body, make_model())
     assert caught.value.message.startswith(message)
+
+
+def test_bad_words_are_spelled_with_and_without_a_space():
+    encode = functools.partial(tokenizer().encode, add_special_tokens=False)
+    body = {"prompt": "q", "bad_words": ["pens", "Tom"], "allowed_token_ids": [5, 3]}
+    rules = read_completion(body, make_model()).token_rules
+    assert rules.allowed == (5, 3)
+    assert {tuple(encode(word)) for word in ("pens", "Tom")} <= {*rules.bad}
+    spaced = [tuple(encode(f" {word}")) for word in ("pens", "Tom")]
+    expected = {ids for ids in spaced if len(ids) == len(encode("pens"))}
+    assert {*rules.bad} - {tuple(encode(word)) for word in ("pens", "Tom")} <= {*spaced} >= expected
+    assert read_completion({"prompt": "q"}, make_model()).token_rules is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": "a"}, "bad_words"),
+    ],
+)
+def test_malformed_rules_of_tokens_are_errors(fields, param):
+    with pytest.raises(RequestError) as caught:
+        read_completion({"prompt": "q", **fields}, make_model())
+    assert caught.value.param == param

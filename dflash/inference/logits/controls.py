@@ -9,7 +9,8 @@ Hugging Face's generation for the filters.
        (Keskar et al. 2019, arXiv 1909.05858).
     3. frequency_penalty times the token's count in output and path is subtracted, then
        presence_penalty if that count is not 0 (OpenAI's definition).
-    4. Stop tokens before min_new_tokens, and tokens that a grammar does not allow, become -inf.
+    4. Stop tokens before min_new_tokens, and tokens that a mask does not allow, become -inf; masks
+       are those of grammars, allowed tokens and bad words.
     5. Temperature, top-k, top-p, min-p (`inference/logits/sampling.py`); a greedy sequence takes
        the largest logit after step 4.
 
@@ -43,7 +44,7 @@ class Controls:
       biases: float32 [B, MAX_BIASED]; bias of each of `bias_ids`.
       min_length: int32 [B]; length of prompt and output before which no stop token is drawn.
       prompt_length: int32 [B]; number of prompt tokens.
-      constrained: bool [B]; whether the output must match a grammar.
+      constrained: bool [B]; whether the tokens that may follow are masked.
       logprobs: bool [B]; whether log-probabilities are reported.
       token_ids: int32 [B, L]; committed tokens; valid only for sequences with controls.
     """
@@ -196,7 +197,7 @@ def is_default(request: Request) -> bool:
         and sampling.repetition_penalty == 1
         and not sampling.logit_bias
         and request.logprobs is None
-        and request.grammar is None
+        and not request.is_masked
     )
 
 
@@ -223,7 +224,7 @@ def of_request(request: Request, output_ids: Sequence[int], max_length: int) -> 
     token_ids = np.zeros(max_length, np.int32)
     tokens = (*request.prompt, *output_ids)
     token_ids[: len(tokens)] = tokens
-    constrained = request.grammar is not None
+    constrained = request.is_masked
     shortest = 0 if constrained else len(request.prompt) + request.min_new_tokens
     return Controls(
         presence=np.float32(sampling.presence_penalty),
