@@ -43,7 +43,8 @@ class LayerView:
     """Part of the sequence that one draft layer shows to the block.
 
     Attributes:
-      window: Number of positions that a row sees, its own included; None for all.
+      window: Number of positions that a row sees up to its own, and from its own on in the block;
+        None for all.
       causal: Whether block row r sees block rows up to r only.
     """
 

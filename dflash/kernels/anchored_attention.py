@@ -38,7 +38,7 @@ def anchored_attention(
     A row of block j sees context row p iff p < anchors[b, j] and p is in the anchor's document. It
     also sees all rows of its own block (if `causal`, those up to itself), but no other block. If a
     window is set, row r of the block, at anchors[b, j] + r, sees no key that is `window` or more
-    positions before it, in the context or in the block.
+    positions before or after it, in the context or in the block.
 
     Args:
       queries: [B, A, R, N, H].

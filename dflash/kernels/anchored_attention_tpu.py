@@ -285,7 +285,8 @@ def _own_visible(tiling: AnchoredTiling, bounds_ref, window, causal):
     if causal:
         visible &= flash_tpu.rem(key, tiling.block) <= bounds_ref[WITHIN : WITHIN + 1]
     if window is not None and window < tiling.block:
-        visible &= flash_tpu.rem(key, tiling.block) > bounds_ref[WITHIN : WITHIN + 1] - window
+        distance = flash_tpu.rem(key, tiling.block) - bounds_ref[WITHIN : WITHIN + 1]
+        visible &= jnp.abs(distance) < window
     return visible
 
 

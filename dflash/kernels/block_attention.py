@@ -36,7 +36,7 @@ def block_attention(
 
     The block is anchored at position `length[b]`: its row r is at position length[b] + r, and sees
     context key p iff p < length[b]. If a window is set, a row sees no key that is `window` or more
-    positions before it, in the context or in the block.
+    positions before or after it, in the context or in the block.
 
     Args:
       queries: [B, T, N, H].
@@ -93,7 +93,7 @@ def visible_inside(block: int, *, window: int | None, causal: bool) -> jax.Array
     """Returns the mask bool [T, T] of the block's rows that each of its T rows sees."""
     row, key = jnp.arange(block)[:, None], jnp.arange(block)
     visible = key <= row if causal else jnp.ones((block, block), bool)
-    return visible if window is None else visible & (row - key < window)
+    return visible if window is None else visible & (jnp.abs(row - key) < window)
 
 
 def branch_attention(

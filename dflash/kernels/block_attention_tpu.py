@@ -121,7 +121,7 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal, chosen):
         if causal:
             scores = jnp.where(key <= row, scores, flash_tpu.MASKED)
         if window is not None and window < block:
-            scores = jnp.where(row - key < window, scores, flash_tpu.MASKED)
+            scores = jnp.where(jnp.abs(row - key) < window, scores, flash_tpu.MASKED)
         softmax.begin(head, scores, values_ref[head])
 
     if chosen:

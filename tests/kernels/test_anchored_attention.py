@@ -60,7 +60,8 @@ def visible_keys(row, anchor, window, causal):
     keys = np.array([*seen, *range(anchor, anchor + BLOCK)])
     place = anchor + np.arange(BLOCK)[:, None]
     visible = (keys <= place) | (not causal) | (keys < anchor)
-    return np.array(seen, int), visible if window is None else visible & (place - keys < window)
+    near = window is None or np.abs(place - keys) < window
+    return np.array(seen, int), visible & near
 
 
 def expected(case, *, window=None, causal=False):
@@ -163,7 +164,8 @@ def naive(
     if window is not None:
         place = (anchors[..., None] + jnp.arange(block)).reshape(batch, -1)
         context &= place[..., None] - positions < window
-        own &= ~jnp.tri(block, k=-window, dtype=bool)
+        far = jnp.tri(block, k=-window, dtype=bool)
+        own &= ~(far | far.T)
     own = jnp.kron(jnp.eye(blocks, dtype=int), own.astype(int)) != 0
     mask = jnp.concatenate([context, jnp.broadcast_to(own, (batch, *own.shape))], axis=-1)
     rows = queries.reshape(batch, -1, heads, width)

@@ -65,7 +65,7 @@ def expected(case, *, window=None, causal=False):
             for position in range(length):
                 visible[row, position] = position > length + row - context_window
             for other in range(rows):
-                near = window is None or other > row - window
+                near = window is None or abs(other - row) < window
                 visible[row, length + other] = near and (other <= row or not causal)
         sinks = case.get("sinks")
         outputs.append(dense_attention(case["queries"][b], keys, values, visible, SCALE, sinks))
