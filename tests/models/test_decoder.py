@@ -161,6 +161,16 @@ CHECKPOINTS = {
         },
     ),
     "gemma4": ("Gemma4", GEMMA4),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "head_dim": 8}),
 }
 EIGHT = make_sharding(data=2, fsdp=2, tensor=2)

@@ -51,11 +51,31 @@ VISION = {
     "head_dim": 8,
 }
 GEMMA3_VISION = VISION | {"image_size": 16, "patch_size": 4}
+MUSE = {
+    "num_hidden_layers": 5,  # Two kinds of attention, with and without rotary embedding.
+    "layer_rope_theta": [1e4, 0, 0, 1e4, 0],
+    "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2, "sliding_attention"],
+    "sliding_window": 5,
+    "rms_norm_eps": 1e-3,
+    "post_norm_eps": 1e-2,
+    "qk_scale_factor": 2.5,
+    "output_multiplier": 0.4,
+    "final_logit_softcapping": 3.0,
+}
+MUSE_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+PLACEHOLDERS = {"image_token_id": 3, "video_token_id": 7}
 # Beginning of the classes of transformers, text config, vision config, and their other options.
 WRAPPED = {
     "qwen3_5_moe": ("Qwen3_5Moe", TEXT | HYBRID | EXPERTS, QWEN_VISION, {}),
     "gemma4 26B-A4B": ("Gemma4", TEXT | WINDOWS | EXPERTS | GEMMA4, VISION, {"audio_config": None}),
     "gemma3": ("Gemma3", TEXT | WINDOWS, GEMMA3_VISION, {"mm_tokens_per_image": 4}),
+    "muse": ("MuseGlimmer", TEXT | MUSE, MUSE_VISION, PLACEHOLDERS),
 }
 LENGTHS = [11, 3, 24]
 
