@@ -333,18 +333,18 @@ class DFlash(OnePassDrafter):
         """
         anchors = anchors or sample_anchors(batch, options.num_anchors, key)
         blocks, hidden = self.run_drafted(batch, heads, anchors, remat=remat)
+        hidden = hidden[:, :, self.first_row :]
         return block_loss(self._score(hidden, blocks, batch, heads, options), blocks, options)
 
     def run_drafted(self, batch, heads, anchors, *, remat=False) -> tuple[Blocks, jax.Array]:
-        """Returns blocks of G draft positions, and their hidden states [B, A, G, D]."""
+        """Returns blocks of G draft positions, and the hidden states of their rows [B, A, R, D]."""
         rows = self.pass_positions + 1
         size, mask = rows + 1 - self.first_row, self.shape.mask_token_id
         blocks = cut_blocks(batch, anchors, block_size=size, mask_token_id=mask)
         run = dataclasses.replace(
             blocks, tokens=blocks.tokens[..., :rows], positions=blocks.positions[..., :rows]
         )
-        hidden = self.run_blocks(batch, run, heads, remat=remat)
-        return blocks, hidden[:, :, self.first_row :]
+        return blocks, self.run_blocks(batch, run, heads, remat=remat)
 
     def _score(self, hidden, blocks, batch, heads, options) -> TokenScores:
         own = self.lm_head and parameters.gathered(self.lm_head, self.sharding)

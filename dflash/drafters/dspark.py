@@ -121,6 +121,11 @@ class DSpark(ConditionedDFlash):
     def fresh_memory(self, *lead):
         return self.markov_head.fresh_memory(*lead)
 
+    def first_memory(self, anchor, hidden):
+        """Lets the head see the anchor's row, if that does not draft; as in speculators."""
+        memory = super().first_memory(anchor, hidden)
+        return self.condition(anchor, hidden, memory)[1] if self.first_row else memory
+
     def condition(self, previous, hidden, memory):
         hidden = jnp.broadcast_to(hidden, (*previous.shape, hidden.shape[-1]))
         return self.markov_head(self.markov_head.markov_w1(previous), hidden, memory)

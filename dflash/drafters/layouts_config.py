@@ -32,7 +32,7 @@ _GENERAL = {
 }
 # Fields of the drafter that are checked below, or belong to its training alone.
 _CHECKED = {
-    *("projector_type", "is_neox_style", "attention_mode", "shift_label"),
+    *("projector_type", "is_neox_style", "rope_is_neox_style", "attention_mode", "shift_label"),
     *("lilicorr_enabled", "training_block_size", "num_anchors", "loss_decay_gamma"),
     "confidence_head_alpha",
 }
@@ -148,7 +148,8 @@ def to_zlab(
     check_known(group, known, f"{GROUP}: ")
     for fields in (config, group):
         hf_config.check_only(fields, "projector_type", projector)
-        hf_config.check_only(fields, "is_neox_style", True)
+        for name in ("is_neox_style", "rope_is_neox_style"):
+            hf_config.check_only(fields, name, True)
         hf_config.check_only(fields, "shift_label", shifts_labels)
     hf_config.check_only(group, "attention_mode", "gqa")
     return {**config, GROUP: group}

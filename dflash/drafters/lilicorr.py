@@ -101,7 +101,7 @@ class LiLiCorr(ConditionedDFlash):
         lattice = self._lattice(self._unembed(hidden, heads))
         embedded = self._embed_candidates(lattice, heads)
         nodes = self.lilicorr(lattice, embedded, hidden, anchor, state.row)
-        return jax.tree.map(lambda x: x[:, :count], nodes)
+        return *jax.tree.map(lambda x: x[:, :count], nodes), ()
 
     def _lattice(self, base: jax.Array) -> Lattice:
         """Returns the most likely tokens by the base logits, float32 [B, G, V]."""
@@ -141,6 +141,7 @@ class LiLiCorr(ConditionedDFlash):
         """
         anchors = anchors or sample_anchors(batch, options.num_anchors, key)
         blocks, hidden = self.run_drafted(batch, heads, anchors, remat=remat)
+        hidden = hidden[:, :, 1:]
         scores = self._score(hidden, blocks, batch, heads, options)
         base, _ = block_loss(scores, blocks, options)
         chosen = self._score_choices(hidden, blocks, batch, heads, options)

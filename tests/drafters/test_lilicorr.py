@@ -172,7 +172,7 @@ def drafted(shape):
     @jax.jit
     def draft(state):
         hidden, _ = drafter.run_block(state, anchor, position, heads)
-        nodes = drafter.run_positions(SLOTS, state, anchor, position, heads)
+        *nodes, _ = drafter.run_positions(SLOTS, state, anchor, position, heads)
         proposal, _ = drafter.draft(state, anchor, position, GREEDY, heads)
         return hidden[:, 1:], heads.unembed(hidden[:, 1:]), nodes, proposal.tokens
 

@@ -93,8 +93,8 @@ def test_a_mask_embedding_replaces_the_target_s():
     assign(own, values_of(plain) | {"mask_embedding": row})
     target, mask = make_target(), BASE.mask_token_id
     changed = types.SimpleNamespace(
-        embed=lambda tokens: jnp.where((tokens == mask)[..., None], row, target.embed(tokens)),
-        unembed=target.unembed,
+        table_rows=lambda tokens: jnp.where((tokens == mask)[..., None], row, target.embed(tokens)),
+        head_products=target.unembed,
     )
     rows = flat(features_of(plain))
     found, wanted = draft(own, target, rows), draft(plain, changed, rows)
@@ -190,7 +190,7 @@ def test_conditioned_drafters_with_a_draft_vocabulary(name, tmp_path):
     head = {"lm_head.kernel": np.asarray(target.lm_head.kernel[...])[:, DRAFTED]}
     assign(fewer, values | {"d2t": tables["d2t"].astype(np.int32), "t2d": known} | head)
     only = types.SimpleNamespace(
-        embed=target.embed, unembed=lambda x: jnp.where(known, target.unembed(x), -1e9)
+        table_rows=target.embed, head_products=lambda x: jnp.where(known, target.unembed(x), -1e9)
     )
     rows = flat(features_of(plain))
     found, wanted = draft(fewer, target, rows), draft(plain, only, rows)
@@ -207,7 +207,10 @@ def test_conditioned_drafters_with_a_draft_vocabulary(name, tmp_path):
     [
         (DFlash, BASE),
         (DFlash2, DFlash2Shape(**vars(BASE), selector_top_k=4, conv_group_size=8)),
-        (DSpark, DSparkShape(**vars(BASE) | {"sample_from_anchor": True}, markov_rank=4)),
+        *(
+            (DSpark, DSparkShape(**vars(BASE), markov_rank=4, markov_head_type=kind))
+            for kind in ("vanilla", "rnn")
+        ),
     ],
 )
 @pytest.mark.parametrize("from_anchor", [False, True])
@@ -217,13 +220,18 @@ def test_the_anchor_s_row_drafts_or_does_not(kind, shape, from_anchor):
     count = shape.block_size - 1 + from_anchor
     assert (drafter.num_draft_tokens, drafter.longest_path) == (count, count + 1)
     rows = flat(features_of(drafter))
-    drafts, hidden = draft(drafter, target, rows)
-    hidden = hidden[:, 1 - from_anchor :]
+    (drafts, block), anchors = draft(drafter, target, rows), jnp.array([5, 9])
+    hidden = block[:, 1 - from_anchor :]
     assert drafts.shape == hidden.shape[:2] == (2, count)
     logits, positions = target.unembed(hidden), jnp.tile(11 + jnp.arange(count), (2, 1))
-    if kind is DSpark:
-        previous = jnp.concatenate([jnp.array([[5], [9]]), drafts[:, :-1]], axis=1)
-        logits = drafter.corrected(logits, drafter.condition(previous, hidden, ())[0])
+    if kind is DSpark:  # The head has a memory of all rows of the block, the anchor's included.
+        vectors, memory = [], drafter.fresh_memory(2)
+        tokens = [anchors] * (2 - from_anchor) + list(drafts.T[:-1])
+        condition = jax.jit(drafter.condition)
+        for previous, row in zip(tokens, block.swapaxes(0, 1), strict=True):
+            vector, memory = condition(previous, row, memory)
+            vectors.append(vector)
+        logits = drafter.corrected(logits, jnp.stack(vectors[1 - from_anchor :], axis=1))
     if kind is not DFlash2:
         np.testing.assert_array_equal(drafts, SAMPLED.propose(logits, positions)[0])
     index = jnp.array([[2, 4]], jnp.int32)
@@ -236,8 +244,13 @@ def test_the_anchor_s_row_drafts_or_does_not(kind, shape, from_anchor):
         hidden=None,
     )
     anchors = Anchors(index, jnp.ones((1, 2), bool))
-    blocks, outputs = drafter.run_drafted(batch, target, anchors)
-    assert outputs.shape[2] == blocks.labels.shape[2] == count
+
+    @jax.jit
+    def train():
+        loss, _ = drafter.loss(batch, target, None, LossConfig(), anchors=anchors)
+        return drafter.run_drafted(batch, target, anchors), loss
+
+    (blocks, outputs), loss = train()
+    assert (outputs.shape[2], blocks.labels.shape[2]) == (shape.block_size, count)
     np.testing.assert_array_equal(blocks.labels[0, :, 0], [3, 5])
-    loss, _ = drafter.loss(batch, target, None, LossConfig(), anchors=anchors)
     assert np.isfinite(loss)

@@ -127,6 +127,15 @@ class ConditionedDFlash(DFlash):
         """Returns the memory [*lead, …] of `condition` before the first draft position."""
         return ()
 
+    def first_memory(self, anchor: jax.Array, hidden: jax.Array) -> Any:
+        """Returns the memory before the first draft position.
+
+        Args:
+          anchor: Anchors, int32 [...].
+          hidden: Hidden states of the anchors' rows, [..., D].
+        """
+        return self.fresh_memory(*anchor.shape)
+
     def prepare(self, hidden: jax.Array) -> jax.Array:
         """Maps hidden states [..., D] to inputs of `condition`; by default the identity.
 
@@ -216,7 +225,7 @@ class ConditionedDFlash(DFlash):
         """
         if self.tree is not None:
             return self._draft_tree(count, state, anchor, position, sampler, heads), state
-        prepared, choices = self.run_positions(count, state, anchor, position, heads)
+        prepared, choices, memory = self.run_positions(count, state, anchor, position, heads)
         positions = position[:, None] + 1 + jnp.arange(count)
 
         def draw(carry, inputs):
@@ -233,7 +242,7 @@ class ConditionedDFlash(DFlash):
 
         rows = prepared, choices, positions
         inputs = jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, None], rows)
-        begin = anchor[:, None], self.fresh_memory(anchor.shape[0], 1)
+        begin = anchor[:, None], memory
         _, drawn = jax.lax.scan(draw, begin, inputs)
         tokens, probs, scores = jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), drawn)
         if scores is None:
@@ -244,7 +253,7 @@ class ConditionedDFlash(DFlash):
             confidence = jnp.exp(calibration.log_chances(scores[..., None], pairs))[..., 0]
         return Proposal(tokens, probs=probs, confidence=confidence), state
 
-    def run_positions(self, count, state, anchor, position, heads) -> tuple[Any, Any]:
+    def run_positions(self, count, state, anchor, position, heads) -> tuple[Any, Any, Any]:
         """Runs the block, and returns the inputs of the sequential loop.
 
         The other arguments are those of `Drafter.draft`.
@@ -254,10 +263,12 @@ class ConditionedDFlash(DFlash):
         Returns:
           Inputs of `condition`, by default the outputs of `prepare`, and those of `correct`, by
           default the outputs of `choices`, at the draft positions: pytrees of arrays [B, count, …].
+          Then the memory before the first of them.
         """
         block, _ = self.run_block(state, anchor, position, heads)
         hidden = block[:, self.first_row : self.first_row + count]
-        return self.prepare(hidden), self.choices(self._unembed(hidden, heads))
+        memory = self.first_memory(anchor[:, None], block[:, :1])
+        return self.prepare(hidden), self.choices(self._unembed(hidden, heads)), memory
 
     def _draft_tree(self, count, state, anchor, position, sampler, heads) -> Proposal:
         """Grows a tree of `count` drafts, by the scores of each node's children given its prefix.
@@ -268,7 +279,8 @@ class ConditionedDFlash(DFlash):
         depth, width = min(self.num_positions, count), min(self.tree.width, count)
         positions = position[:, None] + 1 + jnp.arange(depth)
         pairs = calibration.by_depth(self.calibration, depth)[None] if self.calibration else None
-        rows = *self.run_positions(depth, state, anchor, position, heads), positions, pairs
+        *inputs, memory = self.run_positions(depth, state, anchor, position, heads)
+        rows = *inputs, positions, pairs
 
         def children(previous, memory, level) -> tuple[Candidates, Any]:
             # All prefixes share the one row of their level.
@@ -290,8 +302,7 @@ class ConditionedDFlash(DFlash):
 
             return children(beam.tokens, jax.tree.map(of_parents, memory), level)
 
-        begin = self.fresh_memory(anchor.shape[0], 1)
-        first, memory = children(anchor[:, None], begin, 0)
+        first, memory = children(anchor[:, None], memory, 0)
         memory = jax.tree.map(lambda x: jnp.repeat(x, width, axis=1), memory)
         return beam_tree.grow(first, memory, extend, budget=count, depth=depth)
 
@@ -306,7 +317,9 @@ class ConditionedDFlash(DFlash):
         anchors = anchors or sample_anchors(batch, options.num_anchors, key)
         blocks, hidden = self.run_drafted(batch, heads, anchors, remat=remat)
         previous = jnp.concatenate([blocks.tokens[..., :1], blocks.labels[..., :-1]], axis=-1)
-        return ConditionedRows(blocks, hidden, self._condition_all(previous, hidden), previous)
+        anchor_rows, hidden = hidden[:, :, 0], hidden[:, :, self.first_row :]
+        vectors = self._condition_all(previous, hidden, anchor_rows)
+        return ConditionedRows(blocks, hidden, vectors, previous)
 
     def score_conditioned(self, rows: ConditionedRows, batch, heads, options) -> TokenScores:
         """Scores the corrected logits, each score [B, A, G]."""
@@ -321,7 +334,7 @@ class ConditionedDFlash(DFlash):
         together = jnp.concatenate([rows.hidden, vectors], axis=-1)
         return self.score_drafted(together, rows.blocks, batch, unembed, options, frozen_head=False)
 
-    def _condition_all(self, previous: jax.Array, hidden: jax.Array) -> jax.Array:
+    def _condition_all(self, previous, hidden, anchor_rows) -> jax.Array:
         """Returns the vectors [B, A, G, r] of all draft positions, in a scan over positions."""
         rows, count, drafts, _ = hidden.shape
         inputs = (
@@ -333,7 +346,8 @@ class ConditionedDFlash(DFlash):
             vectors, memory = self.condition(*inputs, memory)
             return memory, vectors
 
-        _, vectors = jax.lax.scan(step, self.fresh_memory(rows * count), inputs)
+        memory = self.first_memory(inputs[0][0], anchor_rows.reshape(rows * count, -1))
+        _, vectors = jax.lax.scan(step, memory, inputs)
         return vectors.swapaxes(0, 1).reshape(rows, count, drafts, -1)
 
     def score_base(self, rows: ConditionedRows, batch, heads, options) -> TokenScores:

@@ -206,3 +206,58 @@ def test_trees_and_training_that_a_file_rules_out(setting):
         drafter_of(setting, tree=BeamTree(budget=3, top_k=2, depth=2))
     with pytest.raises(errors.ConfigError, match="is not trained here"):
         drafter_of(setting).loss(None, None, None, LossConfig())
+
+
+# What is known of published files.
+LLAMA = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False}
+QWEN3_32B = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "qwen3",
+    "speculators_version": "0.7.0.dev80",
+    "has_no_defaults_at_init": False,
+    "draft_vocab_size": 32_000,
+    "norm_before_residual": True,
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+    },
+    "transformer_layer_config": LLAMA | {
+        "vocab_size": 151_936, "hidden_size": 5120, "intermediate_size": 25_600,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+        "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "rope_scaling": None,
+        "max_position_embeddings": 40_960, "attention_bias": False, "pretraining_tp": 1,
+    },
+}  # fmt: skip
+GPT_OSS = {
+    "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000, "max_position_embeddings": 131_072,
+}  # fmt: skip
+GPT_OSS_20B = QWEN3_32B | {
+    "architectures": ["Eagle3DraftModel"],
+    "draft_vocab_size": 64_000,
+    "norm_before_fc": True,
+    IDS: None,
+    "transformer_layer_config": LLAMA | GPT_OSS,
+}
+NVIDIA = LLAMA | GPT_OSS | {"architectures": ["LlamaForCausalLMEagle3"]}
+P_EAGLE = NVIDIA | {"num_hidden_layers": 4, "ptd_token_id": 201_020}
+
+
+def test_published_files():
+    shape = Eagle3Shape.from_hf(QWEN3_32B)
+    assert (shape.norm_before_residual, shape.norm_before_fc, shape.num_drafts) == (True, False, 3)
+    sizes = make_architecture(vocab_size=151_936, hidden_size=5120, num_hidden_layers=64)
+    assert shape.fit(sizes).target_layer_ids == (1, 31, 60)
+    shape = Eagle3Shape.from_hf(GPT_OSS_20B)
+    sizes = make_architecture(vocab_size=201_088, hidden_size=2880, num_hidden_layers=24)
+    assert (shape.norm_before_fc, shape.draft_vocab_size) == (True, 64_000)
+    assert shape.fit(sizes).target_layer_ids == (1, 11, 20)
+    last = {"norm_before_fc": True, "eagle_config": {IDS: [24, 30, 36]}}
+    assert Eagle3Shape.from_hf(NVIDIA | last).target_layer_ids == (23, 29, 35)
+    parallel = Eagle3Shape.from_hf(P_EAGLE)
+    assert (parallel.mask_token_id, parallel.decoder.num_hidden_layers) == (201_020, 4)
+    with pytest.raises(errors.CheckpointError, match="use_aux_hidden_state: false is not"):
+        Eagle3Shape.from_hf(NVIDIA | {"eagle_config": {"use_aux_hidden_state": False}})
