@@ -25,7 +25,13 @@ from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.drafters.wrappers.chosen_window import ChosenWindow
 from dflash.drafters.wrappers.copies import WithCopies
-from dflash.inference import first_token, program_table, timing, weight_update
+from dflash.inference import (
+    first_token,
+    program_table,
+    prompt_logprobs,
+    timing,
+    weight_update,
+)
 from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.choices import Choices
 from dflash.inference.cycle.rules import Revise, Rules
@@ -35,7 +41,7 @@ from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SamplingParams
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.prefill import GREEDY, PrefillChunk, pack, padded
-from dflash.inference.request import Request, RequestSampling, check_request
+from dflash.inference.request import PromptToken, Request, RequestSampling, check_request
 from dflash.inference.shapes import Shapes
 from dflash.models.decoder import Decoder
 
@@ -284,6 +290,13 @@ class Engine:
         """
         params = self.target_params, self.drafter_params
         return self.program("conclude")(*params, state, proposal, allowed, ready)
+
+    def score(self, request: Request) -> tuple[PromptToken, ...]:
+        """Returns the tokens of a prompt with their log-probabilities; none if not requested."""
+        if request.prompt_logprobs is None:
+            return ()
+        of_prompt = self.target, self.target_params, request.prompt
+        return prompt_logprobs.compute(*of_prompt, request.prompt_logprobs)
 
     def release(self, state: DecodeState, slot: int) -> DecodeState:
         """Empties a slot, so that its pages can be reused."""

@@ -11,7 +11,7 @@ from dflash import errors
 from dflash.inference.cycle.state import Report
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logits.logprobs import Logprobs
-from dflash.inference.request import Request, RequestOutput, TokenLogprobs
+from dflash.inference.request import PromptToken, Request, RequestOutput, TokenLogprobs
 from dflash.text.grammar import Matcher
 from dflash.text.token_rules import RulesMatcher
 
@@ -25,6 +25,7 @@ class ActiveRequest:
       matcher: Matcher of its grammar and rules, which has consumed all of the output; None without
         these.
       constraints: Constraints on its first token; None for an unconstrained request.
+      prompt_tokens: Tokens of its prompt with log-probabilities, if these are requested.
       acceptance_lengths: Tokens committed by each cycle.
       block_sizes: Rows verified in each cycle.
       slot: Index of its slot; None while it waits and after its end.
@@ -60,6 +61,7 @@ class ActiveRequest:
     cached_tokens: int = 0
     recomputed: bool = False
     error: errors.UserError | None = None
+    prompt_tokens: tuple[PromptToken, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -72,6 +72,8 @@ class Request:
       cache_salt: Name of the part of the prefix cache to use; requests share cached pages only with
         those of the same salt.
       adapter: Number of the target's adapter to decode with, from 1; 0 for none.
+      prompt_logprobs: Number of the likeliest tokens to report beside each token of the prompt, 0
+        to MAX_LOGPROBS; None reports nothing.
     """
 
     id: int
@@ -86,6 +88,7 @@ class Request:
     rejected: bool = False
     cache_salt: str = ""
     adapter: int = 0
+    prompt_logprobs: int | None = None
 
     @property
     def cache_group(self) -> CacheGroup:
@@ -131,6 +134,21 @@ class TokenLogprobs:
 
 
 @dataclasses.dataclass(frozen=True)
+class PromptToken:
+    """Token of a prompt, with log-probabilities as in `TokenLogprobs`.
+
+    Attributes:
+      rank: Place of the token among all tokens by their log-probability, from 1.
+    """
+
+    id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Tokens:
     """Newly committed tokens of the request `id`.
 
@@ -143,6 +161,8 @@ class Tokens:
       block_sizes: Rows that the target verified in each cycle.
       rejected: Rejected drafts of each cycle in the order of drafting, if requested.
       cached_tokens: Prompt tokens taken from the prefix cache; set with the first token only.
+      prompt_tokens: Tokens of the prompt after its first one, if their log-probabilities are
+        requested; set with the first token only.
     """
 
     id: int
@@ -153,6 +173,7 @@ class Tokens:
     block_sizes: tuple[int, ...] = ()
     rejected: tuple[tuple[int, ...], ...] = ()
     cached_tokens: int = 0
+    prompt_tokens: tuple[PromptToken, ...] = ()
 
     def first(self, count: int) -> "Tokens":
         """Returns the event of an output that ends with the first `count` of these tokens."""
@@ -322,10 +343,12 @@ def _check_output(where: str, request: Request) -> None:
             f"{where}: min_new_tokens: {request.min_new_tokens}, expected 0 to max_new_tokens, "
             f"which is {request.max_new_tokens}"
         )
-    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-        raise errors.InputError(
-            f"{where}: logprobs: {request.logprobs}, expected 0 to {MAX_LOGPROBS}"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(request, name)
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise errors.InputError(f"{where}: {name}: {count}, expected 0 to {MAX_LOGPROBS}")
+    if request.prompt_logprobs is not None and request.adapter:
+        raise errors.InputError(f"{where}: prompt_logprobs: not supported with an adapter")
     if request.token_rules is not None:
         _check_rules(where, request.token_rules, has_stop=bool(request.stop_ids))
     if request.grammar is not None and not request.stop_ids:

@@ -95,7 +95,10 @@ class Scheduler:
             request_controls = controls.of_request(request, (), self._layout.max_length)
             constraints = FirstTokenConstraints(request_controls, allowed)
         self._ids.add(request.id)
-        self._queue.append(ActiveRequest(request, time.perf_counter(), matcher, constraints))
+        scored = self._engine.score(request)
+        self._queue.append(
+            ActiveRequest(request, time.perf_counter(), matcher, constraints, prompt_tokens=scored)
+        )
 
     def cancel(self, id: int) -> bool:
         """Drops a request, its slot, pages and events; returns False if no request has this id."""
@@ -272,7 +275,13 @@ class Scheduler:
         active.extend([anchor])
         cached = active.cached_tokens
         events: list[Event] = [
-            Tokens(request.id, (anchor,), logprobs=tuple(logprobs), cached_tokens=cached)
+            Tokens(
+                request.id,
+                (anchor,),
+                logprobs=tuple(logprobs),
+                cached_tokens=cached,
+                prompt_tokens=active.prompt_tokens,
+            )
         ]
         if request.max_new_tokens == 1 or anchor in request.stop_ids or active.error:
             events.append(self._finish(active, now))

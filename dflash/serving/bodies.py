@@ -232,6 +232,7 @@ class OutputBody(OpenAIBody):
     show_drafts: bool = False
     include_metrics: bool = False
     return_token_ids: bool = False
+    prompt_logprobs: NumLogprobs = None
     response_format: ResponseFormat = ResponseFormat()
     guided_json: _constraint("json_schema", "guided_json") = None
     guided_regex: _constraint("regex", "guided_regex") = None

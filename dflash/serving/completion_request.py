@@ -34,6 +34,8 @@ class ResponseOptions:
       drafts: Report which tokens were drafted.
       metrics: Report how many drafts each cycle accepted.
       token_ids: Report the ids of prompts and outputs.
+      prompt_logprobs: Number of likeliest tokens to report at each position of the prompt; None
+        reports no log-probabilities of prompts.
     """
 
     stream: bool = False
@@ -47,6 +49,13 @@ class ResponseOptions:
     reasoning: bool = True
     metrics: bool = False
     token_ids: bool = False
+    prompt_logprobs: int | None = None
+
+    @property
+    def scored(self) -> int | None:
+        """Number of likeliest tokens that are needed at each position of the prompt, or None."""
+        echoed = self.logprobs if self.echo else None
+        return max((self.prompt_logprobs, echoed), key=lambda count: -1 if count is None else count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +116,7 @@ class CompletionRequest:
                 rejected=self.options.drafts,
                 cache_salt=self.cache_salt,
                 adapter=self.adapter,
+                prompt_logprobs=self.options.scored,
             )
             for prompt in self.prompts
             for number in range(self.choices)

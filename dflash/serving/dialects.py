@@ -40,8 +40,6 @@ def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRe
     prompts, _ = encoding.encode_prompts(
         fields.prompt, "prompt", model, add_special_tokens=fields.add_special_tokens
     )
-    if fields.echo and fields.logprobs is not None:
-        raise unsupported("echo", "not together with logprobs: prompts have no log-probabilities")
     return _request(fields, model, prompts, fields.logprobs, echo=fields.echo)
 
 
@@ -195,8 +193,12 @@ def _request(
         drafts=fields.show_drafts,
         metrics=fields.include_metrics,
         token_ids=fields.return_token_ids,
+        prompt_logprobs=fields.prompt_logprobs,
         reasoning=getattr(fields, "include_reasoning", True),
     )
+    if options.stream and options.scored is not None:
+        name = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
+        raise unsupported(name, "log-probabilities of prompts are not streamed")
     request = requests.complete(fields, model, prompts, options, fields.cache_salt)
     adapter = requests.adapter_number(fields.model, model)
     return dataclasses.replace(request, priority=fields.priority, adapter=adapter)

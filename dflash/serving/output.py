@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from dflash.inference.request import Request, RequestOutput, Tokens
+from dflash.inference.request import PromptToken, Request, RequestOutput, Tokens
 from dflash.serving.completion_request import CompletionRequest
 from dflash.text.chat_formats.reader import OutputPart, merged, unfinished
 from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -23,13 +23,13 @@ class TokenText:
     """A token of an output, with its text and log-probabilities.
 
     Attributes:
-      logprob: Log-probability under the target's raw logits.
+      logprob: Log-probability under the target's raw logits; None for the first token of a prompt.
       top: (id, log-probability) of the likeliest tokens at this position.
     """
 
     id: int
     text: str
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
 
 
@@ -114,6 +114,7 @@ class Output:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.statistics = OutputStatistics()
+        self.prompt_tokens: tuple[PromptToken, ...] = ()
         self._texts: list[str] = []
         self._min_new_tokens = completion_request.min_new_tokens
         options = completion_request.options
@@ -155,6 +156,7 @@ class Output:
         logprobs = event.logprobs if self._has_logprobs else ()
         if not event.acceptance_lengths:
             self.statistics.cached_tokens = event.cached_tokens
+            self.prompt_tokens = event.prompt_tokens
         for place, (token, origin, rejected) in enumerate(_with_origin(event)):
             self.ids.append(token)
             if self._pieces is not None and rejected:

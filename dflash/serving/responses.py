@@ -1,6 +1,7 @@
 """JSON responses in the formats of OpenAI and SGLang, whole and as streams."""
 
 import collections
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.inference.request import RequestOutput, Tokens
-from dflash.serving.completion_request import CompletionRequest
+from dflash.serving.completion_request import CompletionRequest, ResponseOptions
 from dflash.serving.output import Output, OutputDelta, TokenText
 from dflash.serving.served_model import ServedModel
 from dflash.serving.served_requests import RequestGroup
@@ -125,11 +126,12 @@ class Completion(Answer):
     def body(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Json:
         choices = [self._choice(*pair) for pair in zip(outputs, deltas, strict=True)]
         answer = self._head(self.kinds[0])
-        answer |= {"choices": choices, "usage": usage(self.request, outputs), **self._prompt_ids()}
+        answer |= {"choices": choices, "usage": usage(self.request, outputs)}
+        answer |= self._of_prompt(outputs)
         return answer | self._metrics(outputs)
 
     async def stream(self, group: RequestGroup, outputs: Sequence[Output]) -> AsyncIterator[Json]:
-        options, head, once = self.request.options, self._head(self.kinds[1]), self._prompt_ids()
+        options, head, once = self.request.options, self._head(self.kinds[1]), self._of_prompt(())
         async for deltas in follow(group, outputs):
             for place, delta in deltas.items():
                 for choice in self._chunk_choices(outputs[place], delta):
@@ -167,27 +169,31 @@ class Completion(Answer):
         }
         return {"metrics": {"speculative_decoding": counts}}
 
-    def _prompt_ids(self) -> Json:
-        """Returns the ids of the prompt, if they are a field of the answer and requested."""
+    def _of_prompt(self, outputs: Sequence[Output]) -> Json:
+        """Returns what an answer reports of its only prompt; empty where choices do."""
+        del outputs
         return {}
 
     def _chunk_choices(self, output: Output, delta: OutputDelta) -> Iterator[Json]:
         yield self._choice(output, delta)
 
     def _choice(self, output: Output, delta: OutputDelta) -> Json:
-        options, text = self.request.options, delta.text
+        options, text, echoed = self.request.options, delta.text, ()
         if options.echo and output.index not in self._offsets:
             prompt = self._model.tokenizer.decode(
                 output.request.prompt, special_tokens=options.special_tokens
             )
-            text = prompt + text
+            text, echoed = prompt + text, _echoed(output, self._model, options.logprobs)
             self._offsets[output.index] = len(prompt)
         logprobs = None
         if options.logprobs is not None:
             begin = self._offsets.get(output.index, 0)
-            logprobs = _completion_logprobs(delta.tokens, self._model, begin)
+            logprobs = _completion_logprobs(echoed, delta.tokens, self._model, begin)
             self._offsets[output.index] = begin + sum(len(token.text) for token in delta.tokens)
-        return self._ended({"text": text, "logprobs": logprobs}, output, delta)
+        fields = {"text": text, "logprobs": logprobs}
+        if options.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = _prompt_logprobs(output, self._model, options)
+        return self._ended(fields, output, delta)
 
     def _ended(self, fields: Json, output: Output, delta: OutputDelta) -> Json:
         """Returns a choice with its index, the reason of its end, and drafts if requested."""
@@ -216,9 +222,13 @@ class Chat(Completion):
         self._begun: set[int] = set()  # Outputs whose role was sent.
         self._calls: collections.Counter[int] = collections.Counter()  # Calls so far, by output.
 
-    def _prompt_ids(self) -> Json:
-        has_ids = self.request.options.token_ids
-        return {"prompt_token_ids": list(self.request.prompts[0])} if has_ids else {}
+    def _of_prompt(self, outputs: Sequence[Output]) -> Json:
+        options, fields = self.request.options, {}
+        if options.token_ids:
+            fields["prompt_token_ids"] = list(self.request.prompts[0])
+        if options.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = _prompt_logprobs(outputs[0], self._model, options)
+        return fields
 
     def _token_ids(self, output: Output) -> Json:
         return {"token_ids": super()._token_ids(output)["token_ids"]}
@@ -305,21 +315,63 @@ def _drafts(output: Output, delta: OutputDelta) -> Json:
     }
 
 
-def _completion_logprobs(tokens: Sequence[TokenText], model: ServedModel, begin: int) -> Json:
-    offsets = []
-    for token in tokens:
-        offsets.append(begin)
-        begin += len(token.text)
-    name = model.names.of
+def _completion_logprobs(
+    echoed: Sequence[TokenText], tokens: Sequence[TokenText], model: ServedModel, begin: int
+) -> Json:
+    """Returns OpenAI's log-probabilities of a completion.
+
+    Args:
+      echoed: Tokens of the prompt, if the text begins with it; the first one has no probability.
+      begin: Place in the text at which the others begin.
+    """
+    offsets = [
+        place
+        for start, run in ((0, echoed), (begin, tokens))
+        for place in [*itertools.accumulate((len(token.text) for token in run), initial=start)][:-1]
+    ]
+    name, tokens = model.names.of, (*echoed, *tokens)
+    tops = [(*token.top, (token.id, token.logprob)) for token in tokens]
     return {
         "tokens": [name(token.id) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": [
-            {name(id): logprob for id, logprob in reversed((*token.top, (token.id, token.logprob)))}
-            for token in tokens
+            None if logprob is None else {name(id): value for id, value in reversed(top)}
+            for top, logprob in zip(tops, (token.logprob for token in tokens), strict=True)
         ],
         "text_offset": offsets,
     }
+
+
+def _echoed(output: Output, model: ServedModel, num_top: int | None) -> tuple[TokenText, ...]:
+    """Returns the tokens of a prompt with their log-probabilities, if these are known."""
+    if num_top is None:
+        return ()
+    first, name = output.request.prompt[0], model.names.of
+    others = (
+        TokenText(
+            token.id,
+            name(token.id),
+            token.logprob,
+            tuple(zip(token.top_ids, token.top_logprobs, strict=True))[:num_top],
+        )
+        for token in output.prompt_tokens
+    )
+    return TokenText(first, name(first), None, ()), *others
+
+
+def _prompt_logprobs(output: Output, model: ServedModel, options: ResponseOptions) -> list[Any]:
+    """Returns vLLM's log-probabilities of a prompt: by token, and null for the first one."""
+
+    def named(id: int, logprob: float, rank: int) -> Json:
+        return {"logprob": logprob, "rank": rank, "decoded_token": model.names.of(id)}
+
+    positions: list[Any] = [None]
+    for token in output.prompt_tokens:
+        top = zip(token.top_ids, token.top_logprobs, strict=True)
+        likeliest = list(top)[: options.prompt_logprobs]
+        entries = {id: named(id, value, rank) for rank, (id, value) in enumerate(likeliest, 1)}
+        positions.append(entries | {token.id: named(token.id, token.logprob, token.rank)})
+    return positions
 
 
 def _chat_logprobs(tokens: Sequence[TokenText], model: ServedModel) -> Json:

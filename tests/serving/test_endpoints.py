@@ -481,3 +481,37 @@ def test_ids_of_tokens(server):
     assert not any("prompt_token_ids" in event for event in events[1:])
     ids = itertools.chain(*(event["choices"][0].get("token_ids", []) for event in events))
     assert [*ids] == answer["choices"][0]["token_ids"]
+
+
+def test_log_probabilities_of_a_prompt(server):
+    """Those of decoding, once its output is a part of the prompt."""
+    ids = [*map(ord, PROMPT)]
+    body = {"prompt": ids, "max_tokens": 9, "logprobs": 2, "return_token_ids": True}
+    (choice,) = server.post(TEXT, body)[1]["choices"]
+    longer = {"prompt": [*ids, *choice["token_ids"]], "max_tokens": 1, "logprobs": 2}
+    (echoed,) = server.post(TEXT, longer | {"echo": True})[1]["choices"]
+    logprobs, decoded = echoed["logprobs"], choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == echoed["text"]
+    assert [*itertools.accumulate(map(len, logprobs["tokens"]), initial=0)][:-1] == (
+        logprobs["text_offset"]
+    )
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    output = slice(len(ids), len(ids) + 9)
+    assert logprobs["token_logprobs"][output] == pytest.approx(decoded["token_logprobs"], abs=1e-4)
+    for one, other in zip(logprobs["top_logprobs"][output], decoded["top_logprobs"], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    answer = server.post(TEXT, longer | {"prompt_logprobs": 1, "logprobs": None})[1]
+    first, *others = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(longer["prompt"]) - 1
+    pairs = zip(longer["prompt"][1:], others, logprobs["token_logprobs"][1:], strict=False)
+    for token, position, logprob in pairs:
+        entry = position[str(token)]
+        assert entry["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert len(position) == 1 + (entry["rank"] > 1)
+        assert entry["decoded_token"] == chr(token)
+    chat = {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 0, "max_tokens": 1}
+    assert len(server.post(CHAT, chat)[1]["prompt_logprobs"]) == len("ab\n")
+    for name, fields in {"echo": {"echo": True}, "prompt_logprobs": {"prompt_logprobs": 1}}.items():
+        status, problem = server.post(TEXT, longer | fields | {"stream": True})
+        assert (status, problem["error"]["param"]) == (400, name)
