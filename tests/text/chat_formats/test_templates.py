@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support import llama_cpp, random_calls
 from dflash.text import chat_template, jsonl
 from dflash.text.chat_formats.reader import merged
 from dflash.text.chat_formats.rules import AnswerRules, TargetTokens, Tool
-from dflash.text.chat_formats.table import format_of
+from dflash.text.chat_formats.table import FORMATS, ChatFormat, format_of
 from dflash.text.grammar import Grammar
 
 TEMPLATES = {
@@ -174,3 +175,63 @@ def test_gemma_sees_joined_schemas_of_tools(template_of):
     assert place + 'type:<|"|>STRING<|"|>}},required:[<|"|>name<|"|>],' in text
     assert 'size:{nullable:true,type:<|"|>INTEGER<|"|>}' in text
     assert 'either:{description:<|"|>Any {"anyOf": ' in text
+
+
+VERSIONS = {
+    "v3": "mistral_v3",
+    "v7": "mistral_v7",
+    "v11": "mistral_v11",
+    "v13": "mistral_v13",
+    "v15": "mistral_v13",
+}
+
+
+def mistral_tokenizer(version: str, directory):
+    """Returns mistral-common's tokenizer of a version; "spm" is that of Mistral 7B v0.3."""
+    common = pytest.importorskip("mistral_common", reason="pip install 'dflash-jax[parity]'")
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    if version == "spm":
+        return MistralTokenizer.v3()
+    file = pathlib.Path(common.__file__).parent / "data" / "tekken_240911.json"
+    content = json.loads(file.read_text())
+    content["config"]["version"] = version
+    markers = "INST /INST AVAILABLE_TOOLS /AVAILABLE_TOOLS TOOL_RESULTS /TOOL_RESULTS TOOL_CALLS"
+    markers += " SYSTEM_PROMPT /SYSTEM_PROMPT TOOL_CONTENT MODEL_SETTINGS /MODEL_SETTINGS ARGS"
+    markers += " CALL_ID THINK /THINK PREFIX MIDDLE SUFFIX IMG IMG_BREAK IMG_END"
+    names = ["<unk>", "<s>", "</s>", "<pad>", *(f"[{marker}]" for marker in markers.split())]
+    count = content["config"]["default_num_special_tokens"]
+    names += [f"<SPECIAL_{number}>" for number in range(len(names), count)]
+    tokens = enumerate(names)
+    content["special_tokens"] = [
+        {"rank": rank, "token_str": name, "is_control": True} for rank, name in tokens
+    ]
+    if version == "v15":
+        settings = {"type": "enum", "values": ["none", "high"], "default": "none"}
+        content["model_settings_builder"] = {"reasoning_effort": settings | {"accepts_none": True}}
+    (directory / "tekken.json").write_text(json.dumps(content))
+    return MistralTokenizer.from_file(str(directory / "tekken.json"))
+
+
+@pytest.mark.parametrize("version", ["spm", *VERSIONS])
+def test_calls_are_those_that_mistral_common_writes(version, tmp_path):
+    tokenizer = mistral_tokenizer(version, tmp_path)
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+
+    calls = [call(number) | {"id": f"a1B2c3D4{number}"} for number in range(2)]
+    answer = {"role": "assistant", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": one["id"], "content": "3"} for one in calls]
+    messages = [{"role": "user", "content": "q"}, answer, *results]
+    request = ChatCompletionRequest(messages=messages, tools=TOOLS, model="m")
+    ids = tokenizer.encode_chat_completion(request).tokens
+    text = tokenizer.decode(ids, special_token_policy=SpecialTokenPolicy.KEEP).replace("▁", " ")
+    output = text.rpartition("[/INST]")[2].partition("</s>")[0]
+    name = VERSIONS.get(version, "mistral_v3")
+    chat_format, rules = ChatFormat(FORMATS[name]), AnswerRules((Tool("get_weather", SCHEMA),))
+    vocabulary, spellings = random_calls.tokens_of(name, True)
+    source = chat_format.grammar(rules, TargetTokens(spellings, vocabulary))
+    assert allowed(source, name, output), output
+    parts = merged(chat_format.parser(rules).push(output, final=True))
+    written = [json.loads(arguments) for _, arguments in random_calls.calls_of(parts)]
+    assert written == [ARGUMENTS] * 2
