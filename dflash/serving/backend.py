@@ -119,8 +119,7 @@ class Backend:
             raise errors.InputError(
                 f"prompts.thinking: {reason}; serve.reasoning=none leaves it in the text"
             )
-        spellings = job.tokenizer.special_spellings
-        ends = [token for token, text in spellings.items() if text in chat_format.ends]
+        ends = chat_format.end_ids(job.tokenizer.special_spellings)
         return ServedModel(
             name=config.model_name,
             root=config.target.checkpoint or RANDOM,

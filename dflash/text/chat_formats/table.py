@@ -82,10 +82,9 @@ class ChatFormat:
         """Texts that the parser must see, which may be special tokens."""
         return frozenset((*self._tools.markers, *(self.marks[:2] if self.thinks else ())))
 
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """Special tokens that end an answer, besides those of the model."""
-        return self._tools.ends
+    def end_ids(self, spellings: Mapping[int, str]) -> tuple[int, ...]:
+        """Returns the tokens that end an answer besides those of the model, by their spellings."""
+        return tuple(token for token, text in spellings.items() if text in self._tools.ends)
 
     def thinking(self, prompt: str) -> Thinking | None:
         """Returns who begins the reasoning of the answer to a prompt; None if it has none."""

@@ -248,6 +248,12 @@ def test_the_format_is_found_by_the_template():
     assert format_of("", tools="kimi_k2", thinking="think") == ChatFormat(FORMATS["kimi_k2"], True)
 
 
+def test_gemma_ends_its_calls_with_the_token_of_a_result():
+    spellings = {1: "<eos>", 50: "<|tool_response>", 106: "<turn|>"}
+    assert ChatFormat(FORMATS["gemma4"]).end_ids(spellings) == (50,)
+    assert PLAIN.end_ids(spellings) == ()
+
+
 def test_who_begins_the_reasoning():
     thinks = ChatFormat(None, True)
     assert thinks.thinking("<|im_start|>assistant\n<think>\n") == "opened"
