@@ -17,6 +17,7 @@ from dflash.config.train_schema import LossConfig
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Shape
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.layers.losses import TrainBatch
 from dflash.parallel import parameters
 
 FLAGS = "eagle3_flags_v24"
@@ -55,6 +56,31 @@ def test_drafts_of_every_setting(setting):
     assert drafts.tolist() == vectors["draft_tokens"].tolist()
     assert fewer.tolist() == drafts[:1].tolist()
     np.testing.assert_allclose(logits, vectors["draft_logits"][0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("setting", ["fc_norm", "own_embedding", "three_layers"])
+def test_training_sees_what_decoding_sees(setting):
+    """The first step over true features, and the second at the last pair, which drafts."""
+    vectors, model = golden(f"{FLAGS}/{setting}"), drafter_of(setting, training_steps=2)
+    table, count = jnp.asarray(vectors["embedding"]), len(vectors["features"])
+    heads = types.SimpleNamespace(table_rows=lambda tokens: table[tokens])
+    tokens = jnp.asarray([*vectors["tokens"], vectors["draft_tokens"][0]], jnp.int32)[None]
+    features = jnp.pad(jnp.asarray(vectors["features"])[None], ((0, 0), (0, 2), (0, 0)))
+    ones = jnp.ones((1, count + 2), jnp.int32)
+    batch = TrainBatch(tokens, jnp.arange(count + 2)[None], ones, ones, features, None)
+
+    @jax.jit
+    def both():
+        state, start = zeros(model.init_state(1, 32)), jnp.zeros(1, jnp.int32)
+        embedded = model.embed(tokens[:, 1:], heads)
+        observed = model.project(features[:, :count]), embedded[:, :count]
+        first, cache = model.run(*observed, state.cache, start)
+        second, _ = model.run(first[:, -1:], embedded[:, -1:], cache, start + count)
+        return first[0], second[0, 0], model.unroll(batch, heads)
+
+    first, second, (unrolled, fed_back) = both()
+    np.testing.assert_allclose(unrolled[0, :count], first, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(fed_back[0, count - 1], second, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
