@@ -28,7 +28,6 @@ _NAMES = {
     ".experts.down_proj.": ".experts.w2.",
 }
 _ATTENTION_TYPES, _FRACTION = "attn_type_list", "partial_rotary_factor"
-_FULL = 1  # In the list of attention types; 0 is linear attention.
 
 
 class WholeNormAttention(Attention):
@@ -97,18 +96,14 @@ class MiniMaxM2(Decoder):
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> MiniMaxM2Architecture:
         """Reads config.json, which states the rotated part of a head in one of three places."""
         types = config.get(_ATTENTION_TYPES)
-        if isinstance(types, list):
-            hf_config.check_only(config, _ATTENTION_TYPES, [_FULL] * len(types))
+        if isinstance(types, list):  # 1 is full attention, 0 linear attention.
+            hf_config.check_only(config, _ATTENTION_TYPES, [1] * len(types))
         own = hf_config.read_fields(config, _Rotary)
         rope = hf_config.read_fields(hf_config.read_group(config, "rope_parameters"), _Rotary)
         factor = rope.partial_rotary_factor or own.partial_rotary_factor
         if factor is None and own.rotary_dim is not None:
             factor = own.rotary_dim / own.head_dim
         return super().architecture_from_hf({**config, _FRACTION: factor})
-
-    @classmethod
-    def config_to_hf(cls, arch: MiniMaxM2Architecture) -> dict[str, Any]:
-        return super().config_to_hf(arch) | {"rotary_dim": arch.rotary_dim}
 
 
 @dataclasses.dataclass(frozen=True)

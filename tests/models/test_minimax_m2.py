@@ -8,7 +8,7 @@ from dflash.checkpoints import weight_formats
 from dflash.models.minimax_m2 import MiniMaxM2
 
 PLAIN = MiniMaxM2.config_to_hf(family_architecture("minimax_m2"))
-del PLAIN["partial_rotary_factor"], PLAIN["rotary_dim"]
+del PLAIN["partial_rotary_factor"]
 
 
 @pytest.mark.parametrize(
