@@ -80,3 +80,26 @@ def test_metas_drafter_leaves_the_rest_to_its_class_and_the_target(fields):
     assert shape.decoder.rope_theta == 5e5
     assert shape.output_multiplier == fields.get("output_multiplier", 26**-0.5)
     assert shape.final_logit_softcapping == 20.0
+
+
+# Fields of the class that belong to training or to the tokenizer.
+INERT = {"attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"}
+OTHER = {int: 6, float: 3.0, str: "other", list: [0], dict: {"rope_type": "other"}}
+
+
+def test_each_field_of_metas_drafter_is_that_of_transformers_and_read_or_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MuseGlimmerAssistantConfig().to_dict()
+    names = config.keys() - transformers.PreTrainedConfig().to_dict().keys() - INERT
+    config = {name: config[name] for name in names}
+    kind = {"model_type": "muse_glimmer_assistant"}
+    whole = DFlashShape.from_hf(config | kind)
+    assert DFlashShape.from_hf(kind) == whole
+    for name in names:
+        rest = {key: value for key, value in config.items() if key != name}
+        assert DFlashShape.from_hf(rest | kind) == whole, name
+        try:
+            changed = DFlashShape.from_hf(config | {name: OTHER[type(config[name])]} | kind)
+        except errors.CheckpointError as error:
+            changed = str(error)
+        assert changed != whole, name
