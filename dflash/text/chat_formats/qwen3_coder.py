@@ -114,7 +114,8 @@ def _strings(schema: Any, tool: Tool) -> list[str] | None:
 
 def _read(reader: Reader, rules: AnswerRules) -> Steps[None]:
     tools = {tool.name: _are_texts(tool) for tool in rules.tools}
-    yield from reader.until(f"\n{_OPENING}", _OPENING, kind="content")
+    lines = (f"\n\n{_OPENING}", f"\n{_OPENING}")  # Qwen3.5 and later write an empty line.
+    yield from reader.until(*lines, _OPENING, kind="content")
     while (yield from reader.until("<function=")) != END:
         name, marker = yield from reader.take(">\n")
         if marker == END:

@@ -120,7 +120,7 @@ def test_calls_in_history_are_what_the_model_may_write(template_of, name):
     parts = merged(chat_format.parser(rules).push(output, final=True))
     calls = random_calls.calls_of(parts)
     assert [json.loads(arguments) for _, arguments in calls] == [ARGUMENTS] * len(numbers)
-    assert "".join(part.text for part in parts if part.kind == "content").strip() == text
+    assert "".join(part.text for part in parts if part.kind == "content") == text
     reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
     assert reasoning == answer.get("reasoning_content", "")
 
