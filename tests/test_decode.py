@@ -183,8 +183,12 @@ def test_a_difference_from_plain_decoding_is_explained(run):
     assert status == 1
     assert f"{wanted}: a fault: " in err.splitlines()[-1]
     assert "please report it" in err.splitlines()[-1]
-    (told,) = json.loads(read("w/results.json"))["baseline"]["differences"]
+    results = json.loads(read("w/results.json"))
+    (told,) = results["baseline"]["differences"]
     assert told.startswith(wanted)
+    _, _, err = run("--workdir=w", "decode.baseline=true")
+    assert told in err, "a later start shows less than the first"
+    assert json.loads(read("w/results.json")) == results
 
 
 def test_rerun_skips_what_is_done_and_refuses_another_config(run):

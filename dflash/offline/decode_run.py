@@ -125,11 +125,10 @@ def run(
     if plain_ready:
         with display.status("decoding without drafting"):
             _decode(job.without_drafting(), baseline, plain_ready, Display.silent())
+    if not ready and not plain_ready:
+        return report(job, records, display, {}, earlier=drafted.results())
     usage.others_share = meter.read().others_share
-    differences = {}
-    if ready or plain_ready:
-        differences = _differences(job, records)
-    return report(job, records, display, cycle_ms, usage, differences)
+    return report(job, records, display, cycle_ms, usage, _differences(job, records))
 
 
 def _differences(job: Job, records: RunRecords) -> dict[str, Difference]:
@@ -294,6 +293,7 @@ def report(
     cycle_ms: dict[str, float],
     usage: Usage | None = None,
     differences: Mapping[str, Difference] = types.MappingProxyType({}),
+    earlier: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """Summarizes all prompts of the work directory, including those of earlier runs.
 
@@ -302,6 +302,7 @@ def report(
       cycle_ms: Milliseconds per cycle by block size; empty if the block size is fixed.
       usage: Usage since this start of the run; None if it has decoded nothing.
       differences: First differences from the baseline, by where they are.
+      earlier: Content of results.json, if nothing was left to decode.
     Returns:
       Content of results.json.
     Raises:
@@ -311,6 +312,7 @@ def report(
     summary: Summary = outputs.summarize(done.values(), block_size=longest)
     devices = [f"{device.platform}:{device.device_kind}" for device in job.devices]
     facts: dict[str, Any] = {
+        **earlier,
         "answers": job.grade(done),
         "devices": devices,
         "processes": jax.process_count(),
@@ -320,7 +322,8 @@ def report(
         plain = records.baseline.completed()
         comparison = outputs.compare(done, plain, block_size=longest)
         facts["baseline"] = dataclasses.asdict(comparison)
-        facts["baseline"]["differences"] = told = difference.lines(differences)
+        told = difference.lines(differences) or earlier.get("baseline", {}).get("differences", [])
+        facts["baseline"]["differences"] = told
     if cycle_ms:
         facts["cycle_ms"] = cycle_ms
     facts |= usage.facts() if usage is not None else {}
@@ -329,7 +332,7 @@ def report(
     records.drafted.write_results(summary, **facts)
     display.results(summary, result_text.event_rows(facts))
     if records.baseline is not None:
-        warning = None if usage is None else processor_load.warning(usage.others_share)
+        warning = processor_load.warning(facts.get("others_share"))
         display.comparison(done, plain, summary, comparison, warning)
         for line in (*told, *_advice(job, summary, comparison.speed_up)):
             display.note(f"\n{line}")

@@ -57,6 +57,7 @@ class Usage:
             },
             "tokens_per_second_end_to_end": self.tokens / self.seconds if self.seconds else None,
             "mean_cycle_ms": 1e3 * counts["decode_seconds"] / cycles if cycles else None,
+            "others_share": self.others_share,
             **({"events": self.events} if self.events else {}),
         }
 

@@ -7,6 +7,7 @@ on the directory decodes them.
 
 import contextlib
 import dataclasses
+import json
 import operator
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -95,6 +96,10 @@ class Records(contextlib.AbstractContextManager):
     def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
         """Writes the summary and `facts` (devices, versions) as results.json, atomically."""
 
+    def results(self) -> dict[str, Any]:
+        """Returns the content of results.json; empty if there is none."""
+        return {}
+
     def close(self) -> None:
         """Closes the file of records."""
 
@@ -161,6 +166,12 @@ class _StoredRecords(Records):
     def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
         values = {**dataclasses.asdict(summary), "config_hash": self._directory.config_hash}
         self._directory.write_json(self._results, values | facts)
+
+    def results(self) -> dict[str, Any]:
+        try:
+            return json.loads((self._directory.path / self._results).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # The run was killed before it wrote them.
+            return {}
 
     def close(self) -> None:
         with files.explained(self._path):
