@@ -1,0 +1,80 @@
+"""Below float32, on one CPU: drafting changes no output of the shipped family in any precision.
+
+The kernels give a row the same bits whatever stands beside it. Weights as small as those of other
+contract tests are multiplied without kernels, so these tests take the shipped models.
+"""
+
+import functools
+
+import pytest
+
+from dflash.config import loader
+from dflash.config.schema import DecodeRun
+from dflash.inference.request import RequestOutput
+from dflash.loading import job as jobs
+from dflash.offline.decoding import decode
+
+COMMON = (
+    *("prompts.text=[]", "prompts.dataset=math", "prompts.limit=4"),
+    *("decode.max_new_tokens=32", "decode.sync_every=4"),
+)
+BFLOAT16 = ("dtype=bfloat16",)
+PRECISIONS = {
+    "bfloat16": BFLOAT16,
+    "int8": (*BFLOAT16, "target.quantization=int8"),
+    "w8a8": (*BFLOAT16, "target.quantization=w8a8"),
+    "float8": (*BFLOAT16, "target.quantization=float8_e4m3fn"),
+    "int8-cache": (*BFLOAT16, "decode.kv_dtype=int8"),
+    "float8-cache": (*BFLOAT16, "decode.kv_dtype=float8_e4m3fn"),
+    "float32-int8": ("dtype=float32", "target.quantization=int8", "decode.kv_dtype=int8"),
+}
+STRATEGIES = {
+    "dflash2": ("configs/tiny_dflash2.yml",),
+    "dflash2-tree": ("configs/tiny_dflash2.yml", "drafter.tree.budget=16"),
+    "dflash2-auto": ("configs/tiny_dflash2.yml", "drafter.block_size=auto"),
+    "dflash": ("configs/tiny_dflash.yml",),
+    "eagle3-tree": ("configs/tiny_eagle3.yml", "drafter.tree.budget=8"),
+    "ngram": ("configs/tiny_dflash.yml", "drafter={name: ngram}"),
+}
+WAYS = {
+    "alone": ("decode.batch_size=1",),
+    "ragged": ("decode.batch_size=3",),
+    "cached": ("decode.batch_size=4", "decode.prefix_cache=true"),
+    "drawn": ("decode.batch_size=4", "decode.temperature=0.8"),
+}
+CASES = [
+    *((precision, name, "drawn") for precision in PRECISIONS for name in STRATEGIES),
+    *(("bfloat16", name, way) for name in STRATEGIES for way in WAYS if way != "drawn"),
+    *(("int8", "dflash2-tree", way) for way in WAYS if way != "drawn"),
+]
+
+
+def prepare(config: str, *overrides: str) -> jobs.Job:
+    job = jobs.prepare(loader.load(config, [*COMMON, *overrides], DecodeRun), stdin=None)
+    job.load_weights()
+    return job
+
+
+def outputs(job: jobs.Job, times: int = 1) -> list:
+    """Token ids of all prompts, as often as asked: a warm prefix cache serves the second time."""
+    engine, found = job.engine(), []
+    for _ in range(times):
+        events = decode(engine, job.requests(job.prompts))
+        done = {event.id: event.output_ids for event in events if isinstance(event, RequestOutput)}
+        found += [done[prompt.index] for prompt in job.prompts]
+    return found
+
+
+@functools.cache
+def plain(precision: str, way: tuple[str, ...]) -> list:
+    """Outputs of plain decoding, of eight sequences at a time."""
+    job = prepare(*STRATEGIES["dflash"], *PRECISIONS[precision], *way, "decode.batch_size=8")
+    return outputs(job.without_drafting())
+
+
+@pytest.mark.parametrize(("precision", "name", "way"), CASES)
+def test_output_is_that_of_plain_decoding(precision, name, way):
+    job = prepare(*STRATEGIES[name], *PRECISIONS[precision], *WAYS[way])
+    wanted = plain(precision, tuple(key for key in WAYS[way] if "temperature" in key))
+    times = 2 if way == "cached" else 1
+    assert outputs(job, times) == wanted * times
