@@ -67,6 +67,12 @@ def load(directory: pathlib.Path = HERE) -> list[Mutant]:
     return mutants
 
 
+def ignored(folder: str, names: list[str]) -> set[str]:
+    """Returns the entries of a folder of the clone that a copy does not need."""
+    beside = {".git", ".ci", "runs", ".venv"} if pathlib.Path(folder) == ROOT else set()
+    return ({"__pycache__"} | beside) & set(names)
+
+
 def kill(mutant: Mutant, copy: pathlib.Path, options: list[str]) -> bool:
     """Returns whether the mutant's tests fail in a copy of the repository that has the fault."""
     path = copy / mutant.path
@@ -94,7 +100,6 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as directory:
         copy = pathlib.Path(directory, "copy")
-        ignored = shutil.ignore_patterns(".git", ".ci", "runs", "__pycache__", ".venv")
         shutil.copytree(ROOT, copy, ignore=ignored)
         for mutant in mutants:
             begin = time.monotonic()
