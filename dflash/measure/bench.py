@@ -166,7 +166,8 @@ class Bench:
     def differences(self, done: Sequence[TaskRound]) -> dict[str, Difference]:
         """Returns the first differences between strategies and the baseline, of some prompts."""
         decoding = self.config.decode
-        if self.workload.forced or decoding.verify != "coupled":
+        drawn = any(self.temperature(item) for item in self.workload.items)
+        if self.workload.forced or (drawn and decoding.verify != "coupled"):
             return {}
         items = {item.prompt.index: item for item in self.workload.items}
         samples = [sample for round_ in done for sample in round_.samples]

@@ -86,7 +86,7 @@ def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[FigureWar
         return ()
     words = (
         f"{100 * (1 - identical_share):.0f} % of the outputs differ from those of plain "
-        "decoding; in float32 none may"
+        "decoding; none may"
     )
     return (FigureWarning(SPEEDUP, words),)
 

@@ -54,7 +54,7 @@ CASES = {
     ),
     "other outputs": (
         cell(outputs_differ=True, exact=True), SPEEDUP,
-        "17 % of the outputs differ from those of plain decoding; in float32 none may",
+        "17 % of the outputs differ from those of plain decoding; none may",
     ),
     "idle slots": (
         cell(slots=8), SPEEDUP,
