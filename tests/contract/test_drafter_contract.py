@@ -358,6 +358,7 @@ def test_grammars_apply_alike_in_rejection(form):
     if weighs_drafts(form.build()):
         run = ragged_engine(form, "rejection")
         assert constrained(run, greedy=True) == plain_constrained(greedy=True)
+        assert ruled(run, greedy=True) == plain_ruled(greedy=True)
 
 
 def ruled(run, *, greedy: bool) -> list[tuple]:

@@ -119,6 +119,10 @@ def test_clients_with_several_keys_have_names(keys, authorization, expected):
     guarded = Guard(app, names=served_names("127.0.0.1", ()), keys=keys)
     code = status(guarded, authorization=authorization)
     assert (code, names) == ((401, []) if expected is None else (200, [expected]))
+    if authorization.startswith("Bearer"):  # Anthropic's clients send the key alone.
+        names.clear()
+        code = status(guarded, **{"x-api-key": authorization.removeprefix("Bearer ")})
+        assert (code, names) == ((401, []) if expected is None else (200, [expected]))
 
 
 def test_only_listed_origins_get_cors_headers():

@@ -5,10 +5,13 @@ import json
 import pytest
 from support import spoiled
 from support.served_model import make_model
+from support.trained_tokenizers import train_byte_level
 
 from dflash.serving import dialects, messages_api, validation
 from dflash.serving.messages_api import MessagesBody
 from dflash.serving.validation import RequestError
+from dflash.text import tokenizer_loading
+from dflash.text.chat_formats.table import format_of
 
 PATH = "/v1/messages"
 TOOLS = [
@@ -180,6 +183,29 @@ def test_fields_of_the_request():
     kinds = {"auto": "auto", "any": "required", "none": "none"}
     for kind, expected in kinds.items():
         assert chat({"tools": [tool], "tool_choice": {"type": kind}})["tool_choice"] == expected
+
+
+@pytest.mark.parametrize(
+    ("thinking", "expected"),
+    [
+        ({}, {"enable_thinking": False}),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+        ({"type": "adaptive"}, {"enable_thinking": True, "reasoning_effort": "max"}),
+        ({"type": "enabled", "budget_tokens": 9},
+         {"enable_thinking": True, "reasoning_effort": "max", "max_thinking_tokens": 9}),
+    ],
+)  # fmt: skip
+def test_thinking_of_a_model_that_has_the_choice(tmp_path, thinking, expected):
+    train_byte_level(tmp_path)
+    template = "{{ enable_thinking }}{{ reasoning_effort }}{# </think> #}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    words = tokenizer_loading.load_tokenizer(tmp_path)
+    model = make_model(tokenizer=words, chat_format=format_of(template))
+    body = {"messages": [{"role": "user", "content": "q"}], "thinking": thinking}
+    body |= {"output_config": {"effort": "max"}}
+    chat = messages_api.chat_of(validation.parse(MessagesBody, body), body, model)
+    names = {"enable_thinking", "reasoning_effort", "max_thinking_tokens"}
+    assert {name: chat[name] for name in names & chat.keys()} == expected
 
 
 def test_an_answer_continues_the_last_message_of_the_assistant():
