@@ -123,10 +123,10 @@ def target_work(
 
 
 def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> ForwardWork:
-    """Returns the work of drafting a block, with the target's head but without the context."""
+    """Returns the work of drafting a longest path, with the target's head, without the context."""
     if not drafter.num_draft_tokens:
         return ForwardWork(0, 0)
-    rows, head = batch * drafter.block_size, target.arch.vocab_size * target.arch.hidden_size
+    rows, head = batch * drafter.longest_path, target.arch.vocab_size * target.arch.hidden_size
     of_head = ForwardWork(2 * head * rows, head * target.dtype.itemsize)
     return products(drafter, rows) + of_head
 

@@ -202,7 +202,7 @@ def about(options: argparse.Namespace, arguments: list[str], machine: Machine) -
 
 def main(arguments: list[str]) -> None:
     """Measures settings for some minutes, and writes chip.json and chip.md."""
-    options = _parser().parse_intermixed_args(arguments)
+    begin, options = time.monotonic(), _parser().parse_intermixed_args(arguments)
     options.workdir.mkdir(parents=True, exist_ok=True)
     compilation_cache.enable(str((options.workdir / "programs").resolve()))
     path = options.workdir / "chip.json"
@@ -223,7 +223,7 @@ def main(arguments: list[str]) -> None:
     todo = [setting for setting in wanted if setting.key not in is_ready]
     measure_one = functools.partial(measured, options=options, loaded={}, machine=machine)
     call["left_out"] = [setting.key for setting in todo]
-    seconds = 60 * options.minutes
+    seconds = 60 * options.minutes - (time.monotonic() - begin)
     for setting, figures in run(todo, measure_one, seconds, list(finished.values())):
         finished[setting.key] = figures
         call["left_out"].remove(setting.key)

@@ -80,12 +80,14 @@ def make_target_in_eight_bits():
     return target
 
 
-def test_a_draft_reads_the_drafter_and_the_head_and_computes_every_row():
+@pytest.mark.parametrize(("block_size", "tree"), [(8, False), (4, True)])
+def test_a_draft_reads_the_drafter_and_the_head_and_computes_every_row(block_size, tree):
+    """A pass over four rows drafts a tree of seven."""
     target = make_target()
-    drafter = models.drafter("dflash", arch=target.arch, block_size=8)
+    drafter = models.drafter("dflash", arch=target.arch, block_size=block_size, tree=tree)
     weights = parameters.count(drafter) + 48 * 32
     found = roofline.draft_work(target, drafter, batch=3)
-    assert found == ForwardWork(2 * weights * 3 * 8, 4 * weights)
+    assert found == ForwardWork(2 * weights * 3 * block_size, 4 * weights)
     assert roofline.draft_work(target, models.drafter("none"), batch=3) == ForwardWork(0, 0)
 
 
