@@ -69,10 +69,10 @@ class Heads(Protocol):
         """Returns logits float32 [B, T, V] of hidden states [B, T, D] after a final norm."""
 
     def table_rows(self, tokens: jax.Array) -> jax.Array:
-        """Returns the rows of the embedding table, without a factor of the target's."""
+        """Returns the rows of the embedding table as they are stored."""
 
     def head_products(self, hidden: jax.Array) -> jax.Array:
-        """Returns the products with the output head, without a bound of the target's."""
+        """Returns the products with the output head, without a factor or bound of the target's."""
 
     def head_columns(self, tokens: np.ndarray) -> jax.Array:
         """Returns the columns [D, Q] of the output head for `tokens` int [Q]."""

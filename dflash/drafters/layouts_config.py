@@ -112,7 +112,7 @@ def with_heads(config: Mapping[str, Any], target: TargetArchitecture) -> Mapping
     if config.get("model_type") != _ASSISTANT:
         return config
     _, factor, bound = target.lent
-    head = {"output_multiplier": factor, "final_logit_softcapping": bound}
+    head = {"output_multiplier": factor, "final_logit_softcapping": bound or 0.0}
     return {"vocab_size": target.vocab_size, **head, **config}
 
 

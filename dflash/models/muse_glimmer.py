@@ -6,12 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.layers.attention import GatedAttention
-from dflash.layers.linear import (
-    Float32RMSNorm,
-    RMSNorm,
-    UnscaledRMSNorm,
-    ZeroCenteredRMSNorm,
-)
+from dflash.layers.linear import Float32RMSNorm, RMSNorm, UnscaledRMSNorm, ZeroCenteredRMSNorm
 from dflash.layers.transformer import grouped_attention
 from dflash.models.config import MuseGlimmerArchitecture
 from dflash.models.decoder import Decoder

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.models import family_architecture, make_sharding
+from support.models import family_architecture, make_architecture, make_sharding
 
 from dflash import errors
 from dflash.drafters.dflash import DFlash
@@ -60,6 +60,7 @@ def test_drafters_get_raw_rows_and_scaled_logits():
     assert heads == (1.0, 0.5, 20.0) == arch.lent
 
 
+PLAIN = {"hidden_size": 6656, "num_hidden_layers": 52, "vocab_size": 201_819}
 PUBLISHED = MuseGlimmerArchitecture(
     vocab_size=202_048, hidden_size=6656, intermediate_size=19_968, num_hidden_layers=52,
     num_attention_heads=32, num_key_value_heads=2, head_dim=128, max_position_embeddings=131_072,
@@ -80,6 +81,8 @@ def test_metas_drafter_leaves_the_rest_to_its_class_and_the_target(fields):
     assert shape.decoder.rope_theta == 5e5
     assert shape.output_multiplier == fields.get("output_multiplier", 26**-0.5)
     assert shape.final_logit_softcapping == 20.0
+    plain = DFlash.create(DFlashConfig(), config, make_architecture(**PLAIN), **build).shape
+    assert plain.final_logit_softcapping == 0  # None.
 
 
 # Fields of the class that belong to training or to the tokenizer.
