@@ -19,7 +19,10 @@ from dflash.checkpoints.gguf import file_header, tokenizer_files
 from dflash.parallel import parameters
 from dflash.text.tokenizer_loading import load_tokenizer
 
-VOCABULARIES = ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35"]
+VOCABULARIES = [
+    *("deepseek-coder", "deepseek-llm", "gemma-4", "gpt-2", "llama-bpe"),
+    *("llama-spm", "phi-3", "qwen2", "qwen35"),
+]
 SEPARATOR = "\n__ggml_vocab_test__\n"
 # Sizes that files, or llama.cpp, cannot state otherwise.
 DELTA = {"linear_value_head_dim": 8, "num_hidden_layers": 4, "full_attention_interval": 4}
@@ -71,7 +74,8 @@ def test_ids_are_those_of_the_vocabulary(tmp_path, vocabularies, name):
     texts, lines = (
         vocabularies[f"ggml-vocab-{name}.gguf.{ending}"].decode() for ending in ("inp", "out")
     )
-    for text, line in zip(texts.split(SEPARATOR), lines.split("\n"), strict=True):
+    texts = texts.removesuffix(SEPARATOR).split(SEPARATOR)
+    for text, line in zip(texts, lines.splitlines(), strict=True):
         ids = tokenizer.encode(text, special_tokens=True, add_special_tokens=False)
         # Qwen's tokenizer.json composes characters, which llama.cpp does not.
         composed = unicodedata.normalize("NFC", text)

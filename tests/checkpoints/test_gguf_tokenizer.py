@@ -94,6 +94,10 @@ def unpack(directory, values):
         ("qwen35", "a\u0902b I'm 123", ["a\u0902b", " I", "'m", " ", "1", "2", "3"]),
         ("gpt-4o", "HTTPServer I'm 1234/\n", ["HTTPServer", " I'm", " ", "123", "4", "/\n"]),
         ("smaug-bpe", "HTTPServer I'm 1234", ["HTTPServer", " I", "'m", " ", "123", "4"]),
+        ("tekken", "HTTPServer I'm 12/\n", ["HTTPServer", " I", "'m", " ", "1", "2", "/\n"]),
+        ("falcon3", "I'm 1234", ["I", "'m", " ", "123", "4"]),
+        ("deepseek-coder", "a, 12.\n b字", ["a", ",", " ", "1", "2", ".", "\n", " b", "字"]),
+        ("deepseek-llm", "a, 12.\n b字", ["a", ",", " ", "12", ".", "\n", " b", "字"]),
     ],
 )
 def test_words_of_a_family(tmp_path, pre, text, words):
@@ -101,6 +105,25 @@ def test_words_of_a_family(tmp_path, pre, text, words):
     unpack(tmp_path, values)
     splits = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
     assert [text[slice(*place)] for _, place in splits.pre_tokenize_str(text)] == words
+
+
+def test_gemma_4_spells_its_tokens(tmp_path):
+    tokens = ["<unk>", "<bos>", "▁", "a", "▁a", "\n", "\n\n", *(f"<0x{i:02X}>" for i in range(256))]
+    values = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 1, 1, 1, 1, 1, *[6] * 256],
+        "tokenizer.ggml.merges": ["▁ a", "\n \n"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,  # Some files say so; llama.cpp adds it nevertheless.
+    }
+    tokenizer = unpack(tmp_path, values)
+    text = "a a\n\n\n é"
+    expected = ["<bos>", "a", "▁a", "\n\n", "\n", "▁", "<0xC3>", "<0xA9>"]
+    ids = tokenizer.encode(text)
+    assert [tokens[token] for token in ids] == expected
+    assert tokenizer.decode(ids) == text
+    assert b"".join(tokenizer.token_bytes().tokens[token] for token in ids[1:]) == text.encode()
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +271,8 @@ def test_named_chat_templates(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model: 'bert' is not supported, only gpt2 and llama"),
-        ({"pre": "tekken"}, "tokenizer.ggml.pre: 'tekken' is not supported, only gpt-2, smollm"),
+        ({"model": "bert"}, "tokenizer.ggml.model: 'bert' is not supported, only gpt2, llama"),
+        ({"pre": "viking"}, "tokenizer.ggml.pre: 'viking' is not supported, only gpt-2, smollm"),
         ({"pre": None}, "lacks tokenizer.ggml.pre, without which texts cannot be split into words"),
         ({"token_type": [1]}, "tokenizer.ggml.tokens and token_type do not fit, which is not"),
         ({"bos_token_id": 999}, "tokenizer.ggml.bos_token_id is 999 of 360 tokens, which is not"),

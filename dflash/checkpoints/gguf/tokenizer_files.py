@@ -1,7 +1,7 @@
 """Conversion of a tokenizer in the metadata of a GGUF file to the files that `dflash.text` reads.
 
-Byte-level BPE becomes tokenizer.json; sentencepiece BPE becomes tokenizer.model. The spellings of
-special tokens and the chat template go to tokenizer_config.json.
+Byte-level BPE and that of Gemma 4 become tokenizer.json; sentencepiece BPE becomes tokenizer.model.
+The spellings of special tokens and the chat template go to tokenizer_config.json.
 
 Source of the pre-tokenizers and of the tokens that end an answer: llama.cpp, src/llama-vocab.cpp.
 """
@@ -21,7 +21,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"  # A named template has a dot and its name behind it.
-_NO_MODEL, BYTE_LEVEL, SENTENCEPIECE = "none", "gpt2", "llama"
+_NO_MODEL, BYTE_LEVEL, SENTENCEPIECE, _GEMMA4 = "none", "gpt2", "llama", "gemma4"
+_MODELS = BYTE_LEVEL, SENTENCEPIECE, _GEMMA4
 _SPACE_SIGN = "\u2581"  # Symbol of sentencepiece for a space.
 NAMED = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
 ENDS = "eos", "eot", "eom"
@@ -60,18 +61,22 @@ class _PreTokenizer:
     """Splits texts into words before BPE.
 
     Attributes:
-      pattern: Regular expression of words; None for that of GPT-2.
+      patterns: Regular expressions of words, each of which splits what those before it leave; empty
+        for that of GPT-2.
       single_digits: Each digit is split off first.
       nfc: Texts are normalized to NFC, as in the tokenizer.json that the file was made from.
       ignore_merges: Words in the vocabulary are tokens, whatever the merges.
       adds_bos: The beginning-of-sequence token is added unless the file states otherwise.
+      spelled: Tokens are spelled as in sentencepiece, not as bytes: with its symbol for spaces, and
+        <0xE2> for a byte.
     """
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     single_digits: bool = False
     nfc: bool = False
     ignore_merges: bool = False
     adds_bos: bool = False
+    spelled: bool = False
 
 
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -88,29 +93,49 @@ def _words(digits: str, marks: str = "") -> str:
     )
 
 
-def _words_by_case() -> str:
-    """Returns the pattern of GPT-4o, in which a word's capitals precede its small letters."""
+def _words_by_case(digits: str, suffixes: str = "") -> str:
+    """Returns the pattern of GPT-4o and Tekken: a word's capitals precede its small letters."""
     capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
-        rf"{before}{capitals}*{small}+{_SUFFIXES}?|{before}{capitals}+{small}*{_SUFFIXES}?|"
-        rf"{_UP_TO_3_DIGITS}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"{before}{capitals}*{small}+{suffixes}|{before}{capitals}+{small}*{suffixes}|"
+        rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
-_QWEN = _PreTokenizer(_words(r"\p{N}"), nfc=True)
-_LLAMA3 = _PreTokenizer(_words(_UP_TO_3_DIGITS), ignore_merges=True, adds_bos=True)
+_LINE_ENDS, _IDEOGRAPHS = "[\r\n]", "[一-龥ࠀ-一가-퟿]+"  # As the patterns of DeepSeek have them.
+# Letters with case, of DeepSeek-LLM. Escapes are of letters that normalization would replace.
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
+    "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎ"
+    "ↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_QWEN = _PreTokenizer((_words(r"\p{N}"),), nfc=True)
+_LLAMA3 = _PreTokenizer((_words(_UP_TO_3_DIGITS),), ignore_merges=True, adds_bos=True)
 _PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer(),
     "smollm": _PreTokenizer(single_digits=True),
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
-    "qwen35": _PreTokenizer(_words(r"\p{N}", marks=r"\p{M}"), nfc=True),
-    "gpt-4o": _PreTokenizer(_words_by_case()),
-    "smaug-bpe": _PreTokenizer(_words(_UP_TO_3_DIGITS)),
+    "qwen35": _PreTokenizer((_words(r"\p{N}", marks=r"\p{M}"),), nfc=True),
+    "gpt-4o": _PreTokenizer((_words_by_case(_UP_TO_3_DIGITS, f"{_SUFFIXES}?"),)),
+    "smaug-bpe": _PreTokenizer((_words(_UP_TO_3_DIGITS),)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "tekken": _PreTokenizer((_words_by_case(r"\p{N}"),), ignore_merges=True, adds_bos=True),
+    "deepseek-coder": _PreTokenizer(
+        (_LINE_ENDS, r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
+    ),
+    "deepseek-llm": _PreTokenizer(
+        (
+            *(_LINE_ENDS, rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
+            *(r"\s+$", _IDEOGRAPHS, r"\p{N}+"),
+        )
+    ),
+    _GEMMA4: _PreTokenizer((r"[^\n]+|\n+",), adds_bos=True, spelled=True),
 }
 
 
@@ -157,17 +182,15 @@ class GgufTokenizer:
         model = self.keys.model
         if model == _NO_MODEL:
             return {}
-        if model not in (BYTE_LEVEL, SENTENCEPIECE):
-            raise self._unusable(
-                f"model: {model!r} is not supported, only {BYTE_LEVEL} and {SENTENCEPIECE}"
-            )
+        if model not in _MODELS:
+            raise self._unusable(f"model: {model!r} is not supported, only {', '.join(_MODELS)}")
         tokens, types = self._vocabulary()
         ids = {name: self._id(key) for key, name in NAMED.items()}
         named = {name: tokens[token] for name, token in ids.items() if token is not None}
         templates = [{"name": k, "template": text} for k, text in self.templates.items()]
         config: dict[str, Any] = {**named, "chat_template": templates}
-        if model == BYTE_LEVEL:
-            name, content = TOKENIZER_JSON, _encode(self._byte_level(tokens, types))
+        if model != SENTENCEPIECE:
+            name, content = TOKENIZER_JSON, _encode(self._bpe(tokens, types))
         else:
             config["add_bos_token"] = self.keys.add_bos_token is not False
             name, content = SENTENCEPIECE_MODEL, self._sentencepiece(tokens, types, named)
@@ -219,8 +242,8 @@ class GgufTokenizer:
             raise self._unsupported(f"{name}_token_id is {token} of {count} tokens")
         return token
 
-    def _byte_level(self, tokens: list[str], types: list[int]) -> dict[str, Any]:
-        name = self.keys.pre
+    def _pre_tokenizer(self) -> _PreTokenizer:
+        name = _GEMMA4 if self.keys.model == _GEMMA4 else self.keys.pre
         if name is None:
             raise errors.CheckpointError(
                 f"{self.file}: lacks {PREFIX}pre, without which texts cannot be split into words "
@@ -229,7 +252,13 @@ class GgufTokenizer:
         if name not in _PRE_TOKENIZERS:
             known = ", ".join(_PRE_TOKENIZERS)
             raise self._unusable(f"pre: {name!r} is not supported, only {known}")
-        pre, adds_bos = _PRE_TOKENIZERS[name], self.keys.add_bos_token
+        return _PRE_TOKENIZERS[name]
+
+    def _bpe(self, tokens: list[str], types: list[int]) -> dict[str, Any]:
+        pre, adds_bos = self._pre_tokenizer(), self.keys.add_bos_token
+        # Some files of Gemma 4 wrongly state that none is added.
+        if adds_bos is None or pre.spelled:
+            adds_bos = pre.adds_bos
         added = (TokenType.CONTROL, TokenType.USER_DEFINED)
         return {
             "version": "1.0",
@@ -238,20 +267,16 @@ class GgufTokenizer:
                 for token, kind in enumerate(types)
                 if kind in added
             ],
-            "normalizer": {"type": "NFC"} if pre.nfc else None,
+            "normalizer": _normalizer(pre),
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_splits(pre))},
-            "post_processor": (
-                self._beginning(tokens)
-                if (pre.adds_bos if adds_bos is None else adds_bos)
-                else None
-            ),
-            "decoder": _byte_level_part(use_regex=False),
+            "post_processor": self._beginning(tokens) if adds_bos else None,
+            "decoder": _SPELLED_DECODER if pre.spelled else _byte_level_part(use_regex=False),
             "model": {
                 "type": "BPE",
                 "vocab": {text: token for token, text in enumerate(tokens)},
                 "merges": self._merges(set(tokens)),
                 "ignore_merges": pre.ignore_merges,
-                "byte_fallback": False,
+                "byte_fallback": pre.spelled,
                 "fuse_unk": False,
             },
         }
@@ -353,10 +378,27 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 def _splits(pre: _PreTokenizer) -> Iterator[dict[str, Any]]:
     if pre.single_digits:
         yield {"type": "Digits", "individual_digits": True}
-    if pre.pattern is not None:
-        pattern = {"Regex": pre.pattern}
-        yield {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    yield _byte_level_part(use_regex=pre.pattern is None)
+    for pattern in pre.patterns:
+        regex = {"Regex": pattern}
+        yield {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
+    if not pre.spelled:
+        yield _byte_level_part(use_regex=not pre.patterns)
+
+
+def _normalizer(pre: _PreTokenizer) -> dict[str, Any] | None:
+    if pre.spelled:
+        return _replacement(" ", _SPACE_SIGN)
+    return {"type": "NFC"} if pre.nfc else None
+
+
+def _replacement(old: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+_SPELLED_DECODER = {
+    "type": "Sequence",
+    "decoders": [_replacement(_SPACE_SIGN, " "), {"type": "ByteFallback"}, {"type": "Fuse"}],
+}
 
 
 def _byte_level_part(*, use_regex: bool) -> dict[str, Any]:
