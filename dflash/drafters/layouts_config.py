@@ -16,7 +16,7 @@ from dflash.config.schema import TargetArchitecture, option
 from dflash.drafters.base_config import MAX_LAYERS, BlockSizes
 
 GROUP = "dflash_config"  # Group of the drafter's fields in z-lab's layout.
-_SLIDING = "sliding_attention"  # Type of a layer.
+_SLIDING, _FULL = "sliding_attention", "full_attention"  # Types of a layer.
 DECODER = "transformer_layer_config"  # Group of the decoder's fields in files of speculators.
 # Fields of files of speculators that do not describe the drafter.
 _GENERAL = {
@@ -56,13 +56,14 @@ def is_of_speculators(config: Mapping[str, Any]) -> bool:
 def decoder_of_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the decoder's fields of a file of speculators.
 
-    Where each type of layer has a rotary embedding, that of sliding layers counts, as in
-    speculators; the rotated fraction follows vLLM.
+    Where each type of layer has a rotary embedding, that of sliding layers counts if there is one,
+    as in speculators; the rotated fraction follows vLLM.
     """
     fields = dict(hf_config.read_group(config, DECODER))
     rope = hf_config.read_group(fields, "rope_parameters")
-    if _SLIDING in rope:
-        rope = fields["rope_parameters"] = hf_config.read_group(rope, _SLIDING)
+    nested = [kind for kind in (_SLIDING, _FULL) if kind in rope]
+    if nested:
+        rope = fields["rope_parameters"] = hf_config.read_group(rope, nested[0])
     return fields | {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
 
 

@@ -187,12 +187,12 @@ def test_rotary_embeddings_of_speculators():
     config = config_of("fc_norm")
     sliding = {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5}
     full = sliding | {"rope_theta": 9.0}
-    decoder = config["transformer_layer_config"] | {
-        "rope_parameters": {"full_attention": full, "sliding_attention": sliding}
-    }
-    shape = Eagle3Shape.from_hf(config | {"transformer_layer_config": decoder})
-    assert (shape.decoder.rope_theta, shape.partial_rotary_factor) == (7.0, 0.5)
-    assert shape.rotary.head_dim == shape.decoder.head_dim // 2
+    only_full = {"full_attention": full}
+    for rope, base in ((only_full | {"sliding_attention": sliding}, 7.0), (only_full, 9.0)):
+        decoder = config["transformer_layer_config"] | {"rope_parameters": rope}
+        shape = Eagle3Shape.from_hf(config | {"transformer_layer_config": decoder})
+        assert (shape.decoder.rope_theta, shape.partial_rotary_factor) == (base, 0.5)
+        assert shape.rotary.head_dim == shape.decoder.head_dim // 2
 
 
 def test_masks_of_flat_files():
