@@ -104,14 +104,14 @@ def explain(
     precision = "float32" if target.dtype == jnp.float32 else "bfloat16"
     if config.kv_dtype != AUTO:
         precision = "bfloat16"  # A value that is rounded to 8 bits moves at least that much.
-    if one is None or other is None:
-        return Difference(position, (one, other), math.inf, 1.0, precision)
-    scores = _scores(target, config, request, plain[:position])
-    gap = abs(float(scores[one]) - float(scores[other]))
-    largest = max(abs(float(scores[one])), abs(float(scores[other])))
-    epsilon = float(jnp.finfo(precision).eps)
-    unit = epsilon * 2.0 ** math.floor(math.log2(max(largest, 1e-30)))
-    gap = gap if math.isfinite(gap) else math.inf
+    gap, unit = math.inf, 1.0
+    if one is not None and other is not None:
+        scores = _scores(target, config, request, plain[:position])
+        pair = float(scores[one]), float(scores[other])
+        if all(map(math.isfinite, pair)):
+            gap, largest = abs(pair[0] - pair[1]), max(map(abs, pair))
+            epsilon = float(jnp.finfo(precision).eps)
+            unit = epsilon * 2.0 ** math.floor(math.log2(max(largest, 1e-30)))
     return Difference(position, (one, other), gap, unit, precision)
 
 

@@ -80,6 +80,12 @@ def test_an_output_that_ends_early_is_a_fault():
     assert str(found) == f"token 6 is the end, plain decoding has {OUTPUT[5]}: a fault"
 
 
+def test_a_token_that_cannot_be_drawn_is_a_fault():
+    second, third = np.argsort(logits_before(target(), PROMPT, OUTPUT)[0])[[-2, -3]].tolist()
+    found = explain((third,), plain=(second,), temperature=0.8, seed=3, top_k=2)
+    assert str(found) == f"token 1 is {third}, plain decoding has {second}: a fault"
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_planted_fault_is_no_near_tie(kv_dtype):
     """Scales of the final norm that are wrong by half."""
