@@ -91,8 +91,8 @@ def application(service: Service, *, names: ServedNames, keys: Sequence[str] = (
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
-    path, problem = request.url.path, RequestError(message, status=error.status_code)
-    response = http.error_response(problem, path)
+    problem = RequestError(message, status=error.status_code)
+    response = http.error_response(problem, request.scope)
     response.headers.update(error.headers or {})
     return response
 

@@ -106,10 +106,11 @@ class Guard:
         bearer = f"Bearer {headers.get('x-api-key', '')}"
         key = self._key_of(headers.get("authorization") or bearer)
         error = self._error(scope, headers, has_key=key is not None)
-        app = self._app if error is None else error_response(error, scope["path"])
+        scope = {**scope, "request_id": id}
+        app = self._app if error is None else error_response(error, scope)
         # One key is no name, since all clients have it.
         name = f"key {key}" if key is not None and len(self._keys) > 1 else ""
-        await app({**scope, "request_id": id, "key_name": name}, receive, send_with_id)
+        await app({**scope, "key_name": name}, receive, send_with_id)
 
     def _error(self, scope: Scope, headers: Headers, *, has_key: bool) -> RequestError | None:
         """Returns the reason for which a request is rejected; None if it is not."""

@@ -30,14 +30,16 @@ class ClientDisconnected(Exception):
     """The connection has ended: the client has closed it, or has stopped reading."""
 
 
-def error_body(error: RequestError, path: str) -> dict[str, Any]:
+def error_body(error: RequestError, scope: Scope) -> dict[str, Any]:
     """Returns the JSON of an error in the form of the API that the path of a request belongs to."""
-    return error.messages_body() if path.startswith(_MESSAGES) else error.body()
+    if scope["path"].startswith(_MESSAGES):
+        return error.messages_body() | {"request_id": scope["request_id"]}
+    return error.body()
 
 
-def error_response(error: RequestError, path: str) -> Response:
-    """Returns the HTTP response of an error of a request with this path."""
-    return JSONResponse(error_body(error, path), error.status, error.headers)
+def error_response(error: RequestError, scope: Scope) -> Response:
+    """Returns the HTTP response of an error of a request with this scope."""
+    return JSONResponse(error_body(error, scope), error.status, error.headers)
 
 
 def endpoint(handler: Handler) -> Handler:
@@ -48,11 +50,11 @@ def endpoint(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except RequestError as error:
-            return error_response(error, request.url.path)
+            return error_response(error, request.scope)
         except ClientDisconnected:
             return Response(status_code=_DISCONNECTED)
         except Exception:
-            return error_response(_internal_error(), request.url.path)
+            return error_response(_internal_error(), request.scope)
 
     return handle
 
@@ -215,9 +217,9 @@ class EventStream(Response):
         except Exception as error:
             problem = error if isinstance(error, RequestError) else _internal_error()
             if not begun:
-                await error_response(problem, scope["path"])(scope, receive, send)
+                await error_response(problem, scope)(scope, receive, send)
                 return
-            await send(_body(_event(error_body(problem, scope["path"]))))
+            await send(_body(_event(error_body(problem, scope))))
         finally:
             await self._events.aclose()
         if not begun:

@@ -6,6 +6,7 @@ an answer and cannot be honoured are errors.
 
 import contextlib
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pydantic
 from pydantic import Field
 
+from dflash import errors
 from dflash.serving import responses
 from dflash.serving.bodies import Body, Limit, Stops
 from dflash.serving.completion_request import CompletionRequest
@@ -30,10 +32,12 @@ NAMES = {
     "stop": "stop_sequences",
     "max_thinking_tokens": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
+    "continue_final_message": "messages",
 }
-# Block of Claude Code that differs in each request, after which no cached prefix would be found.
-_BILLING = "x-anthropic-billing-header:"
+# Line of Claude Code that differs in each request, after which no cached prefix would be found.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORT = "reasoning_effort"
@@ -76,17 +80,20 @@ def chat_of(fields: MessagesBody, body: Mapping[str, Any], model: ServedModel) -
     messages = _messages(fields)
     chat = {name: body.get(name) for name in _SAME}
     chat |= {"messages": messages, "stop": list(fields.stop_sequences)}
-    if messages[-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         chat["continue_final_message"] = True
     chat["tools"] = [_tool(tool, place) for place, tool in enumerate(fields.tools)]
     choice = fields.tool_choice
     if chat["tools"] and choice:
+        kind, kinds = _field(choice, "type", "tool_choice"), ("tool", *_CHOICES)
+        if kind not in kinds:
+            message = f"tool_choice.type: expected one of {', '.join(kinds)}; got "
+            raise RequestError(message + jsonl.quote(kind), param="tool_choice.type")
         name = {"type": "function", "function": {"name": choice.get("name")}}
-        is_named = choice.get("type") == "tool"
-        chat["tool_choice"] = name if is_named else _CHOICES.get(choice.get("type"), choice)
+        chat["tool_choice"] = _CHOICES.get(kind, name)
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    form = fields.output_config.get("format") or {}
-    if form:
+    if fields.output_config.get("format") is not None:
+        form = _field(fields.output_config, "format", "output_config", dict)
         schema = {"schema": form.get("schema")}
         chat["response_format"] = {"type": form.get("type"), "json_schema": schema}
     return chat | _reasoning(fields, model)
@@ -102,7 +109,8 @@ def _reasoning(fields: MessagesBody, model: ServedModel) -> dict[str, Any]:
     if thinks and budget is not None and model.chat_format.reasons:
         settings["max_thinking_tokens"] = budget
     effort = fields.output_config.get("effort")
-    if thinks and effort is not None and _EFFORT in model.tokenizer.chat_template:
+    reasons = settings.get("enable_thinking", thinks or model.chat_format.reasons)
+    if reasons and effort is not None and _EFFORT in model.tokenizer.chat_template:
         settings[_EFFORT] = effort
     return settings
 
@@ -110,11 +118,11 @@ def _reasoning(fields: MessagesBody, model: ServedModel) -> dict[str, Any]:
 def _messages(fields: MessagesBody) -> list[dict[str, Any]]:
     """Returns the messages of a chat."""
     system = _texts(fields.system, "system")
-    system = [text for text in system if not text.startswith(_BILLING)]
+    system = [rest for text in system if (rest := _BILLING.sub("", text))]
     messages, later = [], []
     for place, message in enumerate(fields.messages):
         where = f"messages[{place}]"
-        role, content = message.get("role"), message.get("content")
+        role, content = _field(message, "role", where), message.get("content")
         if role == "system":
             (later if messages else system).extend(_texts(content, f"{where}.content"))
         elif role == "assistant":
@@ -144,11 +152,14 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any], 
 
 
 def _field(block: Mapping[str, Any], name: str, where: str, kind: type = str) -> Any:
-    value = block.get(name)
+    value, place = block.get(name), f"{where}.{name}"
     if not isinstance(value, kind):
         expected = {str: "a string", dict: "an object"}[kind]
-        message = f"{where}.{name}: expected {expected}; got {jsonl.quote(value)}"
-        raise RequestError(message, param=f"{where}.{name}")
+        raise RequestError(f"{place}: expected {expected}; got {jsonl.quote(value)}", param=place)
+    try:
+        jsonl.check_unicode(json.dumps(value, ensure_ascii=False), place)
+    except errors.InputError as error:
+        raise RequestError(str(error), param=place) from error
     return value
 
 
@@ -211,11 +222,12 @@ def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
 def renamed(error: RequestError) -> RequestError:
     """Returns the error of a chat with the names of the fields of /v1/messages."""
     message = error.message.replace(".function.parameters", ".input_schema")
+    message = message.replace(".function.", ".")
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # by which clients shorten the conversation
     for name, here in NAMES.items():
-        if error.param and error.param.startswith(name):
-            message = message.replace(error.param, here, 1)
+        if re.match(rf"{name}\b", error.param or ""):
+            message = message.replace(name, here, 1)
     return RequestError(
         message,
         param=error.param,
@@ -290,10 +302,7 @@ class MessageAnswer(responses.Answer):
 
     def _push(self, delta: OutputDelta) -> Iterator[Json]:
         """Appends a part of the output; yields its events."""
-        parts = delta.parts
-        if self.request.chat_format is None and delta.text:
-            parts = (OutputPart("content", delta.text),)
-        for part in parts:
+        for part in self.parts_of(delta):
             kind = "call" if part.kind == "arguments" else part.kind
             if part.kind == "call" or kind != self._kind:
                 yield from self._close()

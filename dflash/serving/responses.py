@@ -79,6 +79,12 @@ class Answer:
         requests, tokenizer = enumerate(group.requests), self._model.tokenizer
         return [Output(index, request, self.request, tokenizer) for index, request in requests]
 
+    def parts_of(self, delta: OutputDelta) -> tuple[OutputPart, ...]:
+        """Returns the parts of a piece of an output, of which a plain text is one."""
+        if self.request.chat_format is None and delta.text:
+            return (OutputPart("content", delta.text),)
+        return delta.parts
+
     def body(self, outputs: Sequence[Output], deltas: Sequence[OutputDelta]) -> Any:
         """Returns the response for outputs that have ended, each with all of its parts."""
         raise NotImplementedError

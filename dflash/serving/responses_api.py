@@ -306,10 +306,7 @@ class ItemsAnswer(responses.Answer):
 
     def _push(self, delta: OutputDelta) -> Iterator[Json]:
         """Appends a part of the output; yields its events."""
-        parts = delta.parts
-        if self.request.chat_format is None and delta.text:
-            parts = (OutputPart("content", delta.text),)
-        for part in parts:
+        for part in self.parts_of(delta):
             kind = "call" if part.kind == "arguments" else part.kind
             if part.kind == "call" or kind != self._kind:
                 yield from self._close("completed")

@@ -1,6 +1,8 @@
 """Anthropic's /v1/messages as Claude Code's client uses it: the chats, the bytes, the errors."""
 
 import json
+import re
+import types
 
 import pytest
 from support import spoiled
@@ -11,7 +13,7 @@ from dflash.serving import dialects, messages_api, validation
 from dflash.serving.messages_api import MessagesBody
 from dflash.serving.validation import RequestError
 from dflash.text import tokenizer_loading
-from dflash.text.chat_formats.table import format_of
+from dflash.text.chat_formats.table import FORMATS, ChatFormat, format_of
 
 PATH = "/v1/messages"
 TOOLS = [
@@ -31,6 +33,8 @@ CALL = BODY | {"tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_
 HEADERS = {"anthropic-version": "2023-06-01", "x-api-key": "EMPTY"}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "3"}
+
+SURROGATE = {"system": "Be kind.", "messages": [{"role": "user", "content": "\ud800"}]}
 
 
 def text(value, **fields):
@@ -122,10 +126,32 @@ def test_errors_have_the_form_of_the_api(server):
         assert (status, answer["type"]) == (400, "error"), body
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["error"]["message"].startswith(f"{beginning}:"), answer
+        assert answer["request_id"]
     status, answer = server.post(PATH, BODY | {"model": "claude-opus-5"}, **HEADERS)
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
     _, answer = server.post(PATH, BODY | {"anything": 1, "context_management": {}}, **HEADERS)
     assert answer["type"] == "message", "unknown fields have no effect"
+
+
+@pytest.mark.parametrize(
+    ("beginning", "fields"),
+    [
+        ("messages", {"messages": [{"role": "system", "content": ""}]}),
+        ("messages", {"messages": [{"role": "assistant", "content": [USE]}]}),
+        ("messages[0].role", {"messages": [{"content": "a"}]}),
+        ("messages[0].content[0].text", SURROGATE),
+        ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": ["any"]}}),
+        ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "required"}}),
+        ("tools[0].name", {"tools": [{"name": "a b"}]}),
+        ("stop_token_ids[0]", {"stop_token_ids": ["a"]}),
+        ("stop_sequences[0]", {"stop_sequences": [1]}),
+        ("output_config.format", {"output_config": {"format": [1]}}),
+        ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}),
+    ],
+)
+def test_errors_name_the_field_of_the_client(beginning, fields):
+    with pytest.raises(RequestError, match=f"^{re.escape(beginning)}: "):
+        dialects.read_messages(BODY | {"model": None} | fields, make_model())
 
 
 def chat(body, **fields):
@@ -158,6 +184,12 @@ def test_the_messages_of_a_conversation():
         {"role": "tool", "tool_call_id": "toolu_1", "content": "3"},
         {"role": "user", "content": "And\n\nthen?\n\nBe brief."},
     ]
+
+
+def test_a_system_text_is_kept_behind_its_billing_line():
+    system = "x-anthropic-billing-header: cc_version=2; cch=0f0f;\nYou are helpful.\nBe kind."
+    first, _ = chat({"system": system})["messages"]
+    assert first == {"role": "system", "content": "You are helpful.\nBe kind."}
 
 
 def test_fields_of_the_request():
@@ -206,6 +238,14 @@ def test_thinking_of_a_model_that_has_the_choice(tmp_path, thinking, expected):
     chat = messages_api.chat_of(validation.parse(MessagesBody, body), body, model)
     names = {"enable_thinking", "reasoning_effort", "max_thinking_tokens"}
     assert {name: chat[name] for name in names & chat.keys()} == expected
+
+
+def test_the_effort_of_a_model_that_always_reasons():
+    template = types.SimpleNamespace(switches_thinking=False, chat_template="{{reasoning_effort}}")
+    model = make_model(tokenizer=template, chat_format=ChatFormat(FORMATS["harmony"]))
+    body = {"messages": [{"role": "user", "content": "q"}], "output_config": {"effort": "low"}}
+    fields = messages_api.chat_of(validation.parse(MessagesBody, body), body, model)
+    assert fields["reasoning_effort"] == "low"
 
 
 def test_an_answer_continues_the_last_message_of_the_assistant():
