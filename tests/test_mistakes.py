@@ -404,8 +404,8 @@ MISTAKES = {
         "serve.update_weights: not with target.adapter",
     ),
     "quantized": Mistake(
-        f"decode c.yml {M}", "quantized weights (gptq) are not supported, only fp8", 2,
-        copy(TARGET, quantization_config={"quant_method": "gptq", "bits": 4}),
+        f"decode c.yml {M}", "quantized weights (aqlm) are not supported, only fp8", 2,
+        copy(TARGET, quantization_config={"quant_method": "aqlm", "bits": 4}),
     ),
     "quantized tensor": Mistake(f"decode c.yml {M}", "is I32, expected one of F32", 2, float8),
     "Phi 3": Mistake(

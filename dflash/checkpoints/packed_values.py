@@ -43,12 +43,25 @@ def _shape_in_words(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // PER_WORD))
 
 
+_IN_ORDER = np.arange(PER_WORD, dtype=np.uint32)
+
+
 def _read_words(stored: Read, index: Index) -> np.ndarray:
-    """Reads eight values minus 8 from each int32, the lowest bits first."""
+    return read_codes(stored, index) - np.int8(8)
+
+
+def read_codes(stored: Read, index: Index, places: np.ndarray = _IN_ORDER) -> np.ndarray:
+    """Reads eight codes of four bits, int8, from each int32 of the last dimension.
+
+    Args:
+      stored: Function that reads the words.
+      index: Index of codes.
+      places: Place of each of eight codes in its word, uint32 [8]; 0 for the lowest bits.
+    """
     words = _groups(index[-1], PER_WORD)
     packed = np.ascontiguousarray(stored((*index[:-1], words))).view(np.uint32)
-    values = (packed[..., None] >> (4 * np.arange(PER_WORD, dtype=np.uint32))) & 0xF
-    return _within(values.astype(np.int8) - 8, index[-1], words, PER_WORD)
+    codes = (packed[..., None] >> (4 * places)) & 0xF
+    return _within(codes.astype(np.int8), index[-1], words, PER_WORD)
 
 
 def _shape_in_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -78,17 +78,20 @@ class ScaledTensor(StoredTensor):
     """Matrix in eight bits that is read as the numbers that it stands for.
 
     Attributes:
+      values: Tensor of the values.
       scales: Tensor of the scales, one row per block of rows.
       block: Rows and columns that share a scale.
     """
 
+    values: StoredTensor
     scales: StoredTensor
     block: tuple[int, int]
 
     @classmethod
     def of(cls, values: StoredTensor, scales: StoredTensor, block: tuple[int, int] | None) -> Self:
         """Returns the numbers of stored values; None as the block is one scale per row."""
-        return cls(**vars(values), scales=scales, block=block or (1, values.shape[-1]))
+        place = (getattr(values, field.name) for field in dataclasses.fields(StoredTensor))
+        return cls(*place, values, scales, block or (1, values.shape[-1]))
 
     def read(self, index: Index) -> np.ndarray:
         index = (*index, slice(0, self.shape[-1]))[:2]
@@ -98,7 +101,7 @@ class ScaledTensor(StoredTensor):
         ]
         scales = self.scales.read(tuple(slice(0, size) for size in self.scales.shape))
         scales = scales.astype(np.float32)[np.ix_(*places)]
-        return super().read(index).astype(np.float32) * scales
+        return self.values.read(index).astype(np.float32) * scales
 
 
 def source_of(directory: pathlib.Path) -> pathlib.Path:

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import files, outgoing, tensor_map
+from dflash.checkpoints import files, outgoing, tensor_map, weight_views
 from dflash.checkpoints.outgoing import OutgoingTensor
 from dflash.checkpoints.safetensors_header import (
     BUFFER_DTYPES,
@@ -116,7 +116,8 @@ def find_tensors(
     by_tensor = tensor_map.by_tensor(
         module, ((path, leaf.shape) for path, leaf in expected.items())
     )
-    rename = getattr(module, "known_name", str)
+    rename, stored = getattr(module, "known_name", str), getattr(module, "stored_format", None)
+    tensors = weight_views.views(tensors, stored)
     tensors = _split_fused(
         {rename(name): tensor for name, tensor in tensors.items()},
         {name: piece.shape for name, ((_, piece), *_) in by_tensor.items()},
@@ -124,7 +125,7 @@ def find_tensors(
     plain = {
         name for name, ((path, _), *_) in by_tensor.items() if expected[path].dtype.itemsize > 1
     }
-    tensors = _dequantized(tensors, plain, getattr(module, "stored_format", None))
+    tensors = _dequantized(tensors, plain, stored)
     _check(tensors, expected, by_tensor, module, listing)
     return tensors
 

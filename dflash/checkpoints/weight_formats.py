@@ -11,6 +11,7 @@ from dflash.checkpoints.packed_values import BLOCKS, PACKED, PER_SCALE, SCALES
 _GROUP = "quantization_config"
 _BLOCK = "weight_block_size"
 _FP8, _COMPRESSED, _MXFP4 = "fp8", "compressed-tensors", "mxfp4"
+TENSOR, AWQ, GPTQ, GPTQ_V2 = "tensor", "awq", "gptq", "gptq_v2"
 _PACKED = "pack-quantized"
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
 _NUM_BITS, _PACKED_BITS = 8, 4
@@ -27,11 +28,14 @@ class StoredFormat:
         appended to names without it.
       packed_suffix: Counterpart of `scale_suffix` for tensors that hold packed values; see
         `packed_values`. None if values are not packed.
+      layout: Layout that is read through `weight_views`: TENSOR, one scale for a whole tensor; AWQ;
+        GPTQ, whose zero points are stored less 1, or GPTQ_V2. None for others.
     """
 
     block: tuple[int, int] | None
     scale_suffix: str
     packed_suffix: str | None = None
+    layout: str | None = None
 
     def scales_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the scales of a matrix."""
@@ -42,6 +46,7 @@ class StoredFormat:
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
     weight_block_size: tuple[int, ...] | None = None
+    group_size: int = 0  # -1 for one group of all inputs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +76,34 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
         return StoredFormat((1, PER_SCALE), SCALES, BLOCKS)
     if key == _GROUP and method == _COMPRESSED and group.get("format") in _FORMATS:
         return _compressed(group)
+    if key == _GROUP and method in (AWQ, GPTQ):
+        return _four_bits(method, group)
     kind = method if method != _COMPRESSED else f"{method}, {str(group.get('format'))[:40]}"
     raise errors.CheckpointError(
         f"{files.CONFIG}: {key}: quantized weights ({kind or 'of an unknown kind'}) are not "
-        "supported, only fp8, mxfp4 and compressed-tensors of 8 bits or packed 4; take the model's "
-        "unquantized checkpoint"
+        "supported, only fp8, mxfp4, awq, gptq, and compressed-tensors of 8 bits or packed 4; take "
+        "the model's unquantized checkpoint"
     )
+
+
+def _four_bits(method: str, group: Mapping[str, Any]) -> StoredFormat:
+    """Returns the format of AWQ or GPTQ."""
+    supported = {"bits": 4, "desc_act": False, "is_marlin_format": False, "zero_point": True}
+    for name, value in supported.items():
+        hf_config.check_only(group, name, value)
+    layout = AWQ
+    if method == AWQ:
+        version = str(group.get("version", "gemm")).lower()
+        hf_config.check_only({"version": version}, "version", "gemm")
+    else:
+        layout = group.get("checkpoint_format") or GPTQ
+        if layout != GPTQ_V2:
+            hf_config.check_only(group, "checkpoint_format", GPTQ)
+        hf_config.check_only(group, "dynamic", {})
+    size = hf_config.read_fields(group, _Blocks, group=_GROUP).group_size
+    if size == 0 or size < -1:
+        raise errors.CheckpointError(f"{files.CONFIG}: {_GROUP}: group_size: {size} is not a size")
+    return StoredFormat(None if size == -1 else (1, size), "weight_scale", layout=layout)
 
 
 def _compressed(group: Mapping[str, Any]) -> StoredFormat:
@@ -101,11 +128,13 @@ def _compressed(group: Mapping[str, Any]) -> StoredFormat:
         return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", PACKED)
     if options.strategy == "channel":
         return StoredFormat(None, "weight_scale")
+    if options.strategy == "tensor":
+        return StoredFormat(None, "weight_scale", layout=TENSOR)
     if options.strategy == "block":
         return StoredFormat(_pair(options.block_structure, "block_structure"), "weight_scale")
     raise errors.CheckpointError(
-        f"{files.CONFIG}: {where}: strategy {options.strategy!r} is not supported, only 'channel' "
-        "and 'block'"
+        f"{files.CONFIG}: {where}: strategy {options.strategy!r} is not supported, only 'tensor', "
+        "'channel' and 'block'"
     )
 
 

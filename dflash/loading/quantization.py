@@ -10,7 +10,7 @@ from typing import Any
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import files, tensor_map
+from dflash.checkpoints import files, tensor_map, weight_views
 from dflash.checkpoints.safetensors_header import StoredTensor
 from dflash.checkpoints.weight_formats import StoredFormat
 from dflash.layers.linear import FLOAT8, INT8, WeightFormat
@@ -40,6 +40,7 @@ def follow(model: nnx.Module, tensors: Mapping[str, StoredTensor], stored: Store
       CheckpointError: A tensor has no scales, or only some tensors of a kernel are quantized.
     """
     model.stored_format = stored
+    tensors = weight_views.views(tensors, stored)
     packed = set()
     # Files store kernels as [out, in].
     block = stored.block and (stored.block[1], stored.block[0])

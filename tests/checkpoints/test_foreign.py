@@ -70,8 +70,8 @@ def test_an_entry_of_the_hubs_cache_says_where_its_checkpoint_is(tmp_path):
     ("config", "words"),
     [
         (
-            {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config: quantized weights (awq)",
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "quantization_config: quantized weights (aqlm)",
         ),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights (4 bits)"),
         (
@@ -88,8 +88,9 @@ def test_quantized_weights_are_not_read_as_plain_ones(tmp_path, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     assert failure(checkpoint.read_config, tmp_path) == (
-        f"{tmp_path}/config.json: {words} are not supported, only fp8, mxfp4 and "
-        "compressed-tensors of 8 bits or packed 4; take the model's unquantized checkpoint"
+        f"{tmp_path}/config.json: {words} are not supported, only fp8, mxfp4, awq, "
+        "gptq, and compressed-tensors of 8 bits or packed 4; take the model's unquantized "
+        "checkpoint"
     )
 
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support import four_bits
 from support.models import family_architecture, make_sharding
 
 from dflash import errors
@@ -26,7 +27,13 @@ VOCABULARY = 20
 TOKENS = np.arange(12) % VOCABULARY
 FOUR_BITS = "int4"
 LARGEST = {np.int8: 127, FOUR_BITS: 7, ml_dtypes.float8_e4m3fn: 448}
-CODES = {"int32": "I32", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float32": "F32"}
+CODES = {
+    "int32": "I32",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float32": "F32",
+    "float16": "F16",
+}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +131,9 @@ FORMATS = {
     "compressed fp8 by output": (
         compressed("channel", "float"), (1, 10**6), ml_dtypes.float8_e4m3fn, "weight_scale"
     ),
+    "compressed fp8 by tensor": (
+        compressed("tensor", "float"), (10**6, 10**6), ml_dtypes.float8_e4m3fn, "weight_scale"
+    ),
     "four packed bits": (
         compressed("group", "int", num_bits=4, group_size=4) | {"format": "pack-quantized"},
         (1, 4), FOUR_BITS, "weight_scale",
@@ -168,6 +178,7 @@ def foreign(tmp_path, checkpoints):
                 if name == "four packed bits" and ".experts." not in key:
                     continue
                 values, scales, plain[key] = in_blocks(array, block, dtype)
+                scales = scales[0] if name.endswith("by tensor") else scales
                 narrow |= {key: values, key.removesuffix("weight") + suffix: scales}
                 if name == "four packed bits":
                     shape = np.array(narrow.pop(key).shape, np.int32)
@@ -218,6 +229,33 @@ def test_projections_in_one_tensor_have_their_part_of_its_scales(foreign, family
         np.testing.assert_array_equal(parameter.get_value(), others[path].get_value(), path)
     assert all(formats.values()) == (name != "fp8 by blocks")
     assert any(formats.values())
+
+
+@pytest.mark.parametrize("name", four_bits.CONFIGS)
+def test_four_bits_of_awq_and_gptq_become_eight(checkpoints, tmp_path, name):
+    rng, packed, plain = np.random.default_rng(0), {}, {}
+    for key, array in load_file(checkpoints["qwen3"] / "model.safetensors").items():
+        packed[key] = plain[key] = array
+        if is_projection(key):
+            matrix = four_bits.draw(rng, *array.shape)
+            plain[key], prefix = four_bits.plain(*matrix), key.removesuffix("weight")
+            packed.pop(key)
+            packed |= {prefix + end: part for end, part in four_bits.pack(name, *matrix).items()}
+    models_of = {}
+    for kind, tensors in (("packed", packed), ("plain", plain)):
+        directory = tmp_path / kind
+        directory.mkdir()
+        config = json.loads((checkpoints["qwen3"] / "config.json").read_text())
+        if kind == "packed":
+            config["quantization_config"] = four_bits.CONFIGS[name]
+        (directory / "config.json").write_text(json.dumps(config))
+        write_tensors(directory / "model.safetensors", tensors)
+        models_of[kind] = build(directory)
+    expected = dict(narrowing.projections(models_of["plain"]))
+    for path, kernel in narrowing.projections(models_of["packed"]):
+        assert kernel.kernel[...].dtype == jnp.int8
+        values = expected[path].kernel[...]
+        np.testing.assert_array_equal(kernel.plain(jnp.ones((1, 1))), values, err_msg=path)
 
 
 def test_a_dry_run_checks_shapes_of_scales(foreign):
@@ -273,11 +311,11 @@ def test_random_weights_in_eight_bits_resemble_plain_ones():
 
 
 WRONG = {
-    "quantization_config: quantized weights (awq) are not supported": {"quant_method": "awq"},
+    "quantization_config: quantized weights (aqlm) are not supported": {"quant_method": "aqlm"},
     "quantization_config: weight_block_size: expected two sizes of 1 or more, got None": {
         "quant_method": "fp8"
     },
-    "quantization_config: weights: strategy 'tensor' is not supported": compressed("tensor", "int"),
+    "quantization_config: weights: strategy 'token' is not supported": compressed("token", "int"),
     "quantization_config: weights: expected 8 symmetric bits, got 4": compressed(
         "channel", "int", num_bits=4
     ),
