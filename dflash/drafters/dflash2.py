@@ -19,6 +19,7 @@ from dflash.drafters.parts.conditioned import ConditionedDFlash, ConditionedRows
 from dflash.layers import losses
 from dflash.layers.linear import Embedding, Linear
 from dflash.layers.losses import TokenScores
+from dflash.layers.products import finish
 from dflash.layers.transformer import TransformerLayer, grouped_attention
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -48,10 +49,11 @@ class DynamicConvolution(nnx.Module):
             width, 2 * taps * groups, ("embed", None), stddev=0.0, dtype=dtype, sharding=sharding
         )
         self.taps, self.groups = taps, groups
+        self.sharding = sharding
 
     def kernels(self, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the taps of both convolutions, each [B, T, taps, groups, D / groups]."""
-        added = self.kernel_projection(normed)
+        added = finish(self.kernel_projection(normed), self.sharding)
         added = added.reshape(*normed.shape[:2], 2, self.taps, self.groups, 1)
         base = self.base_kernel[...].reshape(2, self.taps, self.groups, -1)
         return base[0] + added[:, :, 0], base[1] + added[:, :, 1]
@@ -98,12 +100,12 @@ class ConvolvedLayer(TransformerLayer):
         before, after = self.attention_conv.kernels(normed)
         normed = convolve(normed, before, self.rows)
         branch, auxiliary = super().attention_branch(normed, cos_sin, attend)
-        return convolve(branch, after, self.rows), auxiliary
+        return convolve(finish(branch, self.sharding), after, self.rows), auxiliary
 
     def mlp_branch(self, normed):
         before, after = self.mlp_conv.kernels(normed)
         branch = super().mlp_branch(convolve(normed, before, self.rows))
-        return convolve(branch, after, self.rows)
+        return convolve(finish(branch, self.sharding), after, self.rows)
 
 
 def set_rows(layers: Iterable[TransformerLayer], rows: int) -> None:
