@@ -22,7 +22,7 @@ from dflash.inference.logits import controls as logit_controls
 from dflash.inference.logits import sampling
 from dflash.inference.logits.controls import Controls
 from dflash.inference.logits.sampling import SamplingParams
-from dflash.inference.request import Request
+from dflash.inference.request import Request, RequestSampling
 from dflash.layers.products import matmul_precision
 from dflash.models.decoder import Decoder
 
@@ -41,7 +41,8 @@ class Difference:
       position: Number of output tokens that are equal.
       tokens: Plain and drafted token there; None where an output has ended.
       gap: Difference of their scores, in nats: of logits after penalties and biases, and of the
-        noise times the temperature. Infinite if an output has ended or a token cannot be drawn.
+        noise times the temperature; or how far a token lies beyond top_k, top_p or min_p. Infinite
+        if an output has ended, or a token is excluded.
       unit: Unit in the last place of the larger score.
       precision: Dtype of the unit.
     """
@@ -106,19 +107,43 @@ def explain(
         precision = "bfloat16"  # A value that is rounded to 8 bits moves at least that much.
     gap, unit = math.inf, 1.0
     if one is not None and other is not None:
-        scores = _scores(target, config, request, plain[:position])
-        pair = float(scores[one]), float(scores[other])
-        if all(map(math.isfinite, pair)):
-            gap, largest = abs(pair[0] - pair[1]), max(map(abs, pair))
+        logits, scores = _scores(target, config, request, plain[:position])
+        beyond = max(_beyond_filters(logits, token, request.sampling) for token in (one, other))
+        pair = (scores if beyond == 0 else logits)[[one, other]].tolist()
+        gap, largest = beyond or abs(pair[0] - pair[1]), max(map(abs, pair))
+        if math.isfinite(gap):
             epsilon = float(jnp.finfo(precision).eps)
             unit = epsilon * 2.0 ** math.floor(math.log2(max(largest, 1e-30)))
     return Difference(position, (one, other), gap, unit, precision)
 
 
+def _beyond_filters(logits: np.ndarray, token: int, sampling: RequestSampling) -> float:
+    """Returns how much likelier a token must be to be drawn, in nats; 0 if the filters keep it."""
+    if logits[token] == -np.inf:
+        return math.inf
+    if sampling.temperature == 0:
+        return 0.0
+    ranked = np.sort(logits)[::-1]
+    kept = ranked[: sampling.top_k or None]
+    chances = np.exp((kept - kept[0]) / sampling.temperature)
+    likelier = (ranked > logits[token]).sum()
+    far = [0.0, float(ranked[0] - logits[token]) + sampling.temperature * _log(sampling.min_p)]
+    if 0 < sampling.top_k <= likelier:
+        far.append(float(ranked[sampling.top_k - 1] - logits[token]))
+    before = chances[:likelier].sum() / chances.sum()
+    if before >= sampling.top_p:
+        far.append(sampling.temperature * _log(before / sampling.top_p))
+    return max(far)
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x else -math.inf
+
+
 def _scores(
     target: Decoder, config: DecodeConfig, request: Request, output: Sequence[int]
-) -> np.ndarray:
-    """Returns what the next token's choice compares, float32 [V]; -inf for tokens left out."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the next token's logits after penalties and biases, float32 [V], and with noise."""
     text = [*request.prompt, *output]
     pages = -(-len(text) // config.page_size)
     tokens = np.zeros((1, pages * config.page_size), np.int32)
@@ -131,8 +156,9 @@ def _scores(
     sizes = pages, config.page_size, config.kv_dtype
     length = np.array([len(text)], np.int32)
     with jax.default_matmul_precision(matmul_precision(target.dtype)):
-        scores = _compiled(graph, sizes, weights, tokens, length, controls, params, stops)
-    return np.asarray(scores)
+        results = _compiled(graph, sizes, weights, tokens, length, controls, params, stops)
+    logits, scores = map(np.asarray, results)
+    return logits, scores
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -145,7 +171,7 @@ def _compiled(
     controls: Controls,
     params: SamplingParams,
     stops: jax.Array,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     target, (pages, page_size, kv_dtype) = nnx.merge(graph, weights), sizes
     copies = target.sharding.size("pages")  # A text for each shard of the pages, the same.
     abstract = target.new_cache(
@@ -164,8 +190,15 @@ def _compiled(
     logits = target.unembed(jnp.take_along_axis(hidden, length[:, None, None] - 1, axis=1))
     none = jnp.zeros((1, 0), jnp.int32)
     shaped = logit_controls.shape_logits(logits, controls, length, stops, none)
-    params = params.with_keys()
-    scores = sampling.perturbed(shaped, length[:, None], params, sampling.COUPLED)[0, 0]
+    # Without filters, whose border is compared on the host.
+    unfiltered = dataclasses.replace(
+        params.with_keys(),
+        top_k=jnp.zeros_like(params.top_k),
+        top_p=jnp.ones_like(params.top_p),
+        min_p=jnp.zeros_like(params.min_p),
+    )
+    scores = sampling.perturbed(shaped, length[:, None], unfiltered, sampling.COUPLED)
     temperature = params.temperature[0]
     scores = scores * jnp.where(temperature > 0, temperature, 1.0)
-    return jax.lax.with_sharding_constraint(scores, target.sharding.replicated())
+    results = shaped[0, 0], scores[0, 0]
+    return jax.lax.with_sharding_constraint(results, target.sharding.replicated())
