@@ -87,7 +87,7 @@ def visible(view, anchor, block):
         for position in range(anchor):
             mask[row, position] = position > anchor + row - (view.window or np.inf)
         for other in range(block):
-            near = other > row - (view.window or np.inf)
+            near = abs(other - row) < (view.window or np.inf)
             mask[row, anchor + other] = near and (other <= row or not view.causal)
     return mask
 
