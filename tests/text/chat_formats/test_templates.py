@@ -188,7 +188,9 @@ VERSIONS = {
 
 def mistral_tokenizer(version: str, directory):
     """Returns mistral-common's tokenizer of a version; "spm" is that of Mistral 7B v0.3."""
-    common = pytest.importorskip("mistral_common", reason="pip install 'dflash-jax[parity]'")
+    common = pytest.importorskip(
+        "mistral_common", reason="pip install 'mistral-common[sentencepiece]'"
+    )
     from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
     if version == "spm":
