@@ -67,6 +67,7 @@ def test_bits_of_joined_parts_are_the_same(widths, panels, transposed):
 def test_every_number_is_checked(value):
     is_finite = jax.jit(weights_cpu.is_finite)
     array = np.full((37, 131), 3e38, np.float32)
+    assert weights_cpu.is_supported(array)  # Or no kernel is known to XLA yet.
     assert is_finite(array)
     for place in (0, 17, 2000, 4799, 4800, 4846):
         spoiled = array.copy()
