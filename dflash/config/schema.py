@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 AUTO = "auto"
 RANDOM = "random"  # Value of `checkpoint` for random weights.
 FRESH = "fresh"  # Value of `initialize_from` for random weights.
+FULL, SLIDING = "full_attention", "sliding_attention"  # Values of `layer_types`.
 INT32_MAX = 2**31 - 1  # Largest integer on the device, and the default maximum of integer keys.
 MAX_SEED = 2**32 - 1  # Of training.
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1  # Seeds of sampling, as in OpenAI's API.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from dflash import errors
 from dflash.checkpoints import defaults_config, hf_config
-from dflash.config.schema import TargetArchitecture, option, option_like
+from dflash.config.schema import FULL, SLIDING, TargetArchitecture, option, option_like
 from dflash.drafters import base_config, layouts_config
 from dflash.drafters.base_config import (
     MAX_LAYERS,
@@ -22,7 +22,6 @@ from dflash.drafters.base_config import (
 from dflash.drafters.layouts_config import GROUP
 
 WINDOWS = (64, 256, 1024, 4096)  # Values of `drafter.window` to choose from.
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 # Fields that some published drafters have, with the only value that is supported.
 _SUPPORTED = {"draft_shift": False, "logit_scale": 1.0}
 # Fields that config.json omits if they have their defaults.
@@ -336,7 +335,7 @@ class _FileViews:
 
 def layer_types(sliding: Iterable[bool]) -> list[str]:
     """Returns the field of layers that slide or not."""
-    return [_SLIDING if slides else _FULL for slides in sliding]
+    return [SLIDING if slides else FULL for slides in sliding]
 
 
 def _partial(size: int | None, usual: int) -> int | None:
@@ -355,7 +354,7 @@ def views_of(
     beside = hf_config.read_fields(config, _FileViews)
     within = hf_config.read_fields(group, _GroupViews, group=GROUP)
     num_layers = decoder.num_hidden_layers
-    types = beside.layer_types or (_FULL,) * num_layers
+    types = beside.layer_types or (FULL,) * num_layers
     if len(types) != num_layers:
         raise errors.CheckpointError(
             f"{hf_config.FILE}: layer_types names {len(types)} layers, num_hidden_layers is "
@@ -367,11 +366,11 @@ def views_of(
     slides_causally = True
     if within.use_swa:
         window = within.swa_window_size or window
-        if _SLIDING not in types:  # Then use_swa applies to all layers.
-            types, slides_causally = (_SLIDING,) * num_layers, False
-    if _SLIDING in types and window is None:
+        if SLIDING not in types:  # Then use_swa applies to all layers.
+            types, slides_causally = (SLIDING,) * num_layers, False
+    if SLIDING in types and window is None:
         raise errors.CheckpointError(
-            f"{hf_config.FILE}: layer {types.index(_SLIDING)} slides, but no sliding_window or "
+            f"{hf_config.FILE}: layer {types.index(SLIDING)} slides, but no sliding_window or "
             "swa_window_size is given"
         )
     flags = (beside.is_causal, within.causal, within.causal_head, within.is_causal)
@@ -381,4 +380,4 @@ def views_of(
     elif beside.sliding_window_non_causal is not None:
         slides_causally = not beside.sliding_window_non_causal
     sliding, full = LayerView(window, slides_causally), LayerView(causal=bool(causal))
-    return tuple(sliding if kind == _SLIDING else full for kind in types)
+    return tuple(sliding if kind == SLIDING else full for kind in types)

@@ -12,11 +12,10 @@ from typing import Any
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import TargetArchitecture, option
+from dflash.config.schema import FULL, SLIDING, TargetArchitecture, option
 from dflash.drafters.base_config import MAX_LAYERS, BlockSizes
 
 GROUP = "dflash_config"  # Group of the drafter's fields in z-lab's layout.
-_SLIDING, _FULL = "sliding_attention", "full_attention"  # Types of a layer.
 DECODER = "transformer_layer_config"  # Group of the decoder's fields in files of speculators.
 # Fields of files of speculators that do not describe the drafter.
 _GENERAL = {
@@ -61,7 +60,7 @@ def decoder_of_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = dict(hf_config.read_group(config, DECODER))
     rope = hf_config.read_group(fields, "rope_parameters")
-    nested = [kind for kind in (_SLIDING, _FULL) if kind in rope]
+    nested = [kind for kind in (SLIDING, FULL) if kind in rope]
     if nested:
         rope = fields["rope_parameters"] = hf_config.read_group(rope, nested[0])
     return fields | {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
@@ -159,7 +158,7 @@ def to_zlab(
 def _from_assistant(config: Mapping[str, Any]) -> dict[str, Any]:
     """Adds defaults; blocks are bidirectional, and `sliding_window` is the longest distance."""
     fields = vars(hf_config.read_fields(config, _Assistant))
-    sliding = ["sliding_attention"] * fields["num_hidden_layers"]
+    sliding = [SLIDING] * fields["num_hidden_layers"]
     return {
         **config,
         **fields,

@@ -5,14 +5,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from dflash.config.schema import (
+    FULL,
     MAX_EXPERTS,
     MAX_LAYERS,
+    SLIDING,
     LentHeads,
     TargetArchitecture,
     option,
 )
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+LINEAR = "linear_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

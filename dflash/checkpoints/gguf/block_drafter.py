@@ -16,6 +16,7 @@ from dflash.checkpoints import hf_config
 from dflash.checkpoints.gguf import architecture, families, file_header
 from dflash.checkpoints.gguf.families import ROTATED, FamilyKeys
 from dflash.checkpoints.gguf.file_header import GgufHeader
+from dflash.config.schema import FULL, SLIDING
 
 DRAFT_IDS = "d2t"  # Tensor with the target token of each draft token.
 # Codes of tokens that can be drafted, [V, r]; rows of tokens that cannot are zeros.
@@ -36,7 +37,6 @@ _UNKNOWN = (
     *("target_hidden_size", "mask_embedding"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,9 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "attention_value_scale" in config:
         values[_VALUE_SCALE] = float(config["attention_value_scale"])
-    if _SLIDING in config["layer_types"]:
+    if SLIDING in config["layer_types"]:
         values[_WINDOW] = config["sliding_window"]
-        values[_PATTERN] = [kind == _SLIDING for kind in config["layer_types"]]
+        values[_PATTERN] = [kind == SLIDING for kind in config["layer_types"]]
     if hf_class == DFLASH2:
         values |= {name: block[name] for name in _DFLASH2_FIELDS}
     if hf_class == DSPARK:
@@ -145,12 +145,12 @@ def _tapped(file: pathlib.Path, taps: list) -> list[int]:
 
 def _windows(file: pathlib.Path, keys: _Keys, num_layers: int) -> dict[str, Any]:
     if not keys.window:
-        return {"layer_types": [_FULL] * num_layers, "sliding_window": None}
+        return {"layer_types": [FULL] * num_layers, "sliding_window": None}
     pattern = keys.window_pattern or []
     if len(pattern) != num_layers or any(type(slides) is not bool for slides in pattern):
         problem = f"{_PREFIX}{_PATTERN} is not one boolean for each layer"
         raise file_header.unsupported(file, problem)
-    types = [_SLIDING if slides else _FULL for slides in pattern]
+    types = [SLIDING if slides else FULL for slides in pattern]
     return {"layer_types": types, "sliding_window": keys.window}
 
 
@@ -169,7 +169,7 @@ def _causality(config: Mapping[str, Any]) -> bool:
     """Returns whether blocks are causal; llama.cpp has one answer for all layers."""
     causal_field = config.get(_GROUP, {}).get("causal", config.get("is_causal"))
     sliding = causal_field if causal_field is not None else not config["sliding_window_non_causal"]
-    by_type = {_FULL: bool(causal_field), _SLIDING: sliding}
+    by_type = {FULL: bool(causal_field), SLIDING: sliding}
     causal = {by_type[kind] for kind in config["layer_types"]}
     if len(causal) > 1:
         raise errors.CheckpointError(

@@ -15,13 +15,13 @@ from dflash.checkpoints.gguf.file_header import GgufHeader
 from dflash.checkpoints.gguf.layouts import LayoutOf
 from dflash.checkpoints.gguf.stored_values import Tensors
 from dflash.checkpoints.gguf.tensor_names import TensorNames
+from dflash.config.schema import FULL, SLIDING
 
 # Field of config.json with the number of layers behind the others that are not read.
 DRAFTING_LAYERS = "mtp_num_hidden_layers"
 
 Fields = Mapping[str, Any]
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERT_SIZE, ROTATED = "expert_feed_forward_length", "rope.dimension_count"
 _GEMMA_27B_LAYERS = 62
 
@@ -76,7 +76,7 @@ def rotated_part(rotated: int, head_dim: int) -> float:
 
 def _alternating(layers: int, interval: int) -> list[str]:
     """Returns the kinds of layers, of which every `interval`th sees all positions."""
-    return [_SLIDING if layer % interval else _FULL for layer in range(1, layers + 1)]
+    return [SLIDING if layer % interval else FULL for layer in range(1, layers + 1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class _Gemma3(FamilyKeys):
             "intermediate_size": self.intermediate_size,
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": self.window or None,
-            "layer_types": self._layer_types(layers) if self.window else [_FULL] * layers,
+            "layer_types": self._layer_types(layers) if self.window else [FULL] * layers,
             "rope_local_base_freq": shortest(self.window_base),
             "final_logit_softcapping": None if self.softcap is None else shortest(self.softcap),
             "query_pre_attn_scalar": width,
@@ -108,7 +108,7 @@ class _Gemma3(FamilyKeys):
             return _alternating(layers, pattern)
         if type(pattern) is int or len(pattern) < layers or not {*pattern} <= {0, 1}:
             raise ValueError(f"attention.sliding_window_pattern is {pattern!s:.40}")
-        return [_SLIDING if slides else _FULL for slides in pattern[:layers]]
+        return [SLIDING if slides else FULL for slides in pattern[:layers]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
