@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 
 from dflash import errors
-from dflash.config import encoding, registry, strict_yaml
+from dflash.config import encoding, registry, removed_keys, strict_yaml
 from dflash.config.strict_yaml import Node
 from dflash.storage import hub, wheels
 from dflash.storage.files import read_regular
@@ -201,9 +201,9 @@ def inherit(
         if name is None:
             name = key if key in names else _name_of(shared)
         if name is None:
-            near = registry.suggest(key, names)
-            where = f"{entry.source}: {mapping}.{key}"
-            problems.append(f"{where}: unknown name {key!r}{near}; or set {key}.name")
+            unknown = f"unknown name {key!r}{registry.suggest(key, names)}; or set {key}.name"
+            message = removed_keys.notice((group, "name"), key) or unknown
+            problems.append(f"{entry.source}: {mapping}.{key}: {message}")
         elif name == _name_of(shared):
             entry = dataclasses.replace(_join(shared, entry), source=entry.source)
         elif "name" not in entry.value:

@@ -165,7 +165,6 @@ DRAFTERS: Mapping[str, Entry] = Entries(
         "dflare": _drafter("dflare:DFlare", "dflare_config:DFlareConfig"),
         "lilicorr": _drafter("lilicorr:LiLiCorr", "lilicorr_config:LiLiCorrConfig"),
         "dspark": _drafter("dspark:DSpark", "dspark_config:DSparkConfig"),
-        "lookahead": _drafter("lookahead:Lookahead", "lookahead_config:LookaheadConfig"),
         "medusa": _drafter("medusa:Medusa", "medusa_config:MedusaConfig"),
         "ngram": _drafter("ngram:Ngram", "ngram_config:NgramConfig"),
     },

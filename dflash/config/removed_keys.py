@@ -44,6 +44,7 @@ REMOVED: dict[str, Removed] = {
     "prompts.split": _TEST_ONLY,
     "test.split": _TEST_ONLY,
     "split": _TEST_ONLY,
+    "drafter.name=lookahead": Removed("use ngram"),
     "drafter.overlap=pingpong": Removed("use ssd or leave it out"),
     "sweep.run=distill": _TINY_FAMILY,
     "study.name=batch": Removed("use load"),

@@ -24,10 +24,7 @@ _HATCH = "////"  # Hatching of a bar with a warning.
 
 
 # Strategies with a color of their own, in the order of the palette; others take later colors.
-_KNOWN = (
-    *("dflash", "eagle3", "ngram", "autoregressive", "dflash2", "medusa", "lookahead", "dspark"),
-    "dflare",
-)
+_KNOWN = "dflash eagle3 ngram autoregressive dflash2 medusa dflare dspark".split()
 _PLAIN = "none"
 
 INK, PAPER, GRAY, RED = "#1c2430", "#ffffff", "#bbbbbb", "#a03028"

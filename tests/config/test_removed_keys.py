@@ -45,6 +45,13 @@ def test_a_strategy_has_the_removed_values_of_a_drafter(tmp_path):
     assert problems(path, schema=BenchmarkRun) == [expected]
 
 
+def test_a_strategy_may_be_named_by_its_key_alone(tmp_path):
+    path = tmp_path / "c.yml"
+    path.write_text("target: {checkpoint: x}\ntasks: [math]\nstrategies:\n  dflush:\n")
+    expected = f"{path}:4: strategies.dflush: 'dflush' was removed; use dflash {PAGE}"
+    assert problems(path, schema=BenchmarkRun) == [expected]
+
+
 def test_the_config_of_an_earlier_compile_report_is_read(tmp_path):
     path, config = tmp_path / "config.yml", CompileDecode(TargetConfig(checkpoint="x"))
     keys_that_went = "strategies: {a: {name: ngram}}\nforecast: {batches: [1], contexts: [512]}\n"

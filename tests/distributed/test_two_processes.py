@@ -37,9 +37,9 @@ def run_workers(count: int, task: dict) -> list[tuple[int, str, str]]:
 def test_two_processes_decode_as_one():
     prompts, limits = random_prompts([1, 35, 9, 4]), [12, 9, 15, 1]
     options = {"temperature": 0.8, "seed": 2}
-    # One for each kind of state: none, a dense cache, pages, what was refused. The others' states
+    # One for each kind of state: none, a dense cache, pages. The others' states
     # are split over devices in test_sharded_decode.py; the host does the same for all.
-    names = ["none", "dflash", "autoregressive", "lookahead", "ngram"]
+    names = ["none", "dflash", "autoregressive", "ngram"]
     task = {
         "drafters": names,
         # Each process measures what cycles take, and all must go by the same measurement.

@@ -16,8 +16,6 @@ from dflash.inference.replay import Text
 from dflash.parallel import parameters
 
 LENGTHS, LIMITS = (16, 9, 31, 12, 13, 32, 11), (20, 1, 32, 7, 2, 13, 25)
-# Its drafts follow from rejected rows, which no answer records.
-UNSCORED = ("lookahead",)
 
 
 def record(run, prompts, limits, **options):
@@ -35,7 +33,7 @@ def make_test(form: Form, answers, *config, **options) -> AnswersTest:
     return AnswersTest(models.target(), form.build(), answers, *config, **options)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.name not in UNSCORED], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_greedy_answers_take_the_cycles_of_the_engine(form):
     run = engines.shared_engine(form.name, tree=form.tree)
     prompts = engines.random_prompts(LENGTHS)
