@@ -143,16 +143,6 @@ def test_continuing_from_a_checkpoint_gives_the_same_bits(config, tmp_path, task
     assert len(losses(rest)) == 3
 
 
-def test_cached_features_train_as_online_ones_do(config, tmp_path):
-    """Cached and online features give the same loss on the same batches, in every pass."""
-    for features in ("online", "cached"):
-        arguments = [*DRAFTER, f"train.features={features}", "train.steps=30"]
-        assert run(config, *arguments, "--workdir", tmp_path / features) == 0
-    online, cached = losses(tmp_path / "online"), losses(tmp_path / "cached")
-    assert cached == pytest.approx(online, rel=1e-3)
-    assert cached[-1] < 0.9 * cached[0]
-
-
 def test_other_precisions_pieces_and_meshes_learn_the_same(config, tmp_path):
     variants = {
         "plain": (),
@@ -182,7 +172,7 @@ def test_a_sharded_drafter_learns_as_on_one_device(config, tmp_path):
 
 @pytest.mark.parametrize(("name", "rule"), [("dpace", "muon"), ("kl", "adamw")])
 def test_every_loss_and_rule_trains(config, tmp_path, name, rule):
-    options = f"loss.name={name}", f"optimizer.name={rule}", "train.features=cached"
+    options = f"loss.name={name}", f"optimizer.name={rule}"
     assert run(config, *DRAFTER, *options, "train.steps=2", "--workdir", tmp_path / "run") == 0
 
 

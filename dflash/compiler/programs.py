@@ -247,15 +247,8 @@ def _frozen_ideals(task: tasks.Task, tokens: int) -> dict[str, float]:
 def _abstract_batch(task: tasks.Task, sharding: Sharding) -> dict[str, Any]:
     rows, length = task.config.train.batch_size, task.config.data.length
 
-    def array(*dims: int, dtype=jnp.int32):
-        names = ("batch", *(None,) * (1 + len(dims)))
-        return sharding.abstract((rows, length, *dims), names, dtype)
+    def array(dtype=jnp.int32):
+        return sharding.abstract((rows, length), ("batch", None), dtype)
 
     batch = {name: array() for name in ("tokens", "positions", "segment_ids")}
-    batch["loss_mask"] = array(dtype=jnp.float32)
-    if task.drafts and task.config.train.features == "cached":
-        width = task.target.arch.hidden_size
-        batch["features"] = array(len(task.working.feature_layers) * width, dtype=task.dtype)
-        if task.config.loss.uses_target_hidden:
-            batch["hidden"] = array(width, dtype=task.dtype)
-    return batch
+    return batch | {"loss_mask": array(jnp.float32)}

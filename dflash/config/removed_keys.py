@@ -44,6 +44,8 @@ REMOVED: dict[str, Removed] = {
     "prompts.split": _TEST_ONLY,
     "test.split": _TEST_ONLY,
     "split": _TEST_ONLY,
+    "train.features": Removed("the target runs in every step", ("online",)),
+    "train.feature_cache": Removed("the target runs in every step", None),
     "drafter.name=lookahead": Removed("use ngram"),
     "drafter.overlap=pingpong": Removed("use ssd or leave it out"),
     "sweep.run=distill": _TINY_FAMILY,

@@ -122,10 +122,6 @@ class TrainConfig:
     seed: int = option(0, minimum=0, maximum=schema.MAX_SEED)
     dtype: schema.DType = "bfloat16"  # Compute dtype; trained weights are float32.
     remat: bool = False  # Recompute activations in the backward pass.
-    # online: the target runs in every step. cached: the target runs once over the data and its
-    # features are stored on disk.
-    features: Literal["online", "cached"] = "online"
-    feature_cache: str | None = location("directory")  # None: features/ in the work directory.
     log_every: int = option(10, minimum=1)  # Steps between log lines.
     checkpoint_every: int = option(500, minimum=1)  # Steps between checkpoints.
     keep_last: int = option(2, minimum=1)  # Checkpoints to keep, besides the best.
@@ -192,7 +188,6 @@ FREE_KEYS = (
     "mesh",
     "sharding_rules",
     "train.remat",
-    "train.feature_cache",
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_last",

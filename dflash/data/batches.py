@@ -72,12 +72,6 @@ class Batches:
         return corpus, self._counts[corpus] - 1
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        if "rows" not in state:
-            raise errors.InputError(
-                "the checkpoint is from an earlier version with train.features=cached, which read "
-                "rows in another order, so it cannot be resumed: use another --workdir; to start "
-                "from its weights, set drafter.checkpoint to its hf/"
-            )
         if state.get("data") != self._data:
             raise errors.InputError(
                 "the data or their shares, length, batch size or seed differ from those of the "

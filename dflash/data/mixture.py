@@ -47,13 +47,6 @@ class Mixture:
         generator = np.random.default_rng((self.seed, corpus, epoch))
         return generator.permutation(len(self.corpora[corpus]))
 
-    def most_drawn(self, corpus: int, total: int) -> int:
-        """Returns an upper bound of the rows of a corpus among the first `total` rows.
-
-        The bound holds because a row is only drawn from a corpus that is behind its share.
-        """
-        return int(np.ceil(total * self.shares[corpus] / sum(self.shares))) + 1
-
     def read(self, places: Sequence[Place]) -> dict[str, np.ndarray]:
         """Reads rows as arrays [places, length]; see `packing.PackedRows`."""
         rows = [self.corpora[corpus][number] for corpus, number in places]

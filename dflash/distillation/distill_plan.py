@@ -26,7 +26,6 @@ from dflash.training.train_job import TrainJob
 from dflash.training.train_plan import step_flops
 
 _BYTES_PER_TOKEN = 2 * 8 + 4  # Of an answer, stored twice as JSON and as training rows.
-_ROW_BYTES_PER_TOKEN = 16  # Tokens, positions, segment_ids and loss_mask.
 _OPTIMIZER_COPIES = 3  # Float32 arrays per weight in a checkpoint: the weight and two moments.
 
 
@@ -196,16 +195,7 @@ def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> Sta
     learning = parameters.count(job.task.learner)
     num_checkpoints = run.train.keep_last + 2  # The best one, and one that is being written.
     disk = num_checkpoints * _OPTIMIZER_COPIES * 4 * learning
-    if run.train.features == "cached":
-        disk += int(per_epoch / share) * _feature_bytes(job)
     return StageEstimate("training", amount, _seconds(work, steps, machine), disk)
-
-
-def _feature_bytes(job: TrainJob) -> int:
-    """Returns the bytes of a token in the feature cache."""
-    arch, taps = job.task.target.arch, len(job.task.working.feature_layers)
-    vectors = taps + job.config.loss.uses_target_hidden
-    return vectors * arch.hidden_size * job.task.dtype.itemsize + _ROW_BYTES_PER_TOKEN
 
 
 def _test(

@@ -6,7 +6,6 @@ checkpoints/      training states of the last few checkpoints and of the best on
 damaged/          checkpoints with a wrong checksum or a missing file
 metrics.jsonl     one line per logged step and per evaluation
 tensorboard/      the same metrics for TensorBoard
-features/         the target's features, with train.features=cached
 hf/               exported weights: the best, or the last without evaluations
 """
 
@@ -20,7 +19,7 @@ from dflash.config.train_schema import TrainRun
 from dflash.runs.directory import AnotherConfigError, RunDirectory
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
-TENSORBOARD, FEATURES, EXPORT = "tensorboard", "features", "hf"
+TENSORBOARD, EXPORT = "tensorboard", "hf"
 _VERSION = "2:"  # Version of the rule by which `identity` is computed.
 
 

@@ -109,7 +109,7 @@ def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length:
 def step_flops(task: Task) -> float:
     """Returns the matmul FLOPs of a training step over all devices, traced from one row's loss.
 
-    They include the frozen target's forward pass, even if its features are cached.
+    They include the frozen target's forward pass.
     """
     config = task.config
     params, frozen = states.split(task.learner)[1], task.abstract_frozen()
@@ -168,8 +168,6 @@ def _abstract_batch(task: Task, rows: int, length: int) -> tuple[dict[str, Any],
 def _programs(task: Task) -> tuple[str, ...]:
     config = task.config
     names = ["step"]
-    if config.train.features == "cached" and task.drafts:
-        names.append("features")
     if config.evaluation.batches:
         names.append("held-out loss")
     if config.evaluation.prompts and task.drafts:

@@ -2,19 +2,18 @@
 
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from dflash import errors
 from dflash.checkpoints import files as checkpoint_files
-from dflash.config import checks, loader
+from dflash.config import checks
 from dflash.parallel import agreement
 from dflash.runs.directory import CONFIG, RunDirectory
-from dflash.storage import files, paths
-from dflash.training import answer_check, features, rundir
+from dflash.storage import files
+from dflash.training import answer_check, rundir
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints, RestoredCheckpoint
@@ -58,7 +57,7 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
                 ),
                 state=start.state,
                 step=start.step,
-                batches=_training_batches(job, directory, frozen, start.metadata["data"], report),
+                batches=_training_batches(job, start.metadata["data"]),
                 sharding=job.sharding,
                 checkpoints=checkpoints,
                 metadata=start.metadata,
@@ -135,71 +134,10 @@ def _loop_config(job: TrainJob, steps: int, evaluation: Evaluation) -> LoopConfi
     )
 
 
-def _training_batches(
-    job: TrainJob, directory: RunDirectory, frozen: Params, state: Any, report: TrainReport
-) -> BatchIterator:
-    source = job.batches(job.training_rows, state=state)
-    agreement.check_same("data", source.state())
-    if job.config.train.features == "online" or not job.task.drafts:
-        return source
-    location = job.config.train.feature_cache or str(directory.path / rundir.FEATURES)
-    base = paths.to_path(location)
-    if any(base.glob("*/process-*-of-*")):
-        report.note(f"{base}: ignoring features cached by an earlier version; delete them")
-    rows = job.training_rows
-    caches = [
-        _feature_cache(job, corpus, base, frozen, report) for corpus in range(len(rows.corpora))
-    ]
-    return features.CachedBatches(source, rows, caches)
-
-
-def _feature_cache(
-    job: TrainJob, corpus: int, base: pathlib.Path, frozen: Params, report: TrainReport
-) -> features.FeatureCache:
-    rows, batch_size = job.training_rows, job.config.train.batch_size
-    compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
-    name = rows.corpora[corpus].corpus.name
-    num_rows = min(len(rows.corpora[corpus]), rows.most_drawn(corpus, job.steps() * batch_size))
-
-    def features_of(numbers: Sequence[int]) -> dict[str, np.ndarray]:
-        batch = rows.read([(corpus, number) for number in numbers])
-        placed = steps_lib.place(batch, job.sharding, batch_size)
-        return {name: _local_rows(x) for name, x in compute(frozen, placed).items()}
-
-    return features.open_cache(
-        base / f"{name.replace('/', '-')}-{_cache_key(job, corpus)}",
-        order=rows.order(corpus, 0),
-        num_rows=num_rows,
-        rows=steps_lib.rows_by_process(job.sharding, batch_size),
-        compute=features_of,
-        progress=lambda done: report.note(
-            f"features of {name}: {min(done, num_rows)}/{num_rows} rows"
-        ),
-    )
-
-
-def _cache_key(job: TrainJob, corpus: int) -> str:
-    """Returns a hash of everything that determines a corpus's rows, order and features."""
-    source = job.task.target_source
-    weights = features.fingerprint(source.directory) if source.directory else source.seed
-    rows = job.training_rows
-    content = [
-        loader.non_defaults(job.config.target),
-        rows.corpora[corpus].corpus.fingerprint,
-        rows.length,
-        (rows.seed, corpus),
-        job.config.train.dtype,
-        job.task.working.feature_layers,
-        job.config.loss.uses_target_hidden,
-        weights,
-    ]
-    return loader.digest(content)
-
-
-def _local_rows(array: jax.Array) -> np.ndarray:
-    """Returns this process's rows of an array that is sharded by rows or replicated."""
-    pieces = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
-    return np.concatenate([np.asarray(pieces[start].data) for start in sorted(pieces)])
+def _training_batches(job: TrainJob, state: Any) -> BatchIterator:
+    batches = job.batches(job.training_rows, state=state)
+    agreement.check_same("data", batches.state())
+    return batches
 
 
 def _export(job: TrainJob, directory: RunDirectory, params: Params, step: int) -> None:

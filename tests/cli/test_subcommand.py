@@ -235,7 +235,6 @@ def test_of_several_processes_the_first_alone_needs_a_place_to_write(run, one_of
     [
         {"workdir": "foo://b/w"},
         {"compilation_cache": "foo://b/w"},
-        "train.feature_cache=foo://b/w",
         "data.files=[foo://b/w]",
         "target.checkpoint=foo://b/w",
         "tokenizer=foo://b/w",

@@ -180,18 +180,6 @@ def test_mixtures_go_on_through_all_of_their_data():
     assert source.state()["rows"] == [1000, 1000]
 
 
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(1, 300))
-@settings(max_examples=60)
-def test_no_more_rows_are_drawn_than_the_bound(shares, batches):
-    source = open_batches([SMALL] * len(shares), shares)
-    for _ in range(batches):
-        source.draw()
-    bounds = [
-        mix([SMALL] * len(shares), shares).most_drawn(i, 4 * batches) for i in range(len(shares))
-    ]
-    assert all(n <= bound for n, bound in zip(source.state()["rows"], bounds, strict=True))
-
-
 def test_the_corpus_that_is_due_comes_first():
     """A run of few steps would otherwise see too much of the first corpus."""
     (row,) = take_rows(open_batches([SMALL, OTHER], [1.0, 3.0]), 1)

@@ -102,7 +102,7 @@ def test_a_corpus_on_disk(words, tmp_path, capsys, monkeypatch):
 
 
 def test_examples_keep_the_order_of_earlier_versions():
-    """Rows depend on it, and with them runs in progress and cached features."""
+    """Rows depend on it, and with them runs in progress."""
     # As tensorflow-datasets 4.9.10 stored them.
     assert encoding.shuffled_order("train", 8).tolist() == [6, 5, 4, 0, 3, 1, 7, 2]
     assert encoding.shuffled_order("test", 8).tolist() == [6, 1, 4, 3, 2, 7, 5, 0]

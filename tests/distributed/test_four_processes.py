@@ -16,9 +16,6 @@ ENDS = {
     "restore": (1, "process 2: …/checkpoints/2: cannot be restored: Input/output error; nothing "
                 "was changed, so try again; …"),
     "export": (1, "process 0: …/hf: cannot be written: No space left on device"),
-    "feature_cache": (1, "process 1: …/full: cannot be written: No space left on device"),
-    "lonely_features": (2, "process …: …/cache: is not shared by all processes: set "
-                        "train.feature_cache to a directory that all of them see"),
     "work_directory": (1, "process 0: …/taken/w: cannot be written: Not a directory"),
     "standard_input": (2, "process 0: …UTF-8…"),
     "prompts": (2, "process 0: …/prompts.jsonl:2: expected exactly one of prompt, …"),
@@ -75,11 +72,6 @@ def test_damage_that_one_process_finds_is_known_to_all(ends):
 def test_four_processes_feed_the_rows_of_their_devices(ends):
     mine = [(0, 1, 6, 7), (2, 3, 4, 5), (8, 9, 14, 15), (10, 11, 12, 13)]
     assert [end[2][-1] for end in ends["rows"]] == [f"rows {one}: True" for one in mine]
-
-
-def test_four_processes_share_the_features_that_each_computes(ends):
-    wanted = f"features {[10 * row for row in range(16)][::-1]}"
-    assert [end[2][-1] for end in ends["shared_features"]] == [wanted] * 4
 
 
 def test_the_first_of_four_processes_makes_the_data_that_all_read(ends):

@@ -48,8 +48,8 @@ def test_every_bar_is_labeled(figure_of, strategies):
 
 
 def test_known_strategies_keep_their_colors_and_others_share_none():
-    assert plots.strategy_slots(["none", "a", "dflash", "b"]) == {"dflash": 0, "a": 9, "b": 10}
-    assert plots.strategy_slots(["b", "eagle3", "a"]) == {"eagle3": 1, "b": 9, "a": 10}
+    assert plots.strategy_slots(["none", "a", "dflash", "b"]) == {"dflash": 0, "a": 8, "b": 9}
+    assert plots.strategy_slots(["b", "eagle3", "a"]) == {"eagle3": 1, "b": 8, "a": 9}
     assert plots.line_slots(["batch 1", "batch 8"]) == {"batch 1": 0, "batch 8": 1}
     assert plots.line_slots(["none", "dflash2"]) == {"dflash2": 4}
     numbers = plots.strategy_slots(map(str, range(20))).values()

@@ -223,10 +223,10 @@ def test_damaged_checkpoints_are_set_aside_in_a_bucket(bucket):
 
 
 def test_a_distillation_in_a_bucket_is_that_on_a_disk(bucket, tmp_path):
-    """Decoding, cached features, training and exports, killed in between; bit for bit the same."""
+    """Decoding, training and exports, killed in between; bit for bit the same."""
     path = tiny_distillation.write_config(tmp_path)
     here, there = tmp_path / "here", bucket / "there"
-    options = (path, "test.tasks=[]", "train.features=cached", "--workdir")
+    options = (path, "test.tasks=[]", "--workdir")
     assert exit_status(distill.main, *options, here) == 0
     kill = functools.partial(
         tiny_distillation.kill_at, main=lambda: exit_status(distill.main, *options, there)

@@ -39,7 +39,6 @@ from dflash.offline import decode_run
 from dflash.parallel import sharding as sharding_lib
 from dflash.runs import dates
 from dflash.text.tokenizer import ByteTokenizer
-from dflash.training import features
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints
@@ -121,31 +120,6 @@ def export(directory: pathlib.Path, process: int) -> None:
         multihost_utils.process_allgather(np.zeros(3))
 
 
-def feature_cache(directory: pathlib.Path, process: int) -> None:
-    if process == 1:
-        np.lib.format.write_array = fail(28)
-    open_feature_cache(directory / "full", 2, lambda numbers: {"x": np.array(numbers)})
-
-
-def shared_features(directory: pathlib.Path, process: int) -> None:
-    """Each process computes rows of its own and reads those of all, in batches of any size."""
-
-    def compute(numbers):
-        everyone = multihost_utils.process_allgather(np.array(numbers))
-        return {"x": everyone[process] * 10}
-
-    open_feature_cache(directory / "shared", 2, compute)
-    cache = open_feature_cache(directory / "shared", 3, None)
-    print(f"features {[int(cache[row]['x']) for row in range(16)]}", file=sys.stderr)
-
-
-def lonely_features(directory: pathlib.Path, process: int) -> None:
-    """Each process writes to a disk of its own."""
-    own = directory / f"own-{process}"
-    own.mkdir()
-    open_feature_cache(own / "cache", 2, lambda numbers: {"x": np.array(numbers)})
-
-
 def data(directory: pathlib.Path, process: int) -> None:
     """The first process encodes what all read."""
     own = directory / f"examples-{process}"
@@ -154,17 +128,6 @@ def data(directory: pathlib.Path, process: int) -> None:
     rows = mixture.open_mixture(config, datasets.find_all(config), ByteTokenizer())
     source = Batches(rows, batch_size=COUNT, mine=(process,))
     print(f"row {next(source)['tokens'].sum()}", file=sys.stderr)
-
-
-def open_feature_cache(directory, rows_each, compute) -> features.FeatureCache:
-    return features.open_cache(
-        directory,
-        order=np.arange(16)[::-1],
-        num_rows=16,
-        rows={one: range(rows_each * one, rows_each * (one + 1)) for one in range(COUNT)},
-        compute=compute,
-        progress=lambda done: None,
-    )
 
 
 def work_directory(directory: pathlib.Path, process: int) -> None:
@@ -241,8 +204,7 @@ PLACES = {
     one.__name__: one
     for one in (
         *(save, saved, restore, damaged, export, work_directory, standard_input),
-        *(feature_cache, shared_features, lonely_features, data),
-        *(prompts, date, tokenizer, surprise, terminated, killed, rows, nothing),
+        *(data, prompts, date, tokenizer, surprise, terminated, killed, rows, nothing),
     )
 }
 

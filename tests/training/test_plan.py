@@ -68,9 +68,9 @@ def test_what_saves_memory_shows(option, share):
 
 def test_programs_are_those_that_the_config_asks_for():
     assert make_plan()[1].programs == ("step",)
-    asked = "evaluation.prompts=2", "evaluation.batches=1", "train.features=cached"
+    asked = "evaluation.prompts=2", "evaluation.batches=1"
     names = make_plan(*asked)[1].programs
-    assert names[:3] == ("step", "features", "held-out loss")
+    assert names[:2] == ("step", "held-out loss")
 
 
 def test_lines_are_for_people():
