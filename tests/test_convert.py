@@ -107,14 +107,8 @@ def test_destination_that_cannot_be_made(tmp_path, capsys):
         (["a"], f"expected SOURCE and DESTINATION, not 1 argument; {USAGE}"),
         (["a", "b.gguf", "--to=hf"], f"--to: b.gguf is a GGUF file; {USAGE}"),
         (["a", "b", "--to=hf", "--tokenizer=c"], f"--tokenizer is for GGUF files; {USAGE}"),
-        (
-            ["a", "gs://b/c.gguf"],
-            f"gs://b/c.gguf: GGUF files are written to a disk; {USAGE}",
-        ),
-        (
-            ["a", "b", "--to=onnx"],
-            "flag --to=onnx: value should be one of <orbax|hf|maxtext>",
-        ),
+        (["a", "gs://b/c.gguf"], f"gs://b/c.gguf: GGUF files are written to a disk; {USAGE}"),
+        (["a", "b", "--to=onnx"], "flag --to=onnx: value should be one of <orbax|hf|maxtext>"),
     ],
 )
 def test_wrong_usage(capsys, argv, message):

@@ -338,10 +338,7 @@ def test_shards_decode_what_one_run_does(run, tmp_path):
     )
     for other, message in (
         (("--shard=0/3", "decode.seed=4"), "error: w: belongs to a run of another config (decode."),
-        (
-            ("--shard=0/2", *sampled),
-            "error: w: is divided into 3 shards, not 2: continue with",
-        ),
+        (("--shard=0/2", *sampled), "error: w: is divided into 3 shards, not 2: continue with"),
         (("--shard=3/3", *sampled), "error: --shard=3/3: shard 3 of 3 is out of range"),
     ):
         status, _, err = run("--workdir=w", *other)

@@ -12,13 +12,7 @@ from support.models import make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.checkpoints.gguf import (
-    architecture,
-    file_header,
-    hf_tensors,
-    layouts,
-    tokenizer_files,
-)
+from dflash.checkpoints.gguf import architecture, file_header, hf_tensors, layouts, tokenizer_files
 from dflash.config import schema
 from dflash.loading import models, quantization
 from dflash.models.dense import Llama3
@@ -233,11 +227,7 @@ def test_shards_are_read_alone(tmp_path):
     kind, _ = gguf_files.make_model(
         tmp_path / "m", "llama3", num_key_value_heads=4, hidden_size=64, intermediate_size=64
     )
-    gguf_files.write(
-        tmp_path / "m.gguf",
-        tmp_path / "m",
-        kind=gguf.GGMLQuantizationType.Q8_0,
-    )
+    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", kind=gguf.GGMLQuantizationType.Q8_0)
     directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
     whole, sharded = load(directory, kind), load(directory, kind, tensor=4)
     for path, value in whole.items():

@@ -8,12 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import sentencepiece
 from support import gguf_files
-from support.trained_tokenizers import (
-    LLAMA_TEMPLATE,
-    QWEN_TEMPLATE,
-    TEXTS,
-    train_sentencepiece,
-)
+from support.trained_tokenizers import LLAMA_TEMPLATE, QWEN_TEMPLATE, TEXTS, train_sentencepiece
 
 from dflash import errors
 from dflash.checkpoints.gguf import tokenizer_files

@@ -4,13 +4,7 @@ import pytest
 from support.config_files import MINIMAL, problems
 
 from dflash import errors
-from dflash.config import (
-    benchmark_schema,
-    loader,
-    schema,
-    serve_schema,
-    train_schema,
-)
+from dflash.config import benchmark_schema, loader, schema, serve_schema, train_schema
 from dflash.drafters.dflash_config import DFlashConfig
 
 # Who wins.
@@ -55,11 +49,7 @@ def test_null_takes_a_group_back(write):
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        ["drafter.name=none"],
-        ["drafter.name=none", "decode.seed=0"],
-    ],
+    "overrides", [["drafter.name=none"], ["drafter.name=none", "decode.seed=0"]]
 )
 def test_another_drafter_starts_its_group_afresh(write, overrides):
     write("c.yml", MINIMAL + "drafter: {name: dflash, checkpoint: d, block_size: 8}\n")

@@ -103,10 +103,7 @@ def test_names_are_fit_for_directories_and_stay_apart(load):
 
 @pytest.mark.parametrize(
     "values",
-    [
-        '[[a, b-c], ["a-b", c], ["a-b-c"], [a, b, c]]',
-        '[["null"], ["null-null"], ["null", "null"]]',
-    ],
+    ['[[a, b-c], ["a-b", c], ["a-b-c"], [a, b, c]]', '[["null"], ["null-null"], ["null", "null"]]'],
 )
 def test_lists_that_read_alike_are_points_of_their_own(load, values):
     points = load(f"sweep: {{product: {{prompts.text: {values}}}}}").points

@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.dflash_cases import FULL, make_shape
-from support.models import (
-    check_same_weights,
-    make_architecture,
-    make_sharding,
-    make_target,
-    zeros,
-)
+from support.models import check_same_weights, make_architecture, make_sharding, make_target, zeros
 
 from dflash import errors
 from dflash.checkpoints import checkpoint

@@ -5,14 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engines import (
-    completions,
-    drain,
-    engine,
-    expected,
-    make_requests,
-    random_prompts,
-)
+from support.engines import completions, drain, engine, expected, make_requests, random_prompts
 from support.models import drafter, takes
 
 from dflash.inference import batch_buckets

@@ -107,11 +107,7 @@ def test_rows_overwritten_leave_no_trace():
     }
     _, *pages = compiled(**wrong)
     again = once.arguments | dict(zip(("key_pages", "value_pages"), pages, strict=True))
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        compiled(**again),
-        compiled(**once.arguments),
-    )
+    jax.tree.map(np.testing.assert_array_equal, compiled(**again), compiled(**once.arguments))
 
 
 @settings(max_examples=30)

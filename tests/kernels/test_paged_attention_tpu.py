@@ -31,9 +31,7 @@ def check(case, *, keys, queries=128, window=None):
     )
     result = interpret(lambda arguments: call(**arguments), case.arguments)
     case.check(
-        result,
-        2e-2 if case.arguments["queries"].dtype == BF16 else 2e-5,
-        stale_unit=case.page_size,
+        result, 2e-2 if case.arguments["queries"].dtype == BF16 else 2e-5, stale_unit=case.page_size
     )
 
 

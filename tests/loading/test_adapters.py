@@ -128,11 +128,7 @@ def test_each_request_decodes_with_its_adapter(two):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"adaptive_blocks": True},
-        {"page_size": 8, "num_pages": 11},
-    ],
+    [{}, {"adaptive_blocks": True}, {"page_size": 8, "num_pages": 11}],
     ids=["mixed", "auto", "preempted"],
 )
 def test_output_is_that_of_the_merged_model(two, options):

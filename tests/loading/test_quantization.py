@@ -275,8 +275,7 @@ def test_spread_over_eight_devices(foreign):
 
 
 @pytest.mark.parametrize(
-    ("family", "form"),
-    [("qwen3", "int8"), ("qwen3_moe", "float8_e4m3fn"), ("deepseek_v3", "w8a8")],
+    ("family", "form"), [("qwen3", "int8"), ("qwen3_moe", "float8_e4m3fn"), ("deepseek_v3", "w8a8")]
 )
 def test_plain_weights_are_narrowed_as_they_are_read(checkpoints, family, form):
     model, plain = build(checkpoints[family], form), build(checkpoints[family])

@@ -28,10 +28,7 @@ def test_calls_take_turns_and_the_first_turn_does_not_count():
     assert said[-1] == ("turn 2 of 2, call b", pytest.approx(5 / 6))
     assert [done for _, done in said] == sorted(done for _, done in said)
     saved = [step.result for step in steps if step.result is not None]
-    assert [[row["all"] for row in one.rows] for one in saved] == [
-        [(2,), (3,)],
-        [(2, 4), (3, 5)],
-    ]
+    assert [[row["all"] for row in one.rows] for one in saved] == [[(2,), (3,)], [(2, 4), (3, 5)]]
     assert steps[-1].done == 1
     half = steps[-1].within(0.5, 0.25)
     assert (half.done, half.result) == (0.75, steps[-1].result)

@@ -22,15 +22,7 @@ from support.models import (
     move,
     zeros,
 )
-from support.parity import (
-    WEIGHTS,
-    check_rows,
-    make_pair,
-    pad,
-    reference,
-    save_weights,
-    step,
-)
+from support.parity import WEIGHTS, check_rows, make_pair, pad, reference, save_weights, step
 
 from dflash import errors
 from dflash.config import registry

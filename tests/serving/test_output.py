@@ -192,11 +192,7 @@ def test_output_does_not_depend_on_the_pieces(pieces, stops, include):
     assert (output, finder.stop) == (expected, stop)
 
 
-@given(
-    st.lists(LETTERS, max_size=6),
-    st.lists(LETTERS, max_size=6),
-    STOPS,
-)
+@given(st.lists(LETTERS, max_size=6), st.lists(LETTERS, max_size=6), STOPS)
 def test_no_stop_string_ends_within_an_exempt_beginning(exempt, rest, stops):
     finder, begin = StopFinder(stops), "".join(exempt)
     text = begin + "".join(rest)

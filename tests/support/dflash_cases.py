@@ -61,17 +61,10 @@ VIEWS = {
         {"sliding_window": 4, "dflash_config": {"use_swa": True}},
         (LayerView(4), LayerView(4)),
     ),
-    "the flag off": (
-        {"dflash_config": {"use_swa": False, "swa_window_size": 5}},
-        (FULL, FULL),
-    ),
+    "the flag off": ({"dflash_config": {"use_swa": False, "swa_window_size": 5}}, (FULL, FULL)),
     "causal": ({"dflash_config": {"causal": True}}, (CAUSAL, CAUSAL)),
     "causal and sliding": (
-        {
-            "layer_types": [SLIDE, WHOLE],
-            "sliding_window": 3,
-            "dflash_config": {"causal": True},
-        },
+        {"layer_types": [SLIDE, WHOLE], "sliding_window": 3, "dflash_config": {"causal": True}},
         (LayerView(3, causal=True), CAUSAL),
     ),
 }

@@ -13,11 +13,7 @@ def draw(rng, outputs, inputs, group_size=8):
     """Codes [in, out], zero points and scales [groups, out]."""
     groups = inputs // group_size
     scales = rng.uniform(0.01, 0.1, (groups, outputs)).astype(np.float16)
-    return (
-        rng.integers(0, 16, (inputs, outputs)),
-        rng.integers(1, 16, (groups, outputs)),
-        scales,
-    )
+    return (rng.integers(0, 16, (inputs, outputs)), rng.integers(1, 16, (groups, outputs)), scales)
 
 
 def plain(codes, zeros, scales):

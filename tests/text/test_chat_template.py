@@ -8,12 +8,7 @@ import json
 
 import pytest
 from support import llama_cpp
-from support.trained_tokenizers import (
-    MESSAGES,
-    failure,
-    train_byte_level,
-    write_json,
-)
+from support.trained_tokenizers import MESSAGES, failure, train_byte_level, write_json
 
 from dflash.data import files
 from dflash.serving import bodies, validation

@@ -298,10 +298,7 @@ TEXTS = "not supported, only texts; remove the field"
         ({"prompt_ids": []}, "empty prompt: no prompt_ids"),
         ({"prompt_ids": [1, 2.0]}, "prompt_ids[1]: expected an integer, not 2.0"),
         ({"prompt_ids": [True]}, "prompt_ids[0]: expected an integer, not true"),
-        (
-            {"prompt_ids": [1, 300]},
-            "token id 300 (position 1) is out of the vocabulary (size 300)",
-        ),
+        ({"prompt_ids": [1, 300]}, "token id 300 (position 1) is out of the vocabulary (size 300)"),
         ({"prompt_ids": [-1]}, "token id -1 (position 0) is out of the vocabulary (size 300)"),
     ],
 )

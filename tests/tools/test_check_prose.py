@@ -42,9 +42,7 @@ def test_a_bad_summary_is_found(tmp_path, summary, problem):
 
 @pytest.mark.parametrize(
     "entry",
-    [
-        *("of both.", "theirs.", "likewise.", "see there.", "as it is.", "Q.", "of the batch."),
-    ],
+    [*("of both.", "theirs.", "likewise.", "see there.", "as it is.", "Q.", "of the batch.")],
 )
 @pytest.mark.parametrize("section", ["Args", "Attributes"])
 def test_a_bare_entry_is_found(tmp_path, section, entry):

@@ -107,10 +107,7 @@ def test_every_published_set_is_here():
         ("mbpp", ["Write f."]),
         ("mt-bench", ["Write."]),
         ("alpaca", ["Sum up.\n\nInput:\nA text.", "Sing."]),
-        (
-            "swe-bench",
-            ["Problem Statement:\nIt breaks.\nPlease fix the issue described above."],
-        ),
+        ("swe-bench", ["Problem Statement:\nIt breaks.\nPlease fix the issue described above."]),
         ("spec-bench", ["Write.", "Read.", "How many?"]),
     ],
 )

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.dflash_cases import FULL, cut, make_shape
-from support.models import (
-    ARCHITECTURE,
-    check_same_weights,
-    make_sharding,
-    make_target,
-    zeros,
-)
+from support.models import ARCHITECTURE, check_same_weights, make_sharding, make_target, zeros
 
 from dflash import errors
 from dflash.checkpoints import checkpoint

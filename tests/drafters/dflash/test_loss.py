@@ -271,8 +271,7 @@ def test_a_divergence_needs_the_targets_hidden_states():
     batch, target = dataclasses.replace(batch, hidden=None), make_target()
     with pytest.raises(ValueError, match="hidden states"):
         jax.eval_shape(
-            lambda key: drafter.loss(batch, target, key, LossConfig(name="kl")),
-            jax.random.key(0),
+            lambda key: drafter.loss(batch, target, key, LossConfig(name="kl")), jax.random.key(0)
         )
 
 

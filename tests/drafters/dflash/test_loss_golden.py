@@ -17,11 +17,7 @@ from dflash.kernels.anchored_attention import visible_context
 from dflash.layers.losses import TrainBatch
 
 CASE = "dflash_train_v32"
-DECAY, DPACE, PLAIN = (
-    LossConfig(gamma=7.0),
-    LossConfig(name="dpace"),
-    LossConfig(gamma=0.0),
-)
+DECAY, DPACE, PLAIN = (LossConfig(gamma=7.0), LossConfig(name="dpace"), LossConfig(gamma=0.0))
 LOSSES = {"decay": DECAY, "dpace": DPACE, "plain": PLAIN}
 GRADIENTS = {
     "fc.weight": "fc.kernel",

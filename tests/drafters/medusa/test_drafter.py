@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from support.models import (
-    check_same_weights,
-    greedy,
-    make_architecture,
-    make_sharding,
-    make_target,
-)
+from support.models import check_same_weights, greedy, make_architecture, make_sharding, make_target
 
 from dflash import errors
 from dflash.checkpoints import checkpoint

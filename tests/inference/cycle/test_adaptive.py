@@ -4,13 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from support.engines import (
-    decode,
-    engine,
-    expected,
-    random_prompts,
-    redrafted,
-)
+from support.engines import decode, engine, expected, random_prompts, redrafted
 from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
 

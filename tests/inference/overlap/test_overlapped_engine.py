@@ -96,12 +96,7 @@ def test_a_target_may_keep_recurrent_state():
     drafter = models.drafter("eagle3", sharding=elsewhere(), arch=arch)
     config = schema.DecodeConfig(page_size=16, prefill_chunk=16, batch_size=4, sync_every=3)
     run = OverlappedEngine(
-        target,
-        drafter,
-        config,
-        fan_out=2,
-        drafter_sharding=elsewhere(),
-        max_length=64,
+        target, drafter, config, fan_out=2, drafter_sharding=elsewhere(), max_length=64
     )
     plain = engine(on=target, batch_size=4, sync_every=3)
     for temperature in (0.0, 0.8):
