@@ -187,10 +187,6 @@ def strategy_forks(source: str, *, module: str = "") -> list[str]:
     return found
 
 
-def test_there_is_something_to_check():
-    assert {"dflash", "dflash.config.registry", "dflash.text.prompts"} <= set(MODULES)
-
-
 def test_layering():
     homeless = [module for module in MODULES if unit_of(module) not in LEVEL_OF]
     assert homeless == [], "give them a place in LEVELS"

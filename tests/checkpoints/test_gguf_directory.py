@@ -13,7 +13,6 @@ from dflash.checkpoints import checkpoint
 from dflash.checkpoints.gguf import model_directory
 from dflash.distillation import card
 from dflash.loading import conversion
-from dflash.storage import wheels
 from dflash.text.tokenizer_loading import load_tokenizer
 
 PROMPTS = ["What is 12 × 7?", "Tom has 3 apples and buys 4 more. How many has he?"]
@@ -106,17 +105,3 @@ def test_the_tiny_family_decodes_alike(tmp_path):
         outputs = llm.generate(messages, dflash.Sampling(max_tokens=24))
         answers.append([(o.text, o.token_ids, o.acceptance_lengths) for o in outputs])
     assert answers[0] == answers[1]
-
-
-def test_smollm2():
-    """The real file, where it has been fetched: its tokenizer and its chat template."""
-    if wheels.find(SMOLLM2) is None:
-        pytest.skip(f"{SMOLLM2} is not in the cache")
-    directory = checkpoint.resolve(SMOLLM2)
-    tokenizer = load_tokenizer(directory)
-    rendered = tokenizer.render_chat([{"role": "user", "content": "Hi 12"}])
-    assert rendered.endswith("<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\n")
-    ids = tokenizer.encode_rendered(rendered)
-    assert ids[:3] == [1, 9690, 198]
-    assert tokenizer.decode(ids[-4:], special_tokens=True) == "<|im_start|>assistant\n"
-    assert checkpoint.eos_token_ids(directory) == (2, 0, 4)  # And <|endoftext|>, <reponame>.

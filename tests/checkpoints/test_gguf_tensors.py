@@ -223,17 +223,6 @@ def test_a_hybrid_in_q8_0_stays_in_eight_bits(tmp_path):
             )
 
 
-def test_shards_are_read_alone(tmp_path):
-    kind, _ = gguf_files.make_model(
-        tmp_path / "m", "llama3", num_key_value_heads=4, hidden_size=64, intermediate_size=64
-    )
-    gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", kind=gguf.GGMLQuantizationType.Q8_0)
-    directory = checkpoint.resolve(str(tmp_path / "m.gguf"))
-    whole, sharded = load(directory, kind), load(directory, kind, tensor=4)
-    for path, value in whole.items():
-        np.testing.assert_array_equal(sharded[path], value, err_msg=path)
-
-
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_quantization_is_read_as_the_package_reads_it(tmp_path, name):
     kind = gguf.GGMLQuantizationType[name]

@@ -55,17 +55,6 @@ def test_a_config_of_another_command_loads_from_anywhere(kind, name, tmp_path, m
     assert "Needs:" in header
 
 
-def test_the_4b_drafter_is_trained_by_the_published_recipe_and_the_loss_that_won():
-    config = loader.load("configs/train/qwen3_4b_dflash.yml", schema=train_schema.TrainRun)
-    shape, optimizer, loss = config.drafter.architecture, config.optimizer, config.loss
-    assert (shape.num_hidden_layers, shape.block_size) == (5, 16)
-    assert (config.train.epochs, config.data.length) == (6, 3072)
-    assert (loss.name, loss.num_anchors, loss.alpha) == ("dpace", 512, 0.5)
-    assert (optimizer.name, optimizer.learning_rate) == ("adamw", 6e-4)
-    assert (optimizer.schedule, optimizer.warmup_fraction) == ("cosine", 0.04)
-    assert optimizer.clip_norm == 1.0
-
-
 @pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
 def test_the_header_gives_command_need_and_published_result(path):
     text = path.read_text(encoding="utf-8")
@@ -83,32 +72,6 @@ def test_a_base_file_serves_some_runnable_config(path):
         bases = node.value["base"].value if "base" in node.value else ()
         used |= {CONFIGS / base.value for base in bases}
     assert path in used
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters_billion"),
-    [("qwen3_4b_dflash", 4.02), ("qwen3_8b_dflash", 8.19), ("llama3_1_8b_dflash", 8.03)],
-)
-def test_the_architecture_has_the_published_size(name, parameters_billion):
-    shape = loader.load(f"configs/{name}.yml").target.architecture
-    attention = 2 * shape.num_attention_heads + 2 * shape.num_key_value_heads
-    layer = shape.hidden_size * (attention * shape.head_dim + 3 * shape.intermediate_size)
-    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    total = shape.num_hidden_layers * layer + embeddings
-    assert total / 1e9 == pytest.approx(parameters_billion, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "block_size"),
-    [("qwen3_4b_dflash", 16), ("qwen3_8b_dflash", 16), ("llama3_1_8b_dflash", 10)],
-)
-def test_the_drafter_taps_are_spread_as_they_were_in_training(name, block_size):
-    config = loader.load(f"configs/{name}.yml")
-    drafter, depth = config.drafter.architecture, config.target.architecture.num_hidden_layers
-    count = len(drafter.target_layer_ids)
-    spread = [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
-    assert list(drafter.target_layer_ids) == spread
-    assert (drafter.num_hidden_layers, drafter.block_size) == (5, block_size)
 
 
 def architecture_of(group: type) -> type | None:

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dflash_cases import FULL, make_shape
-from support.models import make_sharding, make_target
+from support.dflash_cases import FULL, make_shape, weights_of
+from support.models import make_sharding, make_target, zeros
 
-from dflash.checkpoints import checkpoint
 from dflash.drafters.dflare import DFlare
 from dflash.drafters.dflare_config import DFlareShape
 from dflash.drafters.dflash import DFlash
@@ -26,10 +25,6 @@ def make_drafter(seed=0, shape=SHAPE):
     drafter = DFlare(shape, **BUILD)
     parameters.init_fast_random(drafter, seed)
     return drafter
-
-
-def weights_of(drafter):
-    return {path: p.get_value() for path, p in parameters.named_parameters(drafter)}
 
 
 def draw(*shape, seed=1):
@@ -79,9 +74,7 @@ def hidden_of(drafter, features, heads):
 
     @jax.jit
     def run(features):
-        state = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), drafter.init_state(2, 16)
-        )
+        state = zeros(drafter.init_state(2, 16))
         tokens, start = jnp.ones((2, 5), jnp.int32), jnp.zeros(2, jnp.int32)
         state = drafter.observe(state, start, tokens, start + 5, features, heads)
         return drafter.run_block(state, jnp.array([3, 4]), start + 5, heads)[0]
@@ -101,13 +94,3 @@ def test_fresh_mixtures_prefer_one_layer_each():
     shape = dataclasses.replace(SHAPE, views=(FULL,) * 2)
     shares = jax.nn.softmax(weights_of(make_drafter(shape=shape))["layer_fusion_weights"], axis=1)
     assert shares.argmax(axis=1).tolist() == [0, 1]
-
-
-def test_checkpoints_come_back(tmp_path):
-    drafter = make_drafter()
-    checkpoint.save(drafter, tmp_path / "d", DFlare.config_to_hf(SHAPE))
-    again = DFlare(DFlare.architecture_from_hf(checkpoint.read_config(tmp_path / "d")), **BUILD)
-    checkpoint.load(again, tmp_path / "d")
-    assert again.shape == SHAPE
-    for path, value in weights_of(drafter).items():
-        np.testing.assert_array_equal(value, weights_of(again)[path], err_msg=path)

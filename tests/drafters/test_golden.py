@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.golden import FAMILY_CASES, GOLDEN_CASES, ZLAB_CASES, golden, golden_models
-from support.models import make_cache, zeros
+from support.models import greedy, make_cache, zeros
 
 from dflash.config.schema import DecodeConfig
 from dflash.inference.engine import Engine
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.offline.decoding import decode as decode_requests
 
@@ -51,10 +50,6 @@ def run_cycles(case):
     vectors, (target, drafter) = golden(case), golden_models(case)
     output_ids = vectors["output_ids"]
     state = zeros(drafter.init_state(1, 96))
-    zero = jnp.zeros(1)
-    sampler = SequenceSampler(
-        SamplingParams(jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1, zero)
-    )
     rows = max(len(vectors[f"cycle{i}_context_feature"]) for i in CYCLES)
 
     @jax.jit
@@ -62,7 +57,7 @@ def run_cycles(case):
         tokens = jnp.zeros((1, rows + 1), jnp.int32)
         state = drafter.observe(state, position, tokens, count, features, target)
         position = position + count
-        proposal, _ = drafter.draft(state, anchor, position, sampler, target)
+        proposal, _ = drafter.draft(state, anchor, position, greedy(1), target)
         return state, drafter.run_block(state, anchor, position, target), proposal.tokens
 
     results = []

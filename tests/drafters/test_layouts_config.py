@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 from support.dflash_cases import FULL, SLIDE, WHOLE, make_shape
-from support.models import make_architecture, make_sharding
+from support.models import check_same_weights, make_architecture, make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, files
@@ -153,11 +153,7 @@ def test_weights_of_speculators(name, drafted, tmp_path):
 
     again = kind(kind.architecture_from_hf(checkpoint.read_config(directory)), **build)
     checkpoint.load(again, directory)
-    pairs = zip(
-        parameters.named_parameters(drafter), parameters.named_parameters(again), strict=True
-    )
-    for (path, mine), (_, other) in pairs:
-        np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=path)
+    check_same_weights(again, drafter)
 
 
 OF_ZLAB = {"input_embedding_scale": 6.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from support.engines import decode, random_prompts, shared_engine
 from support.models import drafter
 
-from dflash import errors
-from dflash.config import loader
 from dflash.drafters.ngram import find_last
 
 LONGEST = 3
@@ -52,15 +50,6 @@ def test_a_match_does_not_wrap_around_the_start():
     row = np.full((1, 16), 2, np.int32)
     row[0, :5] = [1, 0, 1, 2, 1]
     assert find(row, np.array([4]), LONGEST).tolist() == [2]
-
-
-@pytest.mark.parametrize("key", ["longest_match=4294967296", "block_size=4294967296"])
-def test_sizes_that_cannot_be_traced_are_refused(tmp_path, key):
-    path = tmp_path / "run.yml"
-    path.write_text("target: {checkpoint: x}\ndrafter: {name: ngram}\n")
-    with pytest.raises(errors.ConfigError, match="expected an integer in") as caught:
-        loader.load(path, [f"drafter.{key}"])
-    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ import typing
 
 import jax.numpy as jnp
 import pytest
-from support import TESTS, reduced_recipes
+from support import TESTS, models, reduced_recipes
 from support.models import make_architecture, make_sharding
 
 from dflash import errors
+from dflash.checkpoints import checkpoint
 from dflash.config import (
     benchmark_schema,
     distill_schema,
@@ -43,12 +44,16 @@ TARGET = make_architecture(vocab_size=600)
 
 
 @each
-def test_what_is_written_reads_back(name):
-    kind = kind_of(name)
-    shape = kind.architecture_for(TARGET, None).fit(TARGET)
-    config = json.loads(json.dumps(kind.config_to_hf(shape)))
+def test_what_is_written_reads_back(name, tmp_path):
+    drafter = models.drafter(name)
+    kind, shape = type(drafter), drafter.shape
+    checkpoint.save(drafter, tmp_path / "d", kind.config_to_hf(shape))
+    config = checkpoint.read_config(tmp_path / "d")
     assert config["architectures"] == [kind.hf_architectures[0]]
     assert kind.architecture_from_hf(config) == shape
+    again = kind(shape, dtype=drafter.dtype, sharding=drafter.sharding)
+    checkpoint.load(again, tmp_path / "d")
+    models.check_same_weights(again, drafter)
 
 
 def make(name: str, hf: dict, *overrides: str):

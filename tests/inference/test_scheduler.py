@@ -206,7 +206,7 @@ def test_sequences_grow_into_pages_and_give_way_to_older_ones(pools, temperature
     events = drain(one)
     done = completions(events)
     assert outputs(done) == expected(prompts, limits, **how)
-    assert sum(d.preemptions for d in done) > 0, "the pool was never dry"
+    assert max(d.preemptions for d in done) == 1, "it comes back when another has ended"
     assert done[0].preemptions == 0, "the oldest sequence never waits"
     assert pools[0].held == set()
     for d in done:
@@ -223,15 +223,6 @@ def test_coming_back_compiles_nothing():
         done = completions(decode(run(), make_requests(prompts, 32)))
     assert sum(one.preemptions for one in done) > 0
     assert compilations == []
-
-
-def test_a_preempted_sequence_waits_until_another_has_ended():
-    """It needs at least the pages that it had, of which an older sequence has taken some."""
-    one = Scheduler(run())
-    for request in make_requests(random_prompts(GROWING), 32):
-        one.submit(request)
-    done = completions(drain(one))
-    assert max(d.preemptions for d in done) == 1
 
 
 def test_a_preempted_sequence_comes_back_before_later_requests_begin():

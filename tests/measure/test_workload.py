@@ -39,14 +39,6 @@ def test_drawn_lengths_follow_the_published_shares_and_never_change():
     assert [item.prompt.index for item in one.items] == list(range(16))
 
 
-@pytest.mark.parametrize(
-    ("task", "tau"), [("math500", 7.847), ("gsm8k", 5.91), ("alpaca", 3.146), ("swe-bench", 3.482)]
-)
-def test_the_carried_over_shares_have_the_published_mean(task, tau):
-    shares = np.array(published.HISTOGRAMS[task])
-    assert np.dot(shares, np.arange(1, 17)) == pytest.approx(tau, abs=0.01)
-
-
 def test_a_prompt_is_as_long_as_recorded_and_ends_with_its_recording(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text('[{"acceptance_lengths": [3, 1], "prompt_tokens": 7, "dataset": "a"}]')

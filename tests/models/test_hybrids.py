@@ -18,7 +18,7 @@ from support.token_trees import random_ancestry
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.models.config import FULL, LINEAR
-from dflash.models.qwen3_next import Qwen3Next, Qwen35, Qwen35Text
+from dflash.models.qwen3_next import Qwen3Next, Qwen35Text
 from dflash.parallel import parameters
 
 VOCAB = 40
@@ -91,20 +91,6 @@ def test_transformers_computes_the_same(kind, seed, tmp_path):
     *_, first, cache = step(ours, rows[:, :cut], [0] * 3, cache, count=np.minimum(lengths, cut))
     *_, second, _ = step(ours, rows[:, cut:], [cut] * 3, cache, count=np.maximum(lengths - cut, 0))
     check_rows(np.concatenate([first, second], axis=1), expected, lengths)
-
-
-def test_the_language_model_of_a_checkpoint_with_vision(tmp_path):
-    _, transformers = import_transformers()
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16}
-    text = draw("dense", 0) | {"tie_word_embeddings": False}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    model = transformers.Qwen3_5ForConditionalGeneration(config)
-    theirs, ours = save_random(model, tmp_path)
-    assert isinstance(ours, Qwen35)
-    tokens = np.arange(9)
-    _, _, logits, _ = step(ours, tokens[None], [0], make_cache(ours, 1, 9))
-    check_rows(logits, [reference(theirs, tokens, ())[0]], [9])
 
 
 @functools.cache

@@ -71,14 +71,6 @@ def test_random_weights_are_of_the_family_that_is_named():
     assert model.arch.vocab_size == ARCHITECTURE.vocab_size
 
 
-def test_width_vocabulary_and_context_follow_the_target():
-    options = DraftModelArchitecture(num_hidden_layers=1)
-    decoder = options.for_target(ARCHITECTURE)
-    assert decoder.num_hidden_layers == 1
-    assert decoder.hidden_size == ARCHITECTURE.hidden_size
-    assert decoder.vocab_size == ARCHITECTURE.vocab_size
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [

@@ -1,24 +1,21 @@
 """Tests of DFlash with causal blocks, JetSpec's head, against vectors of the original code."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 from support.dflash_cases import make_config
 from support.golden import GOLDEN, TableHeads, golden, load
-from support.models import zeros
+from support.models import greedy, zeros
 
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape, LayerView
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 
 CASE = "jetspec_v24"
 TOLERANCE = 1e-4  # absolute
 
 
-@functools.cache
 def drafted(count):
     """Returns the hidden states and tokens of the golden block when `count` tokens are drafted."""
     drafter, inputs = load(DFlash, GOLDEN / CASE / "draft"), load_file(
@@ -28,12 +25,6 @@ def drafted(count):
     heads = TableHeads(tables["embed_tokens.weight"], tables["lm_head.weight"])
     features = jnp.asarray(inputs["context_features"])[None]
     length = features.shape[1]
-    one = jnp.ones(1)
-    greedy = SequenceSampler(
-        SamplingParams(
-            jnp.zeros((1, 2), jnp.uint32), 0 * one, jnp.zeros(1, jnp.int32), one, 0 * one
-        )
-    )
 
     @jax.jit
     def run(state, anchor):
@@ -41,26 +32,21 @@ def drafted(count):
         begin, rows = jnp.zeros(1, jnp.int32), jnp.full(1, length)
         state = drafter.observe(state, begin, tokens, rows, features, heads)
         hidden, _ = drafter.run_block(state, anchor, rows, heads, num_positions=count)
-        proposal, _ = drafter.draft_fewer(count, state, anchor, rows, greedy, heads)
+        proposal, _ = drafter.draft_fewer(count, state, anchor, rows, greedy(1), heads)
         return hidden[0], proposal.tokens[0]
 
     state = zeros(drafter.init_state(1, length))
     return run(state, jnp.asarray(inputs["anchor_token"], jnp.int32))
 
 
-def test_a_block_is_that_of_the_original_code():
-    vectors = golden(CASE)
-    hidden, tokens = drafted(7)
-    np.testing.assert_allclose(hidden, vectors["block_hidden"], rtol=0, atol=TOLERANCE)
-    np.testing.assert_array_equal(tokens, vectors["draft_tokens"])
-
-
-def test_fewer_rows_are_the_first_of_all():
-    vectors = golden(CASE)
-    hidden, tokens = drafted(3)
-    assert hidden.shape[0] == 4
-    np.testing.assert_allclose(hidden, vectors["block_hidden"][:4], rtol=0, atol=TOLERANCE)
-    np.testing.assert_array_equal(tokens, vectors["draft_tokens"][:3])
+@pytest.mark.parametrize("count", [7, 3])
+def test_a_block_is_that_of_the_original_code(count):
+    """Fewer rows are the first of all."""
+    vectors, (hidden, tokens) = golden(CASE), drafted(count)
+    assert len(hidden) == count + 1
+    expected = vectors["block_hidden"][: count + 1]
+    np.testing.assert_allclose(hidden, expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(tokens, vectors["draft_tokens"][:count])
 
 
 def test_every_name_of_a_causal_head_is_read():

@@ -11,7 +11,7 @@ import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dflash_cases import CAUSAL, FULL, cut, make_shape, weights_of, with_weights
-from support.models import make_sharding, make_target, move, packed_rows
+from support.models import make_sharding, make_target, move, packed_rows, zeros
 
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflash import DFlash
@@ -129,9 +129,7 @@ def test_blocks_are_run_as_the_decode_loop_does(views):
 
     @jax.jit
     def draft(features, token, start, anchor):
-        state = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), drafter.init_state(1, 2 * LENGTH)
-        )
+        state = zeros(drafter.init_state(1, 2 * LENGTH))
         position = (anchor - start)[None]
         rows = jnp.roll(features, -start, axis=0)[None]
         state = drafter.observe(state, jnp.zeros(1, int), None, position, rows, target)

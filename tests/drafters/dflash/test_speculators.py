@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.golden import golden, golden_models
-from support.models import make_cache, zeros
+from support.models import greedy, make_cache, zeros
 
 from dflash.config.schema import DecodeConfig
 from dflash.inference.engine import Engine
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.offline.decoding import decode
 
@@ -41,10 +40,6 @@ def prefilled(case):
 def program(case):
     """Drafts after `count` features: hidden states, base and corrected logits, tokens."""
     target, drafter = golden_models(case)
-    zero = jnp.zeros(1)
-    sampler = SequenceSampler(
-        SamplingParams(jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1, zero)
-    )
 
     @jax.jit
     def run(features, count, anchor):
@@ -54,7 +49,7 @@ def program(case):
         hidden, _ = drafter.run_block(state, anchor, count, target)
         hidden = hidden[:, drafter.first_row :]
         base = drafter._unembed(hidden, target)
-        proposal, _ = drafter.draft(state, anchor, count, sampler, target)
+        proposal, _ = drafter.draft(state, anchor, count, greedy(1), target)
         previous = jnp.concatenate([anchor[:, None], proposal.tokens[:, :-1]], axis=1)
         vectors, _ = drafter.condition(previous, hidden, drafter.fresh_memory(1))
         found = {

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.models import make_architecture, make_sharding, make_target, packed_rows
+from support.models import (
+    check_same_weights,
+    make_architecture,
+    make_sharding,
+    make_target,
+    packed_rows,
+    zeros,
+)
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -141,11 +148,7 @@ def test_tables_travel_with_the_weights(tmp_path, layout):
     again = create(checkpoint.read_config(tmp_path / "out"))
     checkpoint.load(again, tmp_path / "out")
     np.testing.assert_array_equal(again.vocabulary().target_ids, np.arange(1, 40, 2))
-    for (path, one), (_, other) in zip(
-        parameters.named_arrays(model), parameters.named_arrays(again), strict=True
-    ):
-        assert one.get_value().dtype == other.get_value().dtype, path
-        np.testing.assert_array_equal(one.get_value(), other.get_value())
+    check_same_weights(again, model)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +309,7 @@ def test_the_first_output_observed_is_the_first_that_training_sees():
 
     @jax.jit
     def both():
-        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.init_state(1, 32))
+        state = zeros(model.init_state(1, 32))
         tokens = jnp.pad(batch.tokens, ((0, 0), (0, 1)))
         start, outputs = jnp.zeros(1, jnp.int32), []
         for begin, size in [(0, 10), (10, 5)]:  # of which some rows do not count

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from support.golden import GOLDEN, golden, load_target
-from support.models import make_cache, make_sharding, zeros
+from support.models import greedy, make_cache, make_sharding, zeros
 
 from dflash.checkpoints import checkpoint
 from dflash.config.schema import DecodeConfig
@@ -22,7 +22,6 @@ from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Config
 from dflash.inference.cycle import tree
 from dflash.inference.engine import Engine
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.layers.losses import TrainBatch
 from dflash.offline.decoding import decode
@@ -86,13 +85,9 @@ class Steps:
         return state, output.features, hidden
 
     def _draft(self, ids, count):
-        zero = jnp.zeros(1)
-        params = SamplingParams(
-            jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1, zero
-        )
         state, _, _ = self._observe(ids, count)
-        sampler = SequenceSampler(params)
-        return self.model.draft(state, ids[:, count], count[None], sampler, target(self.case))[0]
+        heads = target(self.case)
+        return self.model.draft(state, ids[:, count], count[None], greedy(1), heads)[0]
 
     def _trace(self, ids, count, drafts):
         """Returns features and first pass of the prompt, and states and logits along drafts."""

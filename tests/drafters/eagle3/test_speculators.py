@@ -9,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.golden import GOLDEN, golden, load
-from support.models import make_architecture, zeros
+from support.models import check_same_weights, greedy, make_architecture, zeros
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Shape
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
 from dflash.layers.losses import TrainBatch
-from dflash.parallel import parameters
 
 FLAGS = "eagle3_flags_v24"
 SETTINGS = ("fc_norm", "own_embedding", "three_layers", "window", "parallel", "parallel_norms")
@@ -39,10 +37,7 @@ def test_drafts_of_every_setting(setting):
     heads = types.SimpleNamespace(
         table_rows=lambda tokens: jnp.asarray(vectors["embedding"])[tokens]
     )
-    zero, count = jnp.zeros(1), jnp.array([len(vectors["features"])])
-    sampler = SequenceSampler(
-        SamplingParams(jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1, zero)
-    )
+    count, sampler = jnp.array([len(vectors["features"])]), greedy(1)
 
     @jax.jit
     def draft(tokens, features):
@@ -119,10 +114,7 @@ def test_the_first_layer_may_have_either_name(prefix, tmp_path):
         for name, tensor in safetensors.load_file(path).items()
     }
     safetensors.save_file(tensors, path)
-    again = load(Eagle3, tmp_path / "out")
-    pairs = zip(parameters.named_arrays(model), parameters.named_arrays(again), strict=True)
-    for (name, mine), (_, other) in pairs:
-        np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=name)
+    check_same_weights(load(Eagle3, tmp_path / "out"), model)
 
 
 # --- config.json ---------------------------------------------------------------------------------

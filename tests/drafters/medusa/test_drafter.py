@@ -8,17 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from support.models import check_same_weights, greedy, make_architecture, make_sharding, make_target
+from support.models import greedy, make_architecture, make_sharding, make_target
 
 from dflash import errors
-from dflash.checkpoints import checkpoint
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.base_config import MarginalTree
 from dflash.drafters.medusa import Medusa
 from dflash.drafters.medusa_config import MedusaArchitecture, MedusaConfig, MedusaShape
 from dflash.drafters.parts.blocks import Anchors
 from dflash.layers.losses import TrainBatch
-from dflash.loading import models
 from dflash.parallel import parameters
 
 BLOCK, LENGTH = 4, 12
@@ -138,19 +136,6 @@ def test_loss_by_loops():
     np.testing.assert_allclose(metrics["token_accuracy"], correct / counted, rtol=1e-5)
     assert int(metrics["blocks"]) == 4
     assert all(np.abs(grad).max() > 0 for grad in grads.values())
-
-
-def test_checkpoints_come_back(tmp_path):
-    model = make_drafter()
-    path = tmp_path / "heads"
-    checkpoint.save(model, path, Medusa.config_to_hf(model.shape))
-    config = MedusaConfig(checkpoint=str(path), block_size=3)
-    source = models.find_drafter(config)
-    found = models.build_drafter(config, source, ARCH, dtype="float32", sharding=make_sharding())
-    models.load_weights(found, source)
-    assert found.shape == model.shape
-    assert found.num_draft_tokens == 2
-    check_same_weights(found, model)
 
 
 def create(hf=None, **options) -> Medusa:

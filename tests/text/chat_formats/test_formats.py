@@ -1,11 +1,8 @@
 """Parsers of outputs, and grammars under which random outputs are valid calls."""
 
 import dataclasses
-import datetime
-import enum
 import itertools
 import json
-from typing import Annotated, Literal
 
 import pytest
 from support import random_calls
@@ -15,8 +12,6 @@ from dflash import errors
 from dflash.text.chat_formats.reader import OutputPart, Parser, merged
 from dflash.text.chat_formats.rules import AnswerRules, Tool
 from dflash.text.chat_formats.table import FORMATS, PLAIN, ChatFormat, format_of
-
-pydantic = pytest.importorskip("pydantic", reason="pip install 'dflash-jax[serve]'")
 
 WEATHER = Tool(
     "get_weather",
@@ -262,25 +257,17 @@ def test_who_begins_the_reasoning():
     assert PLAIN.thinking("<think>\n") is None
 
 
+@pytest.mark.parametrize("seeds", [range(4), range(4, 200)], ids=["few", "many"])
 @pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_random_calls_are_valid(name, special):
+def test_random_calls_are_valid(name, special, seeds):
     """The allowed tokens lead to nothing but calls that parse and match their schemas."""
     if name == "gemma4" and not special:
         with pytest.raises(errors.InputError, match="no special token"):
             random_calls.check(name, 0, special=False)
         return
-    for seed in range(6):
-        random_calls.check(name, seed, special=special)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_calls_of_two_hundred_tool_sets_are_valid(name):
-    counts = [
-        random_calls.check(name, seed, special=bool(seed % 2) or name == "gemma4")
-        for seed in range(6, 206)
-    ]
-    assert sum(counts) >= 150
+    calls = sum(random_calls.check(name, seed, special=special) for seed in seeds)
+    assert calls >= len(seeds) / 2
 
 
 BASE = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -305,7 +292,10 @@ JOINED = {
     "all of unions": {"allOf": [{"anyOf": [BASE, NAMED]}, reference("Base")]},
     "any": {"anyOf": [reference("Base"), reference("Named")]},
     "any and properties": {"anyOf": [{"required": ["x"]}, {"required": ["z"]}]} | BASE,
-    "one": {"oneOf": [reference("Cat"), reference("Dog")]},
+    "one": {
+        "oneOf": [reference("Cat"), reference("Dog")],
+        "discriminator": {"propertyName": "kind"},
+    },
     "one and properties": {"oneOf": [reference("Cat"), reference("Dog")]} | BASE,
     "closed": {"allOf": [reference("Base"), NAMED], "unevaluatedProperties": False},
     "recursive": reference("Linked"),
@@ -333,47 +323,6 @@ def test_calls_of_joined_schemas(name, label):
     values = random_calls.arguments(name, schema, seed=list(FORMATS).index(name))
     if "additionalProperties" not in schema:
         assert values.keys() <= {"x", "y", "z", "a", "b", "kind", "size", "next"}
-
-
-class Base(pydantic.BaseModel):
-    id: int = pydantic.Field(ge=0, description="a number")
-
-
-class Cat(Base):
-    kind: Literal["cat"]
-    lives: int = 9
-
-
-class Dog(Base):
-    kind: Literal["dog"]
-    tricks: dict[str, Cat] | None = None
-
-
-class Color(enum.Enum):
-    RED = "red"
-    BLUE = "blue"
-
-
-class Owner(Base):
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    pet: Annotated[Cat | Dog, pydantic.Field(discriminator="kind", description="theirs")]
-    color: Color = Color.RED
-    friend: "Owner | None" = None
-    other: Dog | Cat | str
-    seen: datetime.date | None
-
-
-class Anyone(pydantic.RootModel[Owner | Cat]):
-    pass
-
-
-@pytest.mark.parametrize("model", [Cat, Dog, Owner, Anyone])
-@pytest.mark.parametrize("name", FORMATS)
-def test_calls_match_their_pydantic_models(name, model):
-    schema = {"type": "object"} | model.model_json_schema()
-    for seed in range(2):
-        model.model_validate(random_calls.arguments(name, schema, seed))
 
 
 @pytest.mark.parametrize(
