@@ -4,17 +4,10 @@ import json
 import sys
 
 import pytest
+from support import failure
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, files
-
-
-def failure(function, *args, kind=errors.CheckpointError):
-    """Returns the error message of a call, and checks that it is a single line."""
-    with pytest.raises(kind) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def write(path, content):

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from support import failure
 
-from dflash import errors
 from dflash.checkpoints import checkpoint, foreign
 
 PICKLES = (
@@ -25,13 +25,6 @@ FORMATS = {
     "notes.txt": "no weights in it; expected model.safetensors (or shards with an index) beside "
     "config.json, or params/ of Orbax",
 }
-
-
-def failure(function, *args):
-    with pytest.raises(errors.CheckpointError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", FORMATS)

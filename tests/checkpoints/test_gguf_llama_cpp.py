@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from support import gguf_files, llama_cpp
 from support.golden import import_transformers
-from support.models import make_sharding
 from support.trained_tokenizers import TEXTS, train_byte_level, train_sentencepiece, write_json
 
 import dflash
 from dflash.checkpoints import checkpoint
 from dflash.checkpoints.gguf import file_header, tokenizer_files
-from dflash.parallel import parameters
 from dflash.text.tokenizer_loading import load_tokenizer
 
 VOCABULARIES = [
@@ -28,12 +26,6 @@ SEPARATOR = "\n__ggml_vocab_test__\n"
 DELTA = {"linear_value_head_dim": 8, "num_hidden_layers": 4, "full_attention_interval": 4}
 SECTIONED = DELTA | {"head_dim": 32}  # The converter's default sections take 32 dimensions.
 WINDOWS = {"num_hidden_layers": 6, "layer_types": (*("sliding_attention",) * 5, "full_attention")}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 16,
-}
 # Family and sizes by llama.cpp's name of the architecture.
 CASES = {
     "llama": ("llama3", {}),
@@ -45,7 +37,7 @@ CASES = {
     "gpt-oss": ("gpt_oss", {}),
     "qwen3next": ("qwen3_next", DELTA),
     "qwen35": ("qwen3_5_text", SECTIONED),
-    "qwen35moe": ("qwen3_5_text", SECTIONED | EXPERTS),
+    "qwen35moe": ("qwen3_5_text", SECTIONED | gguf_files.EXPERTS),
 }
 SENTENCEPIECE = {"llama": True, "gemma3": False}  # Whether it adds a space before texts.
 PROMPT = [*range(40, 60)]  # Longer than the windows.
@@ -121,10 +113,7 @@ def test_a_converted_model_is_its_source(tmp_path, monkeypatch, converter, name)
     directory = checkpoint.resolve(str(file))
     config = checkpoint.read_config(directory) | {"eos_token_id": None}
     assert kind.architecture_from_hf(config) == arch
-    expected, loaded = (_parameters(path, kind) for path in (source, directory))
-    assert loaded.keys() == expected.keys()
-    for path, value in expected.items():
-        np.testing.assert_allclose(loaded[path], value, rtol=1e-6, atol=1e-6, err_msg=path)
+    gguf_files.check_same(source, directory, kind, 1e-6)
     tokenizers = load_tokenizer(source), load_tokenizer(directory)
     for text in (*TEXTS, "<|im_end|>", "▁"):
         assert len({json.dumps(tokenizer.encode(text)) for tokenizer in tokenizers}) == 1, text
@@ -147,12 +136,3 @@ def _check_decoding(file, num_tokens, tolerance):
     for ours, (_, theirs) in compared:
         expected = [theirs[token] for token in ours.top_ids]
         np.testing.assert_allclose(ours.top_logprobs, expected, atol=tolerance)
-
-
-def _parameters(directory, kind):
-    arch = kind.architecture_from_hf(checkpoint.read_config(directory))
-    module = kind(arch, dtype=np.dtype("float32"), sharding=make_sharding())
-    checkpoint.load(module, directory)
-    return {
-        path: np.asarray(param.get_value()) for path, param in parameters.named_parameters(module)
-    }

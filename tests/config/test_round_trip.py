@@ -1,32 +1,30 @@
 import dataclasses
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import reduced_recipes
 
-from dflash.config import loader, schema, strict_yaml
-from dflash.drafters.dflash_config import DFlashArchitecture, DFlashConfig
-from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config
+from dflash.config import benchmark_schema, loader, merging, schema, strict_yaml, train_schema
 
-TEXTS = st.text(max_size=20) | st.sampled_from(
-    [
-        "off",
-        "1e-3",
-        "null",
-        "~",
-        "12:30",
-        "- x",
-        "a: b",
-        "[x",
-        "'",
-        '"',
-        "#",
-        "x #y",
-        "\n",
-        " x ",
-        "é\u2028\U0001f600",
-    ]
-)
+WORDS = [
+    "off",
+    "1e-3",
+    "null",
+    "~",
+    "12:30",
+    "- x",
+    "a: b",
+    "[x",
+    "'",
+    '"',
+    "#",
+    "x #y",
+    "\n",
+    " x ",
+]
+TEXTS = st.text(max_size=20) | st.sampled_from([*WORDS, "é\u2028\U0001f600"])
 NAMES = TEXTS.filter(bool)
 
 
@@ -38,60 +36,15 @@ def floats(low, high=schema.FLOAT32_MAX):
     return st.floats(low, high, allow_nan=False, allow_infinity=False)
 
 
-ROPE_SCALINGS = st.builds(
-    schema.RopeScaling,
-    factor=floats(1.0),
-    low_freq_factor=floats(0.0, 1.0),
-    high_freq_factor=floats(1.5),
-    original_max_position_embeddings=ints(1),
-)
-TARGET_SHAPES = st.builds(
-    schema.TargetArchitecture,
-    vocab_size=ints(1000),
-    hidden_size=ints(1),
-    intermediate_size=ints(1),
-    num_hidden_layers=ints(50, schema.MAX_LAYERS),
-    num_attention_heads=st.sampled_from([4, 8]),
-    num_key_value_heads=st.sampled_from([1, 2, 4]),
-    head_dim=st.sampled_from([2, 64]),
-    max_position_embeddings=ints(1),
-    rms_norm_eps=floats(0.0),
-    rope_theta=floats(1.0),
-    rope_scaling=st.none() | ROPE_SCALINGS,
-    tie_word_embeddings=st.booleans(),
-    eos_token_id=st.lists(ints(0, 999), max_size=3).map(tuple),
-)
-DRAFTER_SHAPES = st.builds(
-    DFlashArchitecture,
-    block_size=ints(8, 1024),
-    mask_token_id=st.none() | ints(0, 999),
-    target_layer_ids=st.none() | st.lists(ints(0, 49), min_size=1, unique=True).map(tuple),
-)
-DRAFTERS = st.just(schema.DrafterConfig()) | st.builds(
-    DFlashConfig,
-    name=st.just("dflash"),
-    checkpoint=NAMES,
-    block_size=st.none() | ints(2, 8),
-    architecture=st.none() | DRAFTER_SHAPES,
-)
-DRAFTERS |= st.builds(
-    Eagle3Config,
-    name=st.just("eagle3"),
-    checkpoint=NAMES,
-    num_draft_tokens=ints(1, 1023),
-    tree=st.none() | st.builds(BeamTree, budget=ints(1, 1024), top_k=ints(1, 64)),
-    architecture=st.none() | st.builds(Eagle3Architecture, draft_vocab_size=ints(1, 999)),
-)
+# Fields of every kind of value; those of architectures and drafters are met by the shipped configs.
 DECODES = st.builds(
     schema.DecodeConfig,
     max_new_tokens=ints(1, 100),
     temperature=floats(0.0),
-    top_p=floats(0.0, 1.0),
     seed=ints(0, 2**32 - 1),
     verify=st.sampled_from(["coupled", "rejection"]),
     stop_ids=st.lists(ints(0, 999), max_size=3).map(tuple),
     max_length=st.none() | ints(101, schema.MAX_TOKENS),
-    page_size=st.sampled_from([8, 256]),
 )
 PROMPTS = st.builds(
     schema.PromptsConfig, text=st.lists(TEXTS, max_size=3).map(tuple), chat=st.booleans()
@@ -99,18 +52,29 @@ PROMPTS = st.builds(
 AXES = st.lists(st.sampled_from(["data", "fsdp", "tensor"]), unique=True).map(tuple)
 RUNS = st.builds(
     schema.DecodeRun,
-    target=st.builds(
-        schema.TargetConfig,
-        name=st.sampled_from(["qwen3", "llama3"]),
-        checkpoint=NAMES,
-        architecture=TARGET_SHAPES,
-    ),
-    drafter=DRAFTERS,
+    target=st.builds(schema.TargetConfig, checkpoint=NAMES),
     decode=DECODES,
     prompts=PROMPTS,
     sharding_rules=st.fixed_dictionaries(dict.fromkeys(schema.SHARDING_RULES, AXES)),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
 )
+SHIPPED = {
+    path.relative_to(merging.package_configs()).as_posix(): kind
+    for folder, kind in (
+        (".", schema.DecodeRun),
+        ("train", train_schema.TrainRun),
+        ("benchmark", benchmark_schema.BenchmarkRun),
+    )
+    for path in sorted((merging.package_configs() / folder).glob("*.yml"))
+    if path.stem not in reduced_recipes.GENERIC
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_a_shipped_config_resolves_to_loads_as_the_same(tmp_path, name):
+    kind, path = SHIPPED[name], tmp_path / "config.yml"
+    config = loader.load(merging.package_configs() / name, schema=kind)
+    path.write_text(loader.to_yaml(config), encoding="utf-8")
+    assert loader.load(path, schema=kind) == config
 
 
 @settings(max_examples=50)

@@ -13,24 +13,12 @@ from dflash.data import corpus, encoding, files
 from dflash.text import tokenizer_loading
 
 WORDS = "two plus is four rain in Bern tomorrow naïve 你好 the answer café 3.5 — why not?".split()
-KINDS = (
-    "plain",
-    "system",
-    "turns",
-    "three_turns",
-    "field",
-    "content",
-    "fields",
-    "call",
-    "null",
-    "mixed",
-)
+KINDS = "plain system turns three_turns field content fields call null mixed".split()
 
 # Kinds that are refused, since the template leaves out a field or rejects a role.
 FIELDS = {"field", "fields", "call", "null"}
 REFUSED = dict.fromkeys(published_templates.FAMILIES, FIELDS) | {
     "qwen3": set(),
-    "mistral": FIELDS | {"system"},
     "gemma": FIELDS | {"system"},
     # The prompt of decoding begins the reasoning, which these have none of.
     "deepseek_r1": set(KINDS) - {"field", "content", "fields"},

@@ -1,9 +1,12 @@
 """Tests of logical axes on meshes, described ones and one of eight CPU devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 from support.models import make_sharding
 
 from dflash import errors
@@ -11,6 +14,7 @@ from dflash.config.schema import SHARDING_RULES
 from dflash.parallel import sharding
 
 P = jax.sharding.PartitionSpec
+failure = functools.partial(support.failure, kind=errors.ConfigError)
 RULES = SHARDING_RULES | {"everything": ("data", "fsdp", "tensor")}
 
 
@@ -18,12 +22,6 @@ def describe(data=1, fsdp=1, tensor=1, rules=RULES):
     """A mesh of any size; needs no devices."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     return sharding.make_sharding(sizes, rules, abstract=True)
-
-
-def failure(function, *args, **kwargs):
-    with pytest.raises(errors.ConfigError) as caught:
-        function(*args, **kwargs)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

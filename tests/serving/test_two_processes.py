@@ -3,22 +3,15 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 
-from support import served
+from support import free_port, served
 from support.served import decoded
 
 # Two devices in all, one of each process.
 FLAGS = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
 TEXT = "/v1/completions"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def test_two_processes_serve_as_one(tmp_path):

@@ -5,6 +5,8 @@ import socket
 
 import pytest
 
+from dflash import errors
+
 SUPPORT = pathlib.Path(__file__).parent
 TESTS = SUPPORT.parent
 
@@ -14,6 +16,14 @@ def exit_status(main, *arguments) -> int:
     with pytest.raises(SystemExit) as caught:
         main([str(argument) for argument in arguments])
     return caught.value.code
+
+
+def failure(function, *arguments, kind=errors.CheckpointError, **options) -> str:
+    """Returns the message of the error that a call raises, which is one line."""
+    with pytest.raises(kind) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def free_port() -> int:

@@ -35,6 +35,12 @@ FIELDS = {
     "qwen3_next": {"layer_types": (), "full_attention_interval": 2},
     "qwen3_5_text": {"layer_types": (), "full_attention_interval": 2},
 }
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
 FLOAT32 = gguf.GGMLQuantizationType.F32
 
 
@@ -48,6 +54,21 @@ def make_model(directory, family="qwen3", **changes):
         leaf.set_value(jnp.asarray(rng.normal(0, 0.2, leaf.get_value().shape), jnp.float32))
     checkpoint.save(module, directory, kind.config_to_hf(arch))
     return kind, arch
+
+
+def check_same(one, other, kind, tolerance: float = 0.0) -> None:
+    """Compares what a class reads from two directories."""
+    read = []
+    for directory in (one, other):
+        arch = kind.architecture_from_hf(checkpoint.read_config(directory))
+        module = kind(arch, dtype=np.dtype("float32"), sharding=make_sharding())
+        checkpoint.load(module, directory)
+        read.append({path: leaf.get_value() for path, leaf in parameters.named_parameters(module)})
+    assert read[0].keys() == read[1].keys()
+    for path, value in read[0].items():
+        np.testing.assert_allclose(
+            read[1][path], value, rtol=tolerance, atol=tolerance, err_msg=path
+        )
 
 
 def write(

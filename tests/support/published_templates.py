@@ -1,4 +1,4 @@
-"""Chat templates in the style of ten published families, with tokenizers that fit them."""
+"""Chat templates in the style of published families, with tokenizers that fit them."""
 
 # ruff: noqa: E501  (lines of templates)
 import json
@@ -9,11 +9,6 @@ CHATML = """\
 {% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']\
  + '<|im_end|>' + '\n'}}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-SMOLLM2 = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a helpful AI assistant"
-    " named SmolLM, trained by Hugging Face<|im_end|>\\n' }}{% endif %}"
-) + CHATML
 
 LLAMA3 = """\
 {% set loop_messages = messages %}{% for message in loop_messages %}\
@@ -95,15 +90,6 @@ QWEN3 = """\
 {%- endif %}
 """
 
-MISTRAL = """\
-{{ bos_token }}{% for message in messages %}\
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}\
-{% endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}\
-{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}\
-{% endif %}{% endfor %}"""
-
 GEMMA = """\
 {{ bos_token }}{% if messages[0]['role'] == 'system' %}\
 {{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}\
@@ -120,20 +106,6 @@ PHI3 = """\
 {{'<|user|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'assistant' %}\
 {{'<|assistant|>\\n' + message['content'] + '<|end|>\\n'}}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
-
-ZEPHYR = """\
-{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
-{{ '<|assistant|>\n'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}"""
 
 DEEPSEEK_R1 = """\
 {% set ns = namespace(system_prompt='') %}{%- for message in messages %}\
@@ -152,27 +124,18 @@ DEEPSEEK_R1 = """\
 {{'<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>'}}{%- endif %}\
 {%- endfor -%}{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}{% endif %}"""
 
+_LLAMA3_TOKENS = (
+    "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
+    *("<|begin_of_text|>", "<|eot_id|>"),
+)
 # Template, special tokens, beginning-of-sequence token, and the token that ends an answer.
 FAMILIES = {
     "chatml": (CHATML, "<|im_start|> <|im_end|>", None, "<|im_end|>"),
-    "smollm2": (SMOLLM2, "<|im_start|> <|im_end|>", None, "<|im_end|>"),
-    "llama3": (
-        LLAMA3,
-        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
-        "<|begin_of_text|>",
-        "<|eot_id|>",
-    ),
-    "always_assistant": (
-        ALWAYS_ASSISTANT,
-        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
-        "<|begin_of_text|>",
-        "<|eot_id|>",
-    ),
+    "llama3": (LLAMA3, *_LLAMA3_TOKENS),
+    "always_assistant": (ALWAYS_ASSISTANT, *_LLAMA3_TOKENS),
     "qwen3": (QWEN3, "<|im_start|> <|im_end|>", None, "<|im_end|>"),
-    "mistral": (MISTRAL, "<s> </s>", "<s>", "</s>"),
     "gemma": (GEMMA, "<bos> <start_of_turn> <end_of_turn>", "<bos>", "<end_of_turn>"),
     "phi3": (PHI3, "<|system|> <|user|> <|assistant|> <|end|> <|endoftext|>", None, "<|end|>"),
-    "zephyr": (ZEPHYR, "<s> </s>", "<s>", "</s>"),
     "deepseek_r1": (
         DEEPSEEK_R1,
         "<｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜> <｜tool▁sep｜> "

@@ -1,10 +1,12 @@
 """Tokenizers of every kind, trained on the spot, and chat templates, for tests that need them."""
 
+import functools
 import io
 import json
 
 import pytest
 
+import support
 from dflash import errors
 
 TEXTS = [
@@ -157,8 +159,4 @@ def train_sentencepiece(directory, **options):
     (directory / "tokenizer.model").write_bytes(model.getvalue())
 
 
-def failure(function, *args):
-    with pytest.raises(errors.InputError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+failure = functools.partial(support.failure, kind=errors.InputError)
