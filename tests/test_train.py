@@ -237,24 +237,6 @@ def test_what_does_not_fit_is_one_line(config, tmp_path, case, capsys):
     assert message in line
 
 
-def test_another_config_is_refused_and_another_cadence_is_not(config, tmp_path, capsys):
-    arguments = [config, *SHALLOW, "--workdir", tmp_path / "run"]
-    assert run(*arguments, "train.steps=3") == 0
-    assert run(*arguments, "train.steps=3", "optimizer.learning_rate=1e-3") == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "(optimizer.learning_rate: 0.003 there, 0.001 here)" in error
-    assert run(*arguments, "train.steps=3", "train.log_every=1", "train.keep_last=5") == 0
-
-
-def test_numbers_that_diverge_stop_the_run(config, tmp_path, capsys):
-    rate = "optimizer.learning_rate=1e30", "optimizer.warmup_fraction=0", "train.checkpoint_every=1"
-    assert run(config, *SHALLOW, *rate, "--workdir", tmp_path / "run") == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: step ")
-    assert "the last good checkpoint is that of step " in error
-    assert not (tmp_path / "run" / "hf").exists()
-
-
 def test_a_dry_run_plans_and_leaves_nothing(config, tmp_path, capsys):
     workdir = tmp_path / "run"
     assert run(config, *DRAFTER, "mesh.data=4", "--dry_run", "--workdir", workdir) == 0

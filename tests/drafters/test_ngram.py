@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import decode, random_prompts, shared_engine
 from support.models import drafter
 
 from dflash.drafters.ngram import find_last
@@ -71,22 +70,3 @@ def test_examples(text, drafts):
     proposal, _ = model.draft(state, tokens[:, len(text) - 1], count, None, None)
     assert proposal.tokens.tolist() == [drafts]
     assert lookup(text, 4) == drafts
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_the_engine_accepts_is_what_the_lookup_gets_right(temperature):
-    run = shared_engine("ngram")
-    prompts = [prompt * 2 for prompt in random_prompts([1, 9, 4, 12])]
-    done = decode(run, prompts, 30, temperature=temperature)
-    for prompt, one in zip(prompts, done, strict=True):
-        text = [*prompt, *one.output_ids]
-        position, lengths = len(prompt), []
-        while position < len(text) - 1:
-            drafts = lookup(text[: position + 1], 3)
-            rest = text[position + 1 :]
-            right = [a == b for a, b in zip(drafts, rest, strict=False)]
-            lengths.append(min([*right, False].index(False) + 1, len(rest)))
-            position += lengths[-1]
-        assert one.acceptance_lengths == tuple(lengths)
-    longest = max(max(one.acceptance_lengths) for one in done)
-    assert longest > (3 if temperature == 0 else 1), "nothing was ever accepted"

@@ -25,44 +25,28 @@ V5P = CHIPS[1]
 def paged_shapes(length, kv_heads, group, width, dtype, page=128, batch=2, pages=8, tree=False):
     pool = (kv_heads, batch * pages + 1, page, width), dtype
     new = (batch, length, kv_heads, width), dtype
-    shapes = [
-        ((batch, length, kv_heads * group, width), dtype),
-        new,
-        new,
-        pool,
-        pool,
-        ((batch, pages), jnp.int32),
-        ((batch,), jnp.int32),
-    ]
+    queries = (batch, length, kv_heads * group, width), dtype
+    shapes = [queries, new, new, pool, pool, ((batch, pages), jnp.int32), ((batch,), jnp.int32)]
     return [*shapes, ((batch, length, length), jnp.bool_)] if tree else shapes
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_paged_attention(chip):
-    call = functools.partial(paged_attention, scale=0.1)
-    compile_for(chip, call, paged_shapes(16, 8, 4, 128, BF16))
-
-
 @pytest.mark.parametrize(
-    ("length", "kv_heads", "group", "width", "dtype"),
+    ("chip", "length", "kv_heads", "group", "width", "dtype", "tree"),
     [
-        (1, 8, 4, 128, BF16),
-        (1, 1, 1, 64, F32),
-        (2, 1, 4, 256, BF16),
-        (15, 2, 8, 64, BF16),
-        (17, 2, 1, 128, BF16),
-        (64, 2, 4, 128, F32),
-        (1024, 2, 4, 128, BF16),
+        *((chip, 16, 8, 4, 128, BF16, False) for chip in CHIPS),
+        (V5P, 1, 8, 4, 128, BF16, False),
+        (V5P, 1, 1, 1, 64, F32, False),
+        (V5P, 2, 1, 4, 256, BF16, False),
+        (V5P, 15, 2, 8, 64, BF16, False),
+        (V5P, 17, 2, 1, 128, BF16, False),
+        (V5P, 64, 2, 4, 128, F32, False),
+        (V5P, 1024, 2, 4, 128, BF16, False),
+        (V5P, 33, 2, 4, 128, BF16, True),
     ],
 )
-def test_shapes_of_paged_attention(length, kv_heads, group, width, dtype):
-    call = functools.partial(paged_attention, scale=0.1)
-    compile_for(V5P, call, paged_shapes(length, kv_heads, group, width, dtype, pages=16))
-
-
-def test_trees():
-    call = functools.partial(paged_attention, scale=0.1)
-    compile_for(V5P, call, paged_shapes(33, 2, 4, 128, BF16, tree=True))
+def test_paged_attention(chip, length, kv_heads, group, width, dtype, tree):
+    shapes = paged_shapes(length, kv_heads, group, width, dtype, pages=16, tree=tree)
+    compile_for(chip, functools.partial(paged_attention, scale=0.1), shapes)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, jnp.int8])
@@ -95,8 +79,18 @@ def test_a_tree_s_rows_move_within_their_pool(kv_dtype):
     assert memory.temp_size_in_bytes < math.prod(pool) // 2
 
 
-def compile_quantized(chip, kv_dtype, length, *args, **options):
-    shapes = paged_shapes(length, *args, **options)
+@pytest.mark.parametrize(
+    ("chip", "kv_dtype", "length", "heads", "width", "dtype", "tree"),
+    [
+        *((chip, jnp.int8, 16, (8, 4), 128, BF16, False) for chip in CHIPS),
+        *((chip, jnp.float8_e4m3fn, 16, (8, 4), 128, BF16, False) for chip in CHIPS),
+        (V5P, jnp.int8, 1, (2, 2), 64, F32, False),
+        (V5P, jnp.float8_e4m3fn, 17, (2, 2), 256, BF16, True),
+        (V5P, jnp.int8, 512, (2, 2), 128, BF16, False),
+    ],
+)
+def test_quantized_paged_attention(chip, kv_dtype, length, heads, width, dtype, tree):
+    shapes = paged_shapes(length, *heads, width, dtype, tree=tree)
     (kv_heads, num_pages, page, width), _ = shapes[3]
     shapes[3:5] = [((kv_heads, num_pages, page, width), kv_dtype)] * 2
     shapes += [((kv_heads, num_pages, 1, page), F32)] * 2
@@ -109,26 +103,17 @@ def compile_quantized(chip, kv_dtype, length, *args, **options):
     compile_for(chip, call, shapes)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kv_dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_quantized_paged_attention(chip, kv_dtype):
-    compile_quantized(chip, kv_dtype, 16, 8, 4, 128, BF16)
-
-
 @pytest.mark.parametrize(
-    ("kv_dtype", "length", "width", "dtype", "tree"),
+    ("chip", "length", "total", "kv_heads", "group", "batch", "dtype", "tree"),
     [
-        (jnp.int8, 1, 64, F32, False),
-        (jnp.float8_e4m3fn, 17, 256, BF16, True),
-        (jnp.int8, 512, 128, BF16, False),
+        *((chip, 16, 64, 8, 4, 16, BF16, False) for chip in CHIPS),
+        (V5P, 4, 10, 8, 4, 4, BF16, False),
+        (V5P, 5, 12, 1, 1, 4, F32, True),
+        (V5P, 33, 40, 2, 8, 4, BF16, True),
     ],
 )
-def test_shapes_of_quantized_paged_attention(kv_dtype, length, width, dtype, tree):
-    compile_quantized(V5P, kv_dtype, length, 2, 2, width, dtype, tree=tree)
-
-
-def compile_packed(chip, length, total, *args, batch=4, tree=False):
-    padded = paged_shapes(length, *args, batch=batch, tree=tree)
+def test_packed_attention(chip, length, total, kv_heads, group, batch, dtype, tree):
+    padded = paged_shapes(length, kv_heads, group, 128, dtype, batch=batch, tree=tree)
     packed = [((1, total, *shape[2:]), dtype) for shape, dtype in padded[:3]]
 
     def call(counts, *arrays):
@@ -137,20 +122,6 @@ def compile_packed(chip, length, total, *args, batch=4, tree=False):
 
     compiled = compile_for(chip, call, [((batch,), jnp.int32), *packed, *padded[3:]])
     assert "paged_attention_packed" in compiled.as_text()
-    return compiled
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-def test_packed_attention(chip):
-    compile_packed(chip, 16, 64, 8, 4, 128, BF16, batch=16)
-
-
-@pytest.mark.parametrize(
-    ("length", "total", "kv_heads", "group", "dtype", "tree"),
-    [(4, 10, 8, 4, BF16, False), (5, 12, 1, 1, F32, True), (33, 40, 2, 8, BF16, True)],
-)
-def test_shapes_of_packed_attention(length, total, kv_heads, group, dtype, tree):
-    compile_packed(V5P, length, total, kv_heads, group, 128, dtype, tree=tree)
 
 
 def block_shapes(rows, kv_heads, group, width, dtype, batch=2, capacity=1024):
@@ -160,10 +131,19 @@ def block_shapes(rows, kv_heads, group, width, dtype, batch=2, capacity=1024):
     return [queries, new, new, context, context, ((batch,), jnp.int32)]
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_block_attention(chip):
-    call = functools.partial(block_attention, scale=0.1, window=64)
-    compile_for(chip, call, block_shapes(16, 8, 4, 128, BF16))
+@pytest.mark.parametrize(
+    ("chip", "rows", "kv_heads", "group", "width", "dtype", "view"),
+    [
+        *((chip, 16, 8, 4, 128, BF16, {"window": 64}) for chip in CHIPS),
+        (V5P, 1, 2, 4, 64, F32, {"causal": True}),
+        (V5P, 10, 1, 8, 256, BF16, {"causal": True}),
+        (V5P, 17, 2, 1, 128, F32, {"causal": True}),
+    ],
+)
+def test_block_attention(chip, rows, kv_heads, group, width, dtype, view):
+    call = functools.partial(block_attention, scale=0.1, **view)
+    capacity = 64 if "causal" in view else 1024
+    compile_for(chip, call, block_shapes(rows, kv_heads, group, width, dtype, capacity=capacity))
 
 
 def test_block_attention_with_windows_of_the_sequences():
@@ -174,27 +154,17 @@ def test_block_attention_with_windows_of_the_sequences():
     compile_for(V5P, call, [*shapes, shapes[-1]])
 
 
-@pytest.mark.parametrize(
-    ("rows", "kv_heads", "group", "width", "dtype"),
-    [(1, 2, 4, 64, F32), (10, 1, 8, 256, BF16), (17, 2, 1, 128, F32)],
-)
-def test_shapes_of_block_attention(rows, kv_heads, group, width, dtype):
-    call = functools.partial(block_attention, scale=0.1, causal=True)
-    compile_for(V5P, call, block_shapes(rows, kv_heads, group, width, dtype, capacity=64))
-
-
 def anchored_shapes(blocks, rows, kv_heads, group, width, length, dtype):
     own = (1, blocks, rows, kv_heads, width), dtype
     context = (1, length, kv_heads, width), dtype
+    places = ((1, blocks), jnp.int32), ((1, blocks), jnp.bool_), ((1, length), jnp.int32)
     return [
         ((1, blocks, rows, kv_heads * group, width), dtype),
         own,
         own,
         context,
         context,
-        ((1, blocks), jnp.int32),
-        ((1, blocks), jnp.bool_),
-        ((1, length), jnp.int32),
+        *places,
     ]
 
 
@@ -229,18 +199,19 @@ def split_shapes(length, kv_heads, group, width, dtype, batch=2):
     return [((batch, length, columns), dtype), angles, angles, *[((width,), dtype)] * 2]
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_split_heads(chip):
-    compile_for(chip, split, split_shapes(16, 8, 4, 128, BF16))
-
-
 @pytest.mark.parametrize(
-    ("length", "kv_heads", "group", "width", "dtype"),
-    [(1, 1, 8, 128, BF16), (15, 3, 1, 128, F32), (1024, 8, 4, 128, F32), (1024, 8, 4, 256, BF16)],
+    ("chip", "length", "kv_heads", "group", "width", "dtype"),
+    [
+        *((chip, 16, 8, 4, 128, BF16) for chip in CHIPS),
+        (V5P, 1, 1, 8, 128, BF16),
+        (V5P, 15, 3, 1, 128, F32),
+        (V5P, 1024, 8, 4, 128, F32),
+        (V5P, 1024, 8, 4, 256, BF16),
+    ],
 )
-def test_shapes_of_split_heads(length, kv_heads, group, width, dtype):
+def test_split_heads(chip, length, kv_heads, group, width, dtype):
     call = functools.partial(split, group=group)
-    compile_for(V5P, call, split_shapes(length, kv_heads, group, width, dtype))
+    compile_for(chip, call, split_shapes(length, kv_heads, group, width, dtype))
 
 
 @pytest.mark.parametrize("chip", CHIPS)

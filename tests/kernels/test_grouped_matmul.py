@@ -109,21 +109,25 @@ def test_the_kernel_widens_eight_bits_as_it_reads_them(block, dtype):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_the_kernel_s_gradients_are_those_of_the_loop():
+@pytest.mark.parametrize(
+    ("implementation", "shape", "sizes"),
+    [("interpret", (8, 2, 128, 128), [5, 2]), ("tiles", (24, 4, 6, 10), [7, 0, 9, 3])],
+)
+def test_gradients_are_those_of_another_implementation(implementation, shape, sizes):
+    count, groups, depth, width = shape
     rng = np.random.default_rng(3)
-    rows = jnp.asarray(rng.normal(size=(8, 128)).astype(jnp.float32))
-    weights = jnp.asarray(rng.normal(size=(2, 128, 128)).astype(jnp.float32))
-    sizes = jnp.asarray([5, 2])
+    rows = jnp.asarray(rng.normal(size=(count, depth)).astype(jnp.float32))
+    weights = jnp.asarray(rng.normal(size=(groups, depth, width)).astype(jnp.float32))
 
     def gradients(implementation):
         def of(rows, weights):
-            product = grouped_matmul(rows, weights, sizes, implementation=implementation)
-            return jnp.sin(product).sum()
+            options = {"implementation": implementation}
+            return jnp.sin(grouped_matmul(rows, weights, jnp.asarray(sizes), **options)).sum()
 
         return jax.jit(jax.grad(of, argnums=(0, 1)))(rows, weights)
 
-    for kernel, ragged in zip(gradients("interpret"), gradients("ragged_dot"), strict=True):
-        np.testing.assert_allclose(kernel, ragged, atol=1e-3)
+    for ours, ragged in zip(gradients(implementation), gradients("ragged_dot"), strict=True):
+        np.testing.assert_allclose(ours, ragged, atol=1e-3 if depth == 128 else 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -140,20 +144,6 @@ def test_what_the_kernel_does_not_cover(depth, width, block, message):
     call = functools.partial(grouped_matmul, block=block, implementation="pallas")
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call, *shapes)
-
-
-def test_gradients_are_those_of_the_loop():
-    *factors, sizes = map(jnp.asarray, draw(np.random.default_rng(3), 24, 4, 19))
-
-    def loss(implementation):
-        def of(rows, weights):
-            product = grouped_matmul(rows, weights, sizes, implementation=implementation)
-            return jnp.sin(product).sum()
-
-        return jax.grad(of, argnums=(0, 1))(*factors)
-
-    for tiles, ragged in zip(loss("tiles"), loss("ragged_dot"), strict=True):
-        np.testing.assert_allclose(tiles, ragged, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from dflash.kernels.packing import Packing
 from dflash.kernels.paged_attention import packed_attention
 from dflash.kernels.tuning import BlockSizes
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16 = jnp.bfloat16
 ROWS = "queries", "keys", "values"
 
 

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.golden import import_transformers
 from support.models import make_sharding, move
 
 from dflash.config import schema
 from dflash.layers import moe
 from dflash.layers.mlp import ClampedSwiglu
-from dflash.layers.moe import Routing, SparseMlp, route
+from dflash.layers.moe import Routing, SparseMlp
 from dflash.parallel import parameters, sharding
 
 WIDTH, HIDDEN = 16, 12
@@ -155,45 +154,6 @@ def test_rows_are_exchanged_where_they_are_split_as_experts_are(mesh, changes, n
         np.testing.assert_allclose(run(x), jax.jit(layer(name))(x), atol=2e-5)
         program = run.lower(x).as_text()
         assert ("all_gather" in program) == ("reduce_scatter" in program) == sent
-
-
-@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
-def test_sigmoid_routing_is_transformers(groups):
-    torch, transformers = import_transformers()
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
-
-    config = transformers.DeepseekV3Config(
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=groups[0],
-        topk_group=groups[1],
-        routed_scaling_factor=2.5,
-        hidden_size=WIDTH,
-    )
-    gate = theirs.DeepseekV3TopkRouter(config)
-    rng = np.random.default_rng(0)
-    kernel = rng.normal(size=(8, WIDTH)).astype(np.float32)
-    correction = rng.uniform(0, 0.5, size=8).astype(np.float32)
-    with torch.no_grad():
-        gate.weight.copy_(torch.from_numpy(kernel))
-        gate.e_score_correction_bias.copy_(torch.from_numpy(correction))
-        x = rows(40)
-        _, weights, expected = gate(torch.from_numpy(x))
-    routing = Routing(
-        8, 3, "sigmoid", scale=2.5, num_groups=groups[0], groups_per_token=groups[1],
-        has_correction=True,
-    )  # fmt: skip
-    found, ours = route(jnp.asarray(x @ kernel.T), routing, jnp.asarray(correction))
-    order, theirs_order = np.argsort(found), np.argsort(expected.numpy())
-    np.testing.assert_array_equal(
-        np.take_along_axis(np.asarray(found), order, 1),
-        np.take_along_axis(expected.numpy(), theirs_order, 1),
-    )
-    np.testing.assert_allclose(
-        np.take_along_axis(np.asarray(ours), order, 1),
-        np.take_along_axis(weights.numpy(), theirs_order, 1),
-        rtol=1e-5,
-    )
 
 
 def test_names_of_the_tensors_of_experts():

@@ -65,24 +65,6 @@ def test_llama3_scaling_slows_long_wavelengths_only():
     assert np.all(scaled[between] > plain[between] / 8)
 
 
-@pytest.mark.parametrize("scaling", [None, LLAMA31, YARN])
-def test_rotation_is_transformers(scaling):
-    torch, _ = import_transformers()
-    from transformers.models.llama import modeling_llama
-
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(2, 5, 3, 64)).astype(np.float32)
-    positions = np.array([[0, 1, 2, 3, 4], [7, 100, 1000, 2047, 4095]])
-    cos, sin = modeling_llama.LlamaRotaryEmbedding(hf_config(scaling))(
-        torch.from_numpy(x), torch.from_numpy(positions)
-    )
-    heads_first = torch.from_numpy(x).transpose(1, 2)
-    expected, _ = modeling_llama.apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
-    arch = make_architecture(head_dim=64, rope_theta=5e5, rope_scaling=scaling)
-    rotated = rotate(jnp.asarray(x), rotary.angles(jnp.asarray(positions), arch))
-    np.testing.assert_allclose(rotated, expected.transpose(1, 2).numpy(), atol=1e-3, rtol=1e-3)
-
-
 def test_rotation_turns_pairs_in_the_complex_plane():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1, 3, 2, 8))

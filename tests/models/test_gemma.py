@@ -14,30 +14,6 @@ from dflash.models.gemma3 import Gemma3Text
 from dflash.models.gemma4 import Gemma4, Gemma4Text
 from dflash.parallel import parameters
 
-TEXT = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "hidden_size_per_layer_input": 0,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 4,
-    "pad_token_id": 0,
-}
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
 BAD = {
     "hidden_size_per_layer_input: 256 is not supported, only 0": {
         "hidden_size_per_layer_input": 256

@@ -15,7 +15,7 @@ import pytest
 from support import served
 from support.served import ended, wait_until
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT = "/v1/completions"
 SLOW = {"prompt": "abc", "max_tokens": 120, "temperature": 1.0, "seed": 1}
 
 

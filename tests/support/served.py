@@ -34,7 +34,6 @@ decode: {max_new_tokens: 60, batch_size: 2, max_length: 256, partial_dispatches:
 serve: {model: tiny, grammars: false}
 dtype: float32
 """
-START_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ DIRECTORIES = {"dflash2": "dflash2_v32/draft"} | {
     kind: f"dspark_v32/draft_{kind}" for kind in KINDS
 }
 CASES = tuple(DIRECTORIES)
-CONTEXT, BLOCK, VOCAB = 13, 8, 64
+CONTEXT = 13
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 GREEDY = greedy(1)
 
