@@ -12,7 +12,8 @@ import time
 import pytest
 from support.models import BYTE_TARGET
 
-from dflash import decode, sweep
+from dflash import decode
+from experiments.sweep import __main__ as sweep
 
 CONFIG = f"""
 target: {BYTE_TARGET}
@@ -133,13 +134,12 @@ def test_a_dry_run_lists_the_points(run, capsys):
 # Sweeps in a process of its own, which stops after the first point.
 STUCK = """
 import sys, time
-from dflash import sweep
-from dflash.runs import sweeps
-record = sweeps._record
+from experiments.sweep import __main__ as sweep, runs
+record = runs._record
 def record_and_wait(*args):
     record(*args)
     time.sleep(600)
-sweeps._record = record_and_wait
+runs._record = record_and_wait
 sweep.main(sys.argv[1:])
 """
 
