@@ -38,12 +38,9 @@ os.environ.setdefault("DFLASH_CPU_KERNELS", str(program_cache.kernels()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 # The same examples in every run, for as long as they take: a busy machine finds no other faults.
 hypothesis.settings.register_profile(
-    "same",
-    deadline=None,
-    derandomize=True,
-    database=None,
+    "same", deadline=None, derandomize=True, database=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
+)  # fmt: skip
 hypothesis.settings.load_profile("same")
 # A job in the background ignores ctrl-C, and so would every command that the tests start and stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

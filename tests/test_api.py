@@ -212,14 +212,10 @@ def test_drafters_of_one_build_share_their_programs(small):
         (("nowhere.yml",), {}, errors.ConfigError, "nowhere.yml: no such file"),
         ((), {"target": "no/where"}, errors.CheckpointError, "no/where: no such directory"),
         ((CONFIG,), {"drafter": "ngarm"}, errors.CheckpointError, "did you mean 'ngram'?"),
-        (
-            ("dtype=float32",),
-            {"target": "assets/tiny_target", "drafter": "assets/tiny_eagle3/.."},
-            errors.CheckpointError,
-            "config.json",
-        ),
+        (("dtype=float32",), {"target": "assets/tiny_target", "drafter": "assets/tiny_eagle3/.."},
+         errors.CheckpointError, "config.json"),
     ],
-)
+)  # fmt: skip
 def test_unusable_models_are_the_commands_errors(arguments, given, kind, message):
     with pytest.raises(kind) as caught:
         dflash.LLM(*arguments, **given)
@@ -249,16 +245,13 @@ def test_unusable_models_are_the_commands_errors(arguments, given, kind, message
         (["a"], {"temperature": True}, "Sampling: temperature: expected a number, got True"),
         (["a"], {"ignore_eos": 1e39}, "Sampling: ignore_eos: expected True or False, got 1e+39"),
         (["a"], {"regex": 3}, "Sampling: regex: expected a string, got 3"),
-        (
-            ["a"],
-            {"regex": "a", "lark": "b"},
-            "Sampling: regex and lark: expected at most one of them",
-        ),
+        (["a"], {"regex": "a", "lark": "b"},
+         "Sampling: regex and lark: expected at most one of them"),
         (["a"], {"regex": "("}, "regex: "),
         (["a"], {"json_schema": {"type": "nothing"}}, "json_schema: Invalid type: nothing"),
         (["a"], {"regex": "a", "ignore_eos": True}, "prompt 0: an output that matches a grammar"),
     ],
-)
+)  # fmt: skip
 def test_unusable_prompts_are_the_commands_errors(small, prompts, sampling, message):
     with pytest.raises(errors.InputError) as caught:
         small.generate(prompts, dflash.Sampling(**sampling))
@@ -282,23 +275,14 @@ def test_a_model_without_a_config_file():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (
-            lambda: dflash.train.run("configs/train/dflash2.yml", "train.steps=0", workdir="w"),
-            errors.ConfigError,
-            "command line: train.steps: expected an integer >= 1 or null, got 0",
-        ),
-        (
-            lambda: dflash.convert.run("nowhere", "there", to="hf"),
-            errors.CheckpointError,
-            "nowhere: no such directory",
-        ),
-        (
-            lambda: dflash.convert.run("assets/tiny_target", "there", to="gguf"),
-            errors.ConfigError,
-            "flag --to=gguf: value should be one of <orbax|hf|maxtext>",
-        ),
+        (lambda: dflash.train.run("configs/train/dflash2.yml", "train.steps=0", workdir="w"),
+         errors.ConfigError, "command line: train.steps: expected an integer >= 1 or null, got 0"),
+        (lambda: dflash.convert.run("nowhere", "there", to="hf"), errors.CheckpointError,
+         "nowhere: no such directory"),
+        (lambda: dflash.convert.run("assets/tiny_target", "there", to="gguf"), errors.ConfigError,
+         "flag --to=gguf: value should be one of <orbax|hf|maxtext>"),
     ],
-)
+)  # fmt: skip
 def test_commands_as_functions_raise_what_the_commands_print(call, kind, message, in_tmp):
     with pytest.raises(kind) as caught:
         call()

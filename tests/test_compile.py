@@ -17,28 +17,19 @@ from dflash.layers.linear import Embedding
 
 SCHEMAS = (tpu_schema.CompileDecode, tpu_schema.CompileTrain)
 TINY = (
-    "configs/random_tiny_dflash.yml",
-    "dtype=bfloat16",
-    "target.architecture.num_hidden_layers=2",
-    "drafter.architecture.num_hidden_layers=1",
-    "drafter.architecture.num_target_features=1",
-    "decode.max_length=256",
-    "tpu.topology=v5e:2x2",
-    "mesh.tensor=4",
-)
+    "configs/random_tiny_dflash.yml", "dtype=bfloat16", "target.architecture.num_hidden_layers=2",
+    "drafter.architecture.num_hidden_layers=1", "drafter.architecture.num_target_features=1",
+    "decode.max_length=256", "tpu.topology=v5e:2x2", "mesh.tensor=4",
+)  # fmt: skip
 
 
 def run(*arguments):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
     return subprocess.run(
-        [sys.executable, "-m", "dflash.compile", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=900,
-        check=False,
-    )
+        [sys.executable, "-m", "dflash.compile", *arguments], capture_output=True, text=True,
+        env=environment, timeout=900, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.tpu_compiler

@@ -66,11 +66,8 @@ def test_companions_come_along(tmp_path, capsys):
     run(capsys, source, tmp_path / "orbax", "--to=orbax")
     run(capsys, tmp_path / "orbax", tmp_path / "hf", "--to=hf")
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "tokens"
 
 

@@ -159,10 +159,8 @@ def test_a_dry_run_plans_time_and_disk(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        (
-            "answers.files=[]",
-            "answers.files: required: JSONL files of questions; or set answers.made",
-        ),
+        ("answers.files=[]",
+         "answers.files: required: JSONL files of questions; or set answers.made"),
         ("test.tasks=[cod]", "test.tasks: unknown data set 'cod'; did you mean 'code'?"),
         ("data.mixture={math: 1}", "data.mixture: has no share for jsonl, the answers"),
         ("answers.decode.page_size=9", "answers.decode.page_size: expected a power of two, got 9"),
@@ -170,16 +168,14 @@ def test_a_dry_run_plans_time_and_disk(tmp_path, capsys):
         ("train.steps=null", "train.steps: give exactly one of train.steps and train.epochs"),
         ("plan.chip=v55", "unknown chip 'v55'"),
         ("test.trees=[0]", "test.trees[0]: expected an integer in [1, 1024], got 0"),
-        (
-            ["test.trees=[4]", "drafter={name: autoregressive, checkpoint: random}"],
-            "'autoregressive' does not draft trees",
-        ),
+        (["test.trees=[4]", "drafter={name: autoregressive, checkpoint: random}"],
+         "'autoregressive' does not draft trees"),
         ("test.block_sizes=[5]", "drafter.block_size: 5 is larger than the block size 4"),
         (["test.block_sizes=[5]", "drafter={name: eagle3, checkpoint: random}"], "no block size"),
         ("answers.made=none.jsonl", "none.jsonl: cannot be read: No such file or directory"),
         ("drafter.name=ngram", "drafter.name: 'ngram' has no weights to train"),
     ],
-)
+)  # fmt: skip
 def test_problems_are_one_line_each(config, override, problem, capsys):
     overrides = [override] if isinstance(override, str) else override
     status = run(config, *overrides, "--dry_run")

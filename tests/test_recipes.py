@@ -21,16 +21,10 @@ def answers(tmp_path_factory) -> pathlib.Path:
     lines = [json.dumps({"prompt": f"Count from {n} to {n + 9}."}) for n in range(24)]
     (directory / "questions.jsonl").write_text("\n".join(lines))
     arguments = (
-        "configs/qwen3_4b_dflash.yml",
-        *TARGET,
-        "drafter.name=none",
-        "prompts.text=[]",
-        f"prompts.file={directory / 'questions.jsonl'}",
-        "decode.batch_size=8",
-        "decode.max_new_tokens=8",
-        "dtype=float32",
-        "--nostream",
-    )
+        "configs/qwen3_4b_dflash.yml", *TARGET, "drafter.name=none", "prompts.text=[]",
+        f"prompts.file={directory / 'questions.jsonl'}", "decode.batch_size=8",
+        "decode.max_new_tokens=8", "dtype=float32", "--nostream",
+    )  # fmt: skip
     assert exit_status(decode.main, *arguments, "--workdir", directory / "run") == 0
     return directory / "run" / "outputs.jsonl"
 

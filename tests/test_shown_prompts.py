@@ -37,14 +37,11 @@ OTHER_TARGETS = {
 }
 QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
 PLACES = (
-    rf"prompts\.text=({QUOTED})",
-    rf"\"(?:prompt|content)\": ?({QUOTED})",
+    rf"prompts\.text=({QUOTED})", rf"\"(?:prompt|content)\": ?({QUOTED})",
     rf"(?:generate|stream)\(\s*(\[[^\]]*\]|{QUOTED})",
-    rf"(?:prompts|question) = ([\[(]?\s*(?:(?:{QUOTED})[,\s]*)+)",
-    rf"data-prompt=({QUOTED})",
-    r"prompts:\n  text:((?:\s+- .*\n(?:    \S.*\n)*)+)",
-    r"prompts:(?:\n  | \{)text: \[(.*?)\]",
-)
+    rf"(?:prompts|question) = ([\[(]?\s*(?:(?:{QUOTED})[,\s]*)+)", rf"data-prompt=({QUOTED})",
+    r"prompts:\n  text:((?:\s+- .*\n(?:    \S.*\n)*)+)", r"prompts:(?:\n  | \{)text: \[(.*?)\]",
+)  # fmt: skip
 
 
 def pages():

@@ -16,17 +16,10 @@ from dflash.checkpoints import checkpoint
 run = functools.partial(exit_status, train.main)
 
 SHAPE = {
-    "vocab_size": 4096,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "eos_token_id": [2],
-}
+    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "eos_token_id": [2],
+}  # fmt: skip
 CONFIG = """
 target:
   name: qwen3
@@ -55,16 +48,11 @@ evaluation:
 TARGET = ("task=target",)
 SHALLOW = (*TARGET, "target.architecture.num_hidden_layers=1")  # Compiles sooner.
 DRAFTER = (
-    "drafter.name=dflash",
-    "drafter.checkpoint=random",
-    "drafter.architecture.num_hidden_layers=1",
-    "drafter.architecture.block_size=4",
-    "drafter.architecture.num_attention_heads=4",
-    "drafter.architecture.num_key_value_heads=2",
-    "drafter.architecture.head_dim=16",
-    "drafter.architecture.intermediate_size=64",
-    "drafter.architecture.target_layer_ids=[0, 1]",
-)
+    "drafter.name=dflash", "drafter.checkpoint=random", "drafter.architecture.num_hidden_layers=1",
+    "drafter.architecture.block_size=4", "drafter.architecture.num_attention_heads=4",
+    "drafter.architecture.num_key_value_heads=2", "drafter.architecture.head_dim=16",
+    "drafter.architecture.intermediate_size=64", "drafter.architecture.target_layer_ids=[0, 1]",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -182,14 +170,9 @@ def test_target_then_drafter_then_tau(config, data, tmp_path, capsys):
     long = "train.steps=120", "train.checkpoint_every=100", "optimizer.learning_rate=1e-2"
     assert run(config, *TARGET, *long, "--workdir", target) == 0
     against = (
-        f"target.checkpoint={target / 'hf'}",
-        "target.architecture=null",
-        "target.name=null",
-        "tokenizer=null",
-        "evaluation.every=60",
-        "evaluation.batches=1",
-        "evaluation.prompts=4",
-    )
+        f"target.checkpoint={target / 'hf'}", "target.architecture=null", "target.name=null",
+        "tokenizer=null", "evaluation.every=60", "evaluation.batches=1", "evaluation.prompts=4",
+    )  # fmt: skip
     assert run(config, *DRAFTER, *against, *long, "--workdir", drafter) == 0
     lines = [json.loads(line) for line in (drafter / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
@@ -255,14 +238,10 @@ def test_the_4b_recipe_plans_in_full(capsys):
 
 
 EAGLE3 = (
-    "drafter.name=eagle3",
-    "drafter.checkpoint=random",
-    "drafter.num_draft_tokens=3",
-    "drafter.training_steps=3",
-    "drafter.architecture.draft_vocab_size=64",
-    "drafter.architecture.target_layer_ids=[0, 1]",
-    "loss.name=kl",
-)
+    "drafter.name=eagle3", "drafter.checkpoint=random", "drafter.num_draft_tokens=3",
+    "drafter.training_steps=3", "drafter.architecture.draft_vocab_size=64",
+    "drafter.architecture.target_layer_ids=[0, 1]", "loss.name=kl",
+)  # fmt: skip
 
 
 def test_a_draft_vocabulary_is_chosen_once_and_stays(config, tmp_path):
@@ -286,14 +265,10 @@ def test_a_draft_vocabulary_is_chosen_once_and_stays(config, tmp_path):
         np.testing.assert_array_equal(again[name], array)
 
     onward = (
-        "drafter.name=eagle3",
-        f"drafter.checkpoint={workdir / 'hf'}",
-        "drafter.tree={budget: 4, top_k: 2, depth: 2}",
-        "loss.name=kl",
-        "train.steps=1",
-        "evaluation.every=1",
-        "evaluation.prompts=2",
-    )
+        "drafter.name=eagle3", f"drafter.checkpoint={workdir / 'hf'}",
+        "drafter.tree={budget: 4, top_k: 2, depth: 2}", "loss.name=kl", "train.steps=1",
+        "evaluation.every=1", "evaluation.prompts=2",
+    )  # fmt: skip
     assert run(config, *onward, "--workdir", tmp_path / "onward") == 0
     lines = map(json.loads, (tmp_path / "onward" / "metrics.jsonl").read_text().splitlines())
     assert [1 <= line["tau"] <= 3 for line in lines if line["kind"] == "evaluation"] == [True]

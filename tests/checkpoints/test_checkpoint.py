@@ -32,14 +32,10 @@ def test_hub_passes_name_and_revision_and_asks_for_no_pickles(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "GatedRepoError",
-            "gated; accept its terms at huggingface.co/org/name, then hf auth login",
-        ),
-        (
-            "RepositoryNotFoundError",
-            "not on the Hugging Face hub, or private; check the name, or hf auth login",
-        ),
+        ("GatedRepoError",
+         "gated; accept its terms at huggingface.co/org/name, then hf auth login"),
+        ("RepositoryNotFoundError",
+         "not on the Hugging Face hub, or private; check the name, or hf auth login"),
         ("RevisionNotFoundError", "no revision 'v1'"),
         (
             "OfflineModeIsEnabled",
@@ -48,7 +44,7 @@ def test_hub_passes_name_and_revision_and_asks_for_no_pickles(monkeypatch, tmp_p
         ),
         ("FileMetadataError", "cannot be downloaded: first line"),
     ],
-)
+)  # fmt: skip
 def test_hub_failures(monkeypatch, name, message):
     hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash-jax[hf]'")
     kind = getattr(pytest.importorskip("huggingface_hub.errors"), name)

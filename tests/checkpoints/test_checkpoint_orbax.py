@@ -138,12 +138,9 @@ def test_damaged_data_is_one_line_and_nothing_else(saved, tmp_path, pattern, mes
         path.write_bytes(path.read_bytes()[:20])
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(copy)],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", LOAD, str(copy)], capture_output=True, text=True, check=True,
         env=os.environ | {"PYTHONPATH": path},
-    )
+    )  # fmt: skip
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"{copy}/params: {message}")
     assert line.endswith("; copy or convert the checkpoint again")

@@ -62,21 +62,15 @@ def test_an_entry_of_the_hubs_cache_says_where_its_checkpoint_is(tmp_path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            {"quantization_config": {"quant_method": "aqlm"}},
-            "quantization_config: quantized weights (aqlm)",
-        ),
+        ({"quantization_config": {"quant_method": "aqlm"}},
+         "quantization_config: quantized weights (aqlm)"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights (4 bits)"),
-        (
-            {"quantization_config": "fp8"},
-            "quantization_config: quantized weights (of an unknown kind)",
-        ),
-        (
-            {"quantization": {"bits": 4, "group_size": 64}},
-            "quantization: quantized weights (4 bits)",
-        ),
+        ({"quantization_config": "fp8"},
+         "quantization_config: quantized weights (of an unknown kind)"),
+        ({"quantization": {"bits": 4, "group_size": 64}},
+         "quantization: quantized weights (4 bits)"),
     ],
-)
+)  # fmt: skip
 def test_quantized_weights_are_not_read_as_plain_ones(tmp_path, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()

@@ -58,11 +58,8 @@ def test_the_directory_is_written_once_for_each_state_of_the_file(tmp_path, own_
 def test_a_chat_template_beside_the_file(tmp_path):
     file, tokens = tmp_path / "x.gguf", ["<unk>", "<s>", "</s>", "a"]
     tokenizer = {
-        "model": "llama",
-        "tokens": tokens,
-        "scores": [0.0] * 4,
-        "token_type": [2, 3, 3, 1],
-    }
+        "model": "llama", "tokens": tokens, "scores": [0.0] * 4, "token_type": [2, 3, 3, 1],
+    }  # fmt: skip
     write(file, **{f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()})
     assert not load_tokenizer(checkpoint.resolve(str(file))).has_chat_template
     for template in ("a", "aa"):

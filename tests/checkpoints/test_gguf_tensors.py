@@ -230,13 +230,9 @@ def test_any_rows_of_permuted_heads(tmp_path, heads):
 
 def llama_values(width, heads):
     values = {
-        "block_count": 1,
-        "context_length": 64,
-        "embedding_length": width,
-        "feed_forward_length": 8,
-        "attention.head_count": heads,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-    }
+        "block_count": 1, "context_length": 64, "embedding_length": width, "feed_forward_length": 8,
+        "attention.head_count": heads, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
     return {f"llama.{key}": value for key, value in values.items()}
 
 
@@ -291,24 +287,18 @@ def test_the_rotary_scaling_of_llama_3(tmp_path, factor):
         gguf_files.finish(writer)
     found = checkpoint.read_config(checkpoint.resolve(str(tmp_path / "right.gguf")))
     assert found["rope_scaling"] == {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }
+    }  # fmt: skip
     message = failure(checkpoint.resolve, str(tmp_path / "wrong.gguf"))
     assert "only the rotary scaling of Llama 3.1 and 3.2 is supported" in message
 
 
 VALUES = st.one_of(
-    st.integers(-(2**63), 2**64 - 1),
-    st.integers(-2, 70),
-    st.floats(width=32),
-    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1), st.integers(-2, 70), st.floats(width=32), st.booleans(),
     st.text(max_size=3),
     st.lists(st.integers(0, 3) | st.floats(width=32) | st.text(max_size=2), max_size=4),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -234,19 +234,14 @@ def check_alike(tmp_path, source, values):
     [
         ("eagle3_llama_v40/draft", {}, "cannot be written as a GGUF file, only LlamaForCausalLM"),
         ("dspark_v32/draft_gated", {}, "markov_head_type: 'gated' is not supported"),
-        (
-            "dspark_v32/draft_vanilla",
-            {"confidence_head_with_markov": False},
-            "confidence_head_with_markov: false is not supported",
-        ),
-        (
-            "qwen3_v12/draft",
-            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
-            "causal and bidirectional layers in one drafter cannot be written",
-        ),
+        ("dspark_v32/draft_vanilla", {"confidence_head_with_markov": False},
+         "confidence_head_with_markov: false is not supported"),
+        ("qwen3_v12/draft",
+         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+         "causal and bidirectional layers in one drafter cannot be written"),
         ("deepseek_v14/target", {}, "DeepseekV3ForCausalLM cannot be written as a GGUF file"),
     ],
-)
+)  # fmt: skip
 def test_models_that_have_no_gguf_layout(tmp_path, vocabulary, source, changes, message):
     make(tmp_path / "source", GOLDEN / source, **changes)
     with pytest.raises(errors.CheckpointError) as caught:

@@ -17,12 +17,9 @@ from dflash.config.schema import RopeScaling, TargetArchitecture, option
 from dflash.models.dense import Qwen3
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 NAMED_BY_TYPE = {"type" if key == "rope_type" else key: value for key, value in LLAMA3.items()}
 
@@ -30,14 +27,9 @@ NAMED_BY_TYPE = {"type" if key == "rope_type" else key: value for key, value in 
 def make_config(**changes):
     """Returns a config.json with only the required fields, and the given changes."""
     config = {
-        "vocab_size": 48,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-        "rope_theta": 10000,
-    }
+        "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 512, "rope_theta": 10000,
+    }  # fmt: skip
     return config | changes
 
 
@@ -60,20 +52,13 @@ def test_least_config():
 
 def test_everything_stated():
     config = make_config(
-        num_key_value_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        eos_token_id=[3, 7],
-        rope_scaling=LLAMA3,
-    )
+        num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        eos_token_id=[3, 7], rope_scaling=LLAMA3,
+    )  # fmt: skip
     assert hf_config.read_architecture(config) == make_architecture(
-        rope_theta=10000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        eos_token_id=(3, 7),
+        rope_theta=10000.0, rms_norm_eps=1e-5, tie_word_embeddings=True, eos_token_id=(3, 7),
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(None, ()), (0, (0,)), ([5], (5,)), ([], ())])

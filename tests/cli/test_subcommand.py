@@ -14,12 +14,9 @@ from dflash.cli import subcommand as cli
 from dflash.config import loader, schema
 
 SUBCOMMAND = cli.Subcommand(
-    "decode",
-    "Decodes prompts.",
-    schema=schema.DecodeRun,
-    examples=("dflash decode c.yml",),
+    "decode", "Decodes prompts.", schema=schema.DecodeRun, examples=("dflash decode c.yml",),
     shared=(*(flag for flag in cli.RUN_FLAGS if flag != "compilation_cache"), "stream"),
-)
+)  # fmt: skip
 CONFIG = "target: {checkpoint: random, name: qwen3}\nbase: [models/qwen3_4b.yml]\n"
 
 
@@ -162,13 +159,9 @@ def in_process(code, tmp_path):
     added = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
     environment = os.environ | added
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -233,16 +226,11 @@ def test_of_several_processes_the_first_alone_needs_a_place_to_write(run, one_of
 @pytest.mark.parametrize(
     "given",
     [
-        {"workdir": "foo://b/w"},
-        {"compilation_cache": "foo://b/w"},
-        "data.files=[foo://b/w]",
-        "target.checkpoint=foo://b/w",
-        "tokenizer=foo://b/w",
-        {"profile_dir": "gs://b/w"},
-        "data.data_dir=gs://b/w",
-        "data.raw_dir=gs://b/w",
+        {"workdir": "foo://b/w"}, {"compilation_cache": "foo://b/w"}, "data.files=[foo://b/w]",
+        "target.checkpoint=foo://b/w", "tokenizer=foo://b/w", {"profile_dir": "gs://b/w"},
+        "data.data_dir=gs://b/w", "data.raw_dir=gs://b/w",
     ],
-)
+)  # fmt: skip
 def test_a_url_is_no_directory(tmp_path, given):
     """Buckets of unknown schemes, or in place of a disk, must not become local directories."""
     config = tmp_path / "c.yml"

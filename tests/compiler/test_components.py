@@ -97,15 +97,12 @@ def test_attention_loops_over_its_context(context, turns):
     [
         ("a/sample/if_sampled/cond", RunAssumptions(1), 0),
         ("a/sample/if_sampled/cond", RunAssumptions(1, sampled=True), 1),
-        (
-            "a/sample/if_sampled/cond/branch_1_fun/if_filtered/cond",
-            RunAssumptions(1, sampled=True),
-            0,
-        ),
+        ("a/sample/if_sampled/cond/branch_1_fun/if_filtered/cond", RunAssumptions(1, sampled=True),
+         0),
         ("a/if_sampled/if_filtered/cond", RunAssumptions(1, sampled=True, filtered=True), 1),
         ("a/cond", RunAssumptions(1), None),
     ],
-)
+)  # fmt: skip
 def test_branches_follow_the_config(scope, assumptions, index):
     text = snippets.MODULE.replace("jit(generate)/while/body/target/sample/if_sampled/cond", scope)
     body = hlo.parse(text).computations["body"]

@@ -45,13 +45,10 @@ def examine(name=CYCLE, text=snippets.MODULE, head=2765e6):
 def make_report(**changes):
     values = {
         "topology": Topology("v5p:2x2x1", CHIP, 1, (None,) * 4),
-        "mesh": {"data": 1, "fsdp": 1, "tensor": 4},
-        "rates": RATES,
-        "memory": {"target weights": 40 * 10**9, "temporaries": 2 * 10**9},
-        "capacity_bytes": 95e9,
-        "refused": None,
-        "programs": {CYCLE: examine()},
-    }
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 4}, "rates": RATES,
+        "memory": {"target weights": 40 * 10**9, "temporaries": 2 * 10**9}, "capacity_bytes": 95e9,
+        "refused": None, "programs": {CYCLE: examine()},
+    }  # fmt: skip
     return CompileReport(**(values | changes))
 
 

@@ -8,21 +8,8 @@ from hypothesis import strategies as st
 from dflash.config import benchmark_schema, loader, schema, strict_yaml, train_schema
 
 WORDS = [
-    "off",
-    "1e-3",
-    "null",
-    "~",
-    "12:30",
-    "- x",
-    "a: b",
-    "[x",
-    "'",
-    '"',
-    "#",
-    "x #y",
-    "\n",
-    " x ",
-]
+    "off", "1e-3", "null", "~", "12:30", "- x", "a: b", "[x", "'", '"', "#", "x #y", "\n", " x ",
+]  # fmt: skip
 TEXTS = st.text(max_size=20) | st.sampled_from([*WORDS, "é\u2028\U0001f600"])
 NAMES = TEXTS.filter(bool)
 

@@ -96,19 +96,14 @@ def test_a_file_holds_only_what_differs_from_the_defaults(path):
     drafter = schema_of(node, "drafter", registry.DRAFTERS, "dflash")
     target = schema_of(node, "target", registry.TARGETS, "qwen3")
     groups = {
-        ("target", "architecture"): architecture_of(target),
-        ("drafter",): drafter,
-        ("drafter", "architecture"): architecture_of(drafter),
-        ("decode",): schema.DecodeConfig,
-        ("mesh",): schema.MeshConfig,
-        ("prompts",): schema.PromptsConfig,
-        ("data",): train_schema.DataConfig,
-        ("loss",): train_schema.LossConfig,
-        ("optimizer",): train_schema.OptimizerConfig,
-        ("train",): train_schema.TrainConfig,
+        ("target", "architecture"): architecture_of(target), ("drafter",): drafter,
+        ("drafter", "architecture"): architecture_of(drafter), ("decode",): schema.DecodeConfig,
+        ("mesh",): schema.MeshConfig, ("prompts",): schema.PromptsConfig,
+        ("data",): train_schema.DataConfig, ("loss",): train_schema.LossConfig,
+        ("optimizer",): train_schema.OptimizerConfig, ("train",): train_schema.TrainConfig,
         ("evaluation",): train_schema.EvaluationConfig,
         ("evaluation", "decode"): schema.DecodeConfig,
-    }
+    }  # fmt: skip
     for keys, cls in groups.items():
         inner = node
         for key in keys:

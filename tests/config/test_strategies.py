@@ -83,20 +83,16 @@ def test_what_was_resolved_loads_again(tmp_path):
         ("{x: {blok_size: 4}}", "unknown key; did you mean 'strategies.x.block_size'?"),
         ("{x: {name: dflsh}}", "strategies.x.name: unknown name 'dflsh'; did you mean 'dflash'?"),
         ("{x: {block_size: 9}}", "9 exceeds strategies.x.architecture.block_size=8"),
-        (
-            "{x: {block_size: auto}}\nstudy: {name: draft}",
-            "strategies.x.block_size: auto depends on",
-        ),
-        (
-            "{x: {block_size: auto}}\nacceptance: [gsm8k]",
-            "strategies.x.block_size: auto depends on",
-        ),
+        ("{x: {block_size: auto}}\nstudy: {name: draft}",
+         "strategies.x.block_size: auto depends on"),
+        ("{x: {block_size: auto}}\nacceptance: [gsm8k]",
+         "strategies.x.block_size: auto depends on"),
         ("{x: {checkpoint: null}}", "strategies.x.checkpoint: required"),
         ("{x: 3}", "strategies.x: expected a mapping"),
         ("{x: gone.yml}", "strategies.x: gone.yml: no such file"),
         ("3", "strategies: expected a mapping"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_strategy_is_one_line_with_its_place(tmp_path, strategies, message):
     (problem,) = complaints(tmp_path, f"strategies: {strategies}")
     assert message in problem

@@ -59,13 +59,9 @@ class Case:
 
 
 CASES = [
-    Case(2, 5, 8, LONG),
-    Case(3, 1, 1, SHORT),
-    Case(5, 5, 1, SHORT, stop_ids=(2, 9)),
-    Case(8, 1, 8, SHORT, stop_ids=(3,)),
-    Case(11, 5, 1, SHORT),
-    Case(16, 5, 8, SHORT),
-]
+    Case(2, 5, 8, LONG), Case(3, 1, 1, SHORT), Case(5, 5, 1, SHORT, stop_ids=(2, 9)),
+    Case(8, 1, 8, SHORT, stop_ids=(3,)), Case(11, 5, 1, SHORT), Case(16, 5, 8, SHORT),
+]  # fmt: skip
 
 
 # Every case is one more program to compile. The loop is the same for all, so one drafter meets all
@@ -365,14 +361,11 @@ def ruled(run, *, greedy: bool) -> list[tuple]:
     """Output ids and reasons of prompts, of which some have rules, and one a grammar, too."""
     allowed = (*range(12), grammars.END)
     rules = [
-        TokenRules(allowed[:6]),
-        None,
-        TokenRules(bad=((0,), (3, 1), (2, 2, 4))),
+        TokenRules(allowed[:6]), None, TokenRules(bad=((0,), (3, 1), (2, 2, 4))),
         TokenRules(allowed, ((1,), (5, 5))),
-        TokenRules(allowed[:4], tuple((token,) for token in allowed[:4])),
-        None,
+        TokenRules(allowed[:4], tuple((token,) for token in allowed[:4])), None,
         TokenRules(bad=((0,),)),
-    ]
+    ]  # fmt: skip
     prompts = random_prompts(ONE_BUCKET)
     how = {"temperature": 0.0 if greedy else 1.5, "stop_ids": (grammars.END,), "seed": 5}
     requests = make_requests(prompts, [32, 20, 32, 32, 6, 6, 12], **how)

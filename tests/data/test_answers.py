@@ -99,19 +99,11 @@ def test_different_answers(one, other):
 @pytest.mark.parametrize(
     "answer",
     [
-        "9^{9^{9^9}}",
-        "1e999999999",
-        "(" * 400 + "1" + ")" * 400,
-        "9" * 900 + "^{999}",
-        "*".join(["9^{999}"] * 100),
-        r"\frac{1}{0}",
-        "0^{-1}",
-        r"\sqrt{-1}",
-        "1-" * 500,
-        "9" * 5000,
+        "9^{9^{9^9}}", "1e999999999", "(" * 400 + "1" + ")" * 400, "9" * 900 + "^{999}",
+        "*".join(["9^{999}"] * 100), r"\frac{1}{0}", "0^{-1}", r"\sqrt{-1}", "1-" * 500, "9" * 5000,
         r"\text{" * 1000,
     ],
-)
+)  # fmt: skip
 def test_what_has_no_value_or_too_large_a_one_is_compared_as_written(answer):
     assert answers.same(answer, answer)
     assert not answers.same(answer, "1")

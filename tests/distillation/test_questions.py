@@ -10,12 +10,9 @@ from dflash.distillation import distill_plan, stages
 from dflash.loading import job as decode_jobs
 
 SMALL = (
-    "target.checkpoint=assets/tiny_target",
-    "drafter.name=dflash",
-    "drafter.checkpoint=random",
-    "drafter.architecture.num_hidden_layers=1",
-    "train.steps=1",
-)
+    "target.checkpoint=assets/tiny_target", "drafter.name=dflash", "drafter.checkpoint=random",
+    "drafter.architecture.num_hidden_layers=1", "train.steps=1",
+)  # fmt: skip
 
 
 def described(*overrides, base=None) -> list[str]:

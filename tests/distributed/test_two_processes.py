@@ -69,13 +69,9 @@ def test_two_processes_divide_rows_alike():
     options = {"temperature": 0.8, "seed": 2}
     names = ["dspark", "dflash2-tree"]
     task = {
-        "drafters": [],
-        "divided": names,
-        "mesh": (2, 1, 2),
-        "prompts": prompts,
-        "limits": limits,
+        "drafters": [], "divided": names, "mesh": (2, 1, 2), "prompts": prompts, "limits": limits,
         "options": options,
-    }
+    }  # fmt: skip
     plain = engine(batch_size=4, max_length=48)
     wanted = [list(ids) for ids in grammars.decode_some(plain, prompts, limits, **options)]
     for status, out, err in run_workers(2, task):

@@ -66,13 +66,9 @@ def test_it_passes_the_contract_as_the_page_runs_it(contract, tmp_path):
     (command,) = re.findall(r"^    python (-m pytest .*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, *shlex.split(command), "-q", "-p", "no:cacheprovider"],
-        cwd=TESTS.parent,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, *shlex.split(command), "-q", "-p", "no:cacheprovider"], cwd=TESTS.parent,
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 10
 

@@ -21,15 +21,10 @@ from dflash.parallel import parameters
 
 BUILD = {"dtype": jnp.float32, "sharding": make_sharding()}
 NETWORK = {
-    "lilicorr_candidate_topk": 3,
-    "lilicorr_hidden_size": 8,
-    "lilicorr_num_layers": 2,
-    "lilicorr_num_heads": 2,
-    "lilicorr_mlp_ratio": 1.5,
-    "lilicorr_factor_dim": 5,
-    "lilicorr_vector_eps": 1e-4,
-    "lilicorr_logit_scale": 8.0,
-}
+    "lilicorr_candidate_topk": 3, "lilicorr_hidden_size": 8, "lilicorr_num_layers": 2,
+    "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 1.5, "lilicorr_factor_dim": 5,
+    "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 8.0,
+}  # fmt: skip
 SHAPE = LiLiCorrShape(**vars(make_shape(FULL, FULL)), **NETWORK)
 # As wide as the drafter, with convolutions.
 WIDE = dataclasses.replace(SHAPE, lilicorr_hidden_size=0, conv_kernel_size=2, conv_group_size=4)
@@ -288,19 +283,15 @@ def test_files_come_back_under_published_names(shape, tmp_path):
     ("change", "message"),
     [
         ({"lilicorr_num_heads": 3}, "lilicorr_num_heads: 3 does not divide the network's width 8"),
-        (
-            {"lilicorr_candidate_topk": 49},
-            "lilicorr_candidate_topk: 49 exceeds the vocabulary of 48",
-        ),
+        ({"lilicorr_candidate_topk": 49},
+         "lilicorr_candidate_topk: 49 exceeds the vocabulary of 48"),
         ({"conv_group_size": 4}, "conv_group_size: 4, but conv_kernel_size is 0"),
         ({"conv_kernel_size": 2}, "conv_group_size: 0, but conv_kernel_size is 2"),
-        (
-            {"conv_kernel_size": 2, "conv_group_size": 5},
-            "conv_group_size: 5 does not divide the hidden size 32",
-        ),
+        ({"conv_kernel_size": 2, "conv_group_size": 5},
+         "conv_group_size: 5 does not divide the hidden size 32"),
         ({"lilicorr_factor_dim": None}, "missing lilicorr_factor_dim"),
     ],
-)
+)  # fmt: skip
 def test_unusable_fields_are_named(change, message):
     config = LiLiCorr.config_to_hf(SHAPE)
     config["dflash_config"] |= change

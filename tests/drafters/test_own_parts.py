@@ -230,13 +230,10 @@ def test_the_anchor_s_row_drafts_or_does_not(kind, shape, from_anchor):
         np.testing.assert_array_equal(drafts, SAMPLED.propose(logits, positions)[0])
     index = jnp.array([[2, 4]], jnp.int32)
     batch = TrainBatch(
-        tokens=jnp.arange(12)[None],
-        positions=jnp.arange(12)[None],
-        segment_ids=jnp.ones((1, 12), jnp.int32),
-        loss_mask=jnp.ones((1, 12)),
-        features=jnp.pad(rows[:1], ((0, 0), (0, 2), (0, 0))),
-        hidden=None,
-    )
+        tokens=jnp.arange(12)[None], positions=jnp.arange(12)[None],
+        segment_ids=jnp.ones((1, 12), jnp.int32), loss_mask=jnp.ones((1, 12)),
+        features=jnp.pad(rows[:1], ((0, 0), (0, 2), (0, 0))), hidden=None,
+    )  # fmt: skip
     anchors = Anchors(index, jnp.ones((1, 2), bool))
 
     @jax.jit

@@ -11,17 +11,10 @@ from dflash.drafters.dspark import DSpark
 from dflash.parallel import parameters
 
 DECODER = {
-    "vocab_size": 248_320,
-    "hidden_size": 5120,
-    "intermediate_size": 17_408,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 262_144,
-    "model_type": "qwen3",
-    "rms_norm_eps": 1e-6,
-}
+    "vocab_size": 248_320, "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 5,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 262_144, "model_type": "qwen3", "rms_norm_eps": 1e-6,
+}  # fmt: skip
 ROPE = {"rope_theta": 10_000_000, "rope_type": "default"}
 SLIDING = {
     "layer_types": ["sliding_attention"] * 5,
@@ -45,16 +38,11 @@ ZLAB = (
         "rope_parameters": ROPE,
         "num_target_layers": 64,
         "dflash_config": {
-            "block_size": 8,
-            "conv_group_size": 16,
-            "conv_kernel_size": 2,
-            "mask_token_id": 248_070,
-            "selector_rank": 256,
-            "selector_top_k": 16,
-            "target_layer_ids": TAPS,
+            "block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "mask_token_id": 248_070,
+            "selector_rank": 256, "selector_top_k": 16, "target_layer_ids": TAPS,
         },
     }
-)
+)  # fmt: skip
 # Revision b9a5dbdf of RadixArk/Qwen3.8-27B-DSpark, in SpecForge's layout.
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 8192}
 RADIXARK = DECODER | {

@@ -76,19 +76,10 @@ def read(name: str, *overrides: str) -> schema.DrafterConfig:
 
 
 OTHER_VALUES = {
-    "block_size": 8,
-    "num_hidden_layers": 3,
-    "target_layer_ids": [0, 1],
-    "mask_token_id": 7,
-    "draft_vocab_size": 64,
-    "head_dim": 64,
-    "causal": "true",
-    "rms_norm_eps": 1e-3,
-    "rope_theta": 5.0,
-    "selector_rank": 3,
-    "selector_hidden_size": 3,
-    "markov_rank": 3,
-}
+    "block_size": 8, "num_hidden_layers": 3, "target_layer_ids": [0, 1], "mask_token_id": 7,
+    "draft_vocab_size": 64, "head_dim": 64, "causal": "true", "rms_norm_eps": 1e-3,
+    "rope_theta": 5.0, "selector_rank": 3, "selector_hidden_size": 3, "markov_rank": 3,
+}  # fmt: skip
 
 
 @each

@@ -36,17 +36,10 @@ from dflash.parallel import parameters
 ARCHITECTURE = make_architecture()
 VOCAB, WIDTH, DRAFTS, TOP_K = ARCHITECTURE.vocab_size, ARCHITECTURE.hidden_size, 5, 6
 SIZES = UBTreeArchitecture(
-    block_size=DRAFTS + 1,
-    num_hidden_layers=1,
-    intermediate_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    target_layer_ids=(0, 1),
-    selector_rank=4,
-    selector_top_k=TOP_K,
-    selector_hidden_size=12,
-)
+    block_size=DRAFTS + 1, num_hidden_layers=1, intermediate_size=16, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, target_layer_ids=(0, 1), selector_rank=4,
+    selector_top_k=TOP_K, selector_hidden_size=12,
+)  # fmt: skip
 CONTEXT, CLOSE = 7, {"rtol": 1e-5, "atol": 1e-5}
 
 

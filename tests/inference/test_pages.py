@@ -10,14 +10,10 @@ from dflash.inference.pages import MIN_CHUNK, Layout, PagePool
 
 powers = st.integers(3, 10).map(lambda n: 1 << n)
 layouts = st.builds(
-    Layout,
-    batch_size=st.sampled_from([4, 8, 12]),
-    max_length=st.integers(2, 5000),
-    block_size=st.integers(1, 32),
-    page_size=powers,
-    prefill_chunk=powers,
+    Layout, batch_size=st.sampled_from([4, 8, 12]), max_length=st.integers(2, 5000),
+    block_size=st.integers(1, 32), page_size=powers, prefill_chunk=powers,
     num_replicas=st.sampled_from([1, 2, 4]),
-)
+)  # fmt: skip
 
 
 class Model:

@@ -43,15 +43,12 @@ def make_case(
 
     blocks, context = (*anchors.shape, BLOCK, kv_heads, width), (*segments.shape, kv_heads, width)
     return {
-        "queries": draw(*anchors.shape, BLOCK, kv_heads * group, width),
-        "keys": draw(*blocks),
-        "values": draw(*blocks),
-        "context_keys": draw(*context),
-        "context_values": draw(*context),
+        "queries": draw(*anchors.shape, BLOCK, kv_heads * group, width), "keys": draw(*blocks),
+        "values": draw(*blocks), "context_keys": draw(*context), "context_values": draw(*context),
         "anchors": jnp.asarray(anchors),
         "valid": jnp.asarray(np.ones(anchors.shape, bool) if valid is None else valid),
         "segment_ids": jnp.asarray(segments),
-    }
+    }  # fmt: skip
 
 
 def visible_keys(row, anchor, window, causal):
@@ -272,13 +269,9 @@ def test_wrong_shapes_are_named(name):
 def in_interpret_mode(case, queries, window, causal):
     """Returns outputs and gradients of the kernels, with race detection in both passes."""
     call = functools.partial(
-        anchored_attention,
-        scale=SCALE,
-        window=window,
-        causal=causal,
-        implementation="interpret",
+        anchored_attention, scale=SCALE, window=window, causal=causal, implementation="interpret",
         sizes=BlockSizes(8, queries),
-    )
+    )  # fmt: skip
     floats = {name: case[name] for name in FLOATS}
     rest = {name: case[name] for name in NAMES if name not in FLOATS}
 

@@ -159,13 +159,8 @@ def anchored_shapes(blocks, rows, kv_heads, group, width, length, dtype):
     context = (1, length, kv_heads, width), dtype
     places = ((1, blocks), jnp.int32), ((1, blocks), jnp.bool_), ((1, length), jnp.int32)
     return [
-        ((1, blocks, rows, kv_heads * group, width), dtype),
-        own,
-        own,
-        context,
-        context,
-        *places,
-    ]
+        ((1, blocks, rows, kv_heads * group, width), dtype), own, own, context, context, *places,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,9 @@ def expected(queries, keys, values, segments, window=None, sinks=None):
             first = 0 if window is None else max(0, t + 1 - window)
             seen = [s for s in range(first, t + 1) if row[s] == row[t]]
             outputs[b, t] = dense_attention(
-                queries[b, t : t + 1],
-                keys[b, np.array(seen)],
-                values[b, np.array(seen)],
-                np.ones((1, len(seen)), bool),
-                SCALE,
-                sinks,
-            )[0]
+                queries[b, t : t + 1], keys[b, np.array(seen)], values[b, np.array(seen)],
+                np.ones((1, len(seen)), bool), SCALE, sinks,
+            )[0]  # fmt: skip
     return outputs
 
 

@@ -28,13 +28,10 @@ def make_rows(rows, seed=0):
 
     shape = (BATCH, rows, VALUE_HEADS)
     arrays = (
-        unit(KEY_HEADS),
-        unit(KEY_HEADS),
-        rng.normal(size=(*shape, VALUE_WIDTH)),
-        -np.exp(rng.uniform(-9, 7, shape)),
-        rng.uniform(0, 1, shape),
+        unit(KEY_HEADS), unit(KEY_HEADS), rng.normal(size=(*shape, VALUE_WIDTH)),
+        -np.exp(rng.uniform(-9, 7, shape)), rng.uniform(0, 1, shape),
         rng.normal(size=(BATCH, VALUE_HEADS, KEY_WIDTH, VALUE_WIDTH)),
-    )
+    )  # fmt: skip
     return tuple(np.float32(array) for array in arrays)
 
 

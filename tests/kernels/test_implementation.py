@@ -56,8 +56,5 @@ def test_unknown_names():
 
 def test_platforms_without_kernels_trace_the_reference_alone():
     assert [implementation.for_platform(name) for name in ("tpu", "cpu", "gpu", "unknown")] == [
-        "auto",
-        "reference",
-        "reference",
-        "reference",
-    ]
+        "auto", "reference", "reference", "reference",
+    ]  # fmt: skip

@@ -24,15 +24,11 @@ def make_paged(
     """Returns a cache of two layers in which each row, or each row's scale, is a unique number."""
     rows = kv.CacheArray(2, 4, "kv_heads")
     abstract = kv.paged_cache(
-        specs or [(rows, rows)] * 2,
-        batch=batch,
-        pages_per_sequence=pages_per_sequence,
-        num_pages=shares * (batch // shares * pages_per_sequence + 1),
-        page_size=page_size,
-        dtype=kv_dtype or jnp.float32,
-        quantized=kv_dtype is not None,
+        specs or [(rows, rows)] * 2, batch=batch, pages_per_sequence=pages_per_sequence,
+        num_pages=shares * (batch // shares * pages_per_sequence + 1), page_size=page_size,
+        dtype=kv_dtype or jnp.float32, quantized=kv_dtype is not None,
         sharding=sharding or make_sharding(),
-    )
+    )  # fmt: skip
     pools, form = jax.tree.flatten(abstract.layers)
     numbers = [
         jax.device_put(

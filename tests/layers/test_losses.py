@@ -42,13 +42,9 @@ def dense(hidden, labels, target, head, kl_weight):
 
 def chunked(hidden, labels, target, head, kl_weight, **options):
     return losses.score_tokens(
-        hidden,
-        labels,
-        lambda rows: (rows @ head).astype(jnp.float32),
-        target_hidden=target,
-        kl_weight=kl_weight,
-        **options,
-    )
+        hidden, labels, lambda rows: (rows @ head).astype(jnp.float32), target_hidden=target,
+        kl_weight=kl_weight, **options,
+    )  # fmt: skip
 
 
 def weighted(scores):
@@ -137,14 +133,9 @@ def test_logits_are_never_whole(frozen_head):
 
     def total(hidden, head):
         scores = losses.score_tokens(
-            hidden,
-            labels,
-            lambda rows: rows @ head,
-            target_hidden=hidden,
-            kl_weight=0.5,
-            frozen_head=frozen_head,
-            chunk_tokens=8,
-        )
+            hidden, labels, lambda rows: rows @ head, target_hidden=hidden, kl_weight=0.5,
+            frozen_head=frozen_head, chunk_tokens=8,
+        )  # fmt: skip
         return scores.objective.sum()
 
     assert largest_array(jax.grad(total, argnums=(0, 1)), hidden, head) <= 2 * 8 * vocab
@@ -164,14 +155,9 @@ def test_a_split_vocabulary_stays_split(frozen_head):
     def program(model):
         def total(hidden):
             scores = losses.score_tokens(
-                hidden,
-                labels,
-                model.unembed,
-                target_hidden=hidden[:, ::-1],
-                kl_weight=0.5,
-                frozen_head=frozen_head,
-                chunk_tokens=4,
-            )
+                hidden, labels, model.unembed, target_hidden=hidden[:, ::-1], kl_weight=0.5,
+                frozen_head=frozen_head, chunk_tokens=4,
+            )  # fmt: skip
             return jnp.sum(scores.objective * scores.correct + scores.objective), scores
 
         return jax.jit(jax.value_and_grad(total, has_aux=True))

@@ -250,16 +250,12 @@ def pair(name, a, b):
         ({}, "holds no tensors"),
         ({EMBEDDING: (4, 24)}, "embed_tokens.lora_embedding_A' is no LoRA weight"),
         ({f"{LAYER}.mlp.up_proj.lora_A.weight": (4, 32)}, "found A [4, 32], expected A [rank, in]"),
-        (
-            pair("mlp.up_proj", (4, 8), (48, 4)),
-            "updates a map of [48, 8], but the target's is [48, 32]",
-        ),
-        (
-            pair("mlp.no_proj", (4, 8), (8, 4)),
-            "updates 'model.layers.0.mlp.no_proj.weight', which this target does not have",
-        ),
+        (pair("mlp.up_proj", (4, 8), (48, 4)),
+         "updates a map of [48, 8], but the target's is [48, 32]"),
+        (pair("mlp.no_proj", (4, 8), (8, 4)),
+         "updates 'model.layers.0.mlp.no_proj.weight', which this target does not have"),
     ],
-)
+)  # fmt: skip
 def test_unfit_tensors_are_named(tmp_path, tensors, message):
     arrays = {name: np.zeros(shape, np.float32) for name, shape in tensors.items()}
     directory = str(write_adapter(tmp_path / "a", target(), tensors=arrays))

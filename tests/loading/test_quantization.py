@@ -28,12 +28,8 @@ TOKENS = np.arange(12) % VOCABULARY
 FOUR_BITS = "int4"
 LARGEST = {np.int8: 127, FOUR_BITS: 7, ml_dtypes.float8_e4m3fn: 448}
 CODES = {
-    "int32": "I32",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float32": "F32",
-    "float16": "F16",
-}
+    "int32": "I32", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float32": "F32", "float16": "F16",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -129,16 +129,12 @@ def test_files_state_pairs(tmp_path):
     [
         (["decode.temperature=0.7"], "decode.temperature: calibration replays greedy decoding"),
         (["strategies={a: {name: ngram}}"], r"strategies\.a: this strategy has no calibration"),
-        (
-            ["strategies={a: {name: dflash, checkpoint: assets/tiny_dflash}}"],
-            r"strategies\.a: its chains state no confidence; add tree\.budget",
-        ),
-        (
-            ["strategies={a: {checkpoint: random}}", "study.store=true"],
-            r"study\.store: strategies\.a has no checkpoint in a local directory",
-        ),
+        (["strategies={a: {name: dflash, checkpoint: assets/tiny_dflash}}"],
+         r"strategies\.a: its chains state no confidence; add tree\.budget"),
+        (["strategies={a: {checkpoint: random}}", "study.store=true"],
+         r"study\.store: strategies\.a has no checkpoint in a local directory"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_calibrated_is_rejected(tmp_path, overrides, message):
     overrides = ["strategies={a: {}}", *overrides]
     with pytest.raises(errors.ConfigError, match=message):

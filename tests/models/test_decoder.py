@@ -42,44 +42,23 @@ SHAPE = {
 }
 # Scaled so early that even the tests' short sequences feel it.
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
 YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
 EXPERTS = {
-    "head_dim": 16,
-    "num_experts": 7,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-}
+    "head_dim": 16, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "norm_topk_prob": True, "mlp_only_layers": [],
+}  # fmt: skip
 LATENT = {
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 24,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 24, "num_local_experts": 8,
+    "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5, "q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
+}  # fmt: skip
 GEMMA3 = {
     "head_dim": 16,
     "query_pre_attn_scalar": 24,
@@ -145,10 +124,7 @@ CHECKPOINTS = {
     "gpt-oss": (
         "GptOss",
         {
-            "head_dim": 16,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
-            "sliding_window": 6,
+            "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6,
             "rope_parameters": YARN_ROPE | {"truncate": False},
         },
     ),
@@ -156,15 +132,12 @@ CHECKPOINTS = {
     "minimax-m2": (
         "MiniMaxM2",
         {
-            "head_dim": 16,
-            "num_local_experts": 7,
-            "num_experts_per_tok": 3,
-            "rotary_dim": 4,
+            "head_dim": 16, "num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 4,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "head_dim": 8}),
-}
+}  # fmt: skip
 EIGHT = make_sharding(data=2, fsdp=2, tensor=2)
 STORED = GOLDEN / "targets.npz"  # What transformers computes; see `test_stored_logits`.
 STORED_LENGTHS = [5, 17, 1]
@@ -235,12 +208,9 @@ def test_transformers_reads_our_config(pair):
 
 positive = st.integers(1, 2**20)
 scalings = st.builds(
-    RopeScaling,
-    factor=st.floats(1, 64),
-    low_freq_factor=st.floats(0, 4),
-    high_freq_factor=st.floats(5, 9),
-    original_max_position_embeddings=positive,
-)
+    RopeScaling, factor=st.floats(1, 64), low_freq_factor=st.floats(0, 4),
+    high_freq_factor=st.floats(5, 9), original_max_position_embeddings=positive,
+)  # fmt: skip
 
 
 @given(
@@ -261,14 +231,10 @@ scalings = st.builds(
 )
 def test_config_round_trip(name, scaling, tied, eos, theta, eps, sizes):
     arch = family_architecture(
-        name,
-        rope_scaling=scaling,
-        tie_word_embeddings=tied,
-        eos_token_id=eos,
-        rope_theta=theta,
+        name, rope_scaling=scaling, tie_word_embeddings=tied, eos_token_id=eos, rope_theta=theta,
         rms_norm_eps=eps,
         **sizes | {key: OWN_FIELDS[name][key] for key in sizes if key in OWN_FIELDS.get(name, ())},
-    )
+    )  # fmt: skip
     config = FAMILIES[name].config_to_hf(arch)
     assert FAMILIES[name].architecture_from_hf(config) == arch
     assert config["architectures"] == [FAMILIES[name].hf_architectures[0]]

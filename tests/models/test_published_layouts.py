@@ -10,46 +10,27 @@ from support.parity import check_rows, pad, reference, save_random, step
 from dflash import errors
 
 TEXT = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8}
 HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "num_experts_per_tok": 2,
-    "shared_expert_intermediate_size": 8,
-}
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8,
+}  # fmt: skip
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 GEMMA4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 0}
 GEMMA4 |= {"enable_moe_block": True, "top_k_experts": 2}
 QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-}
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+    "patch_size": 4, "num_position_embeddings": 16,
+}  # fmt: skip
 VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 GEMMA3_VISION = VISION | {"image_size": 16, "patch_size": 4}
 MUSE = {
     "num_hidden_layers": 5,  # Two kinds of attention, with and without rotary embedding.
@@ -63,12 +44,9 @@ MUSE = {
     "final_logit_softcapping": 3.0,
 }
 MUSE_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "patch_size": 4,
-}
+}  # fmt: skip
 PLACEHOLDERS = {"image_token_id": 3, "video_token_id": 7}
 # Beginning of the classes of transformers, text config, vision config, and their other options.
 WRAPPED = {

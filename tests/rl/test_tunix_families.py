@@ -30,24 +30,14 @@ from dflash.rl.upkeep import TokenLogps
 
 PAD, ALPHA, RANK = 0, 6.0, 2
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rope_theta": 1e6,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 64, "rope_theta": 1e6,
+}  # fmt: skip
 SHAPE = {
-    "num_layers": 2,
-    "embed_dim": 32,
-    "hidden_dim": 48,
-    "num_heads": 4,
-    "head_dim": 16,
+    "num_layers": 2, "embed_dim": 32, "hidden_dim": 48, "num_heads": 4, "head_dim": 16,
     "num_kv_heads": 2,
-}
+}  # fmt: skip
 QWEN = SHAPE | {"vocab_size": 64, "rope_theta": 1_000_000, "norm_eps": 1e-6}
 
 

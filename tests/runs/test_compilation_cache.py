@@ -42,12 +42,9 @@ def run(code, tmp_path, **environment):
     clean = {key: value for key, value in os.environ.items() if key not in kept_out}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env=clean | {"XDG_CACHE_HOME": str(tmp_path / "xdg")} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        env=clean | {"XDG_CACHE_HOME": str(tmp_path / "xdg")} | environment, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     directory, hits = done.stdout.split()
     return directory, int(hits)

@@ -227,34 +227,17 @@ def test_a_prompt_stands_before_its_answer():
     shown.finish(0, "end")
     assert stdout.getvalue() == "Hi.\n"
     assert stderr.getvalue().splitlines() == [
-        "── prompt 0 · 4 tokens",
-        "> Hello?",
-        "── end",
-        "── prompt 1 · 5 tokens",
-        "> What is",
-        ">",
-        "> three␛[2J?",
-        "> more",
-        "> more",
-        "> more",
-        "> … and 30 more characters",
-        "── end",
-    ]
+        "── prompt 0 · 4 tokens", "> Hello?", "── end", "── prompt 1 · 5 tokens", "> What is", ">",
+        "> three␛[2J?", "> more", "> more", "> more", "> … and 30 more characters", "── end",
+    ]  # fmt: skip
 
 
 def make_record(**changes):
     values = {
-        "index": 0,
-        "prompt": None,
-        "prompt_ids": (1,),
-        "output_ids": tuple(range(9)),
-        "text": "",
-        "finish_reason": "stop",
-        "acceptance_lengths": (4, 4, 1),
-        "prefill_ms": 12.5,
-        "decode_ms": 40.0,
-        "decode_clock_s": 0.04,
-    }
+        "index": 0, "prompt": None, "prompt_ids": (1,), "output_ids": tuple(range(9)), "text": "",
+        "finish_reason": "stop", "acceptance_lengths": (4, 4, 1), "prefill_ms": 12.5,
+        "decode_ms": 40.0, "decode_clock_s": 0.04,
+    }  # fmt: skip
     return outputs.Record(**{**values, **changes})
 
 
@@ -270,21 +253,12 @@ def test_results():
     assert stdout.getvalue() == ""
     lines = [line.rstrip() for line in stderr.getvalue().split("\n")]
     assert lines == [
-        "",
-        "τ                    3.00 tokens per cycle",
-        "throughput           200.00 tokens/s",
-        "time to first token  12.50 ms (median)",
-        "time per token       5.00 ms (median)",
-        "prompts              1",
-        "output tokens        9",
-        "cycles               3",
-        "",
-        "tokens per cycle",
-        "    1  33.3 % " + "█" * 20,
-        "  2–3   0.0 %",
-        "    4  66.7 % " + "█" * 40,
-        "",
-    ]
+        "", "τ                    3.00 tokens per cycle", "throughput           200.00 tokens/s",
+        "time to first token  12.50 ms (median)", "time per token       5.00 ms (median)",
+        "prompts              1", "output tokens        9", "cycles               3", "",
+        "tokens per cycle", "    1  33.3 % " + "█" * 20, "  2–3   0.0 %",
+        "    4  66.7 % " + "█" * 40, "",
+    ]  # fmt: skip
 
 
 def test_comparison():

@@ -10,18 +10,11 @@ from dflash.runs import outputs
 
 def make_record(index=0, **changes):
     values = {
-        "index": index,
-        "prompt": f"prompt {index}",
-        "prompt_ids": (1, 2, index),
-        "output_ids": (5, 6, 7, 8, 9),
-        "text": "five",
-        "finish_reason": "length",
-        "acceptance_lengths": (3, 1),
-        "prefill_ms": 20.0,
-        "decode_ms": 40.0,
-        "decode_clock_s": 0.04,
+        "index": index, "prompt": f"prompt {index}", "prompt_ids": (1, 2, index),
+        "output_ids": (5, 6, 7, 8, 9), "text": "five", "finish_reason": "length",
+        "acceptance_lengths": (3, 1), "prefill_ms": 20.0, "decode_ms": 40.0, "decode_clock_s": 0.04,
         "block_sizes": (4, 4),
-    }
+    }  # fmt: skip
     return outputs.Record(**{**values, **changes})
 
 
@@ -32,18 +25,13 @@ def make_records(draw):
     lengths, sizes = zip(*cycles, strict=True) if cycles else ((), ())
     count, first = 1 + sum(lengths), draw(st.integers(0, 2**31 - 100))
     return outputs.Record(
-        index=draw(st.integers(0, 9)),
-        prompt=draw(st.none() | text | st.tuples(message)),
+        index=draw(st.integers(0, 9)), prompt=draw(st.none() | text | st.tuples(message)),
         prompt_ids=draw(st.lists(ids, max_size=5).map(tuple)),
-        output_ids=tuple(range(first, first + count)),
-        text=draw(text),
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
-        acceptance_lengths=lengths,
-        prefill_ms=draw(time),
-        decode_ms=draw(time),
-        decode_clock_s=draw(time),
+        output_ids=tuple(range(first, first + count)), text=draw(text),
+        finish_reason=draw(st.sampled_from(["stop", "length"])), acceptance_lengths=lengths,
+        prefill_ms=draw(time), decode_ms=draw(time), decode_clock_s=draw(time),
         block_sizes=draw(st.sampled_from([sizes, ()])),
-    )
+    )  # fmt: skip
 
 
 def _committed(size):
@@ -63,19 +51,10 @@ def test_line_has_the_documented_fields():
     assert line.count(b"\n") == 1
     assert "héllo".encode() in line  # readable as it stands, not escaped
     assert json.loads(line) == {
-        "index": 3,
-        "prompt": "prompt 3",
-        "prompt_ids": [1, 2, 3],
-        "output_ids": [5, 6, 7, 8, 9],
-        "text": "héllo\nworld",
-        "finish_reason": "length",
-        "acceptance_lengths": [3, 1],
-        "tau": 2.0,
-        "prefill_ms": 20.0,
-        "decode_ms": 40.0,
-        "decode_clock_s": 0.04,
-        "block_sizes": [4, 4],
-    }
+        "index": 3, "prompt": "prompt 3", "prompt_ids": [1, 2, 3], "output_ids": [5, 6, 7, 8, 9],
+        "text": "héllo\nworld", "finish_reason": "length", "acceptance_lengths": [3, 1], "tau": 2.0,
+        "prefill_ms": 20.0, "decode_ms": 40.0, "decode_clock_s": 0.04, "block_sizes": [4, 4],
+    }  # fmt: skip
 
 
 @given(records)

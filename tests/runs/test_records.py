@@ -20,17 +20,10 @@ CONFIG = schema.DecodeRun(target=schema.TargetConfig(checkpoint="weights"))
 
 def make_record(index, clock_s=1.0, text="héllo"):
     return outputs.Record(
-        index=index,
-        prompt=None,
-        prompt_ids=(index, 7),
-        output_ids=(1, 2, 3),
-        text=text,
-        finish_reason="stop",
-        acceptance_lengths=(2,),
-        prefill_ms=1.0,
-        decode_ms=2.0,
+        index=index, prompt=None, prompt_ids=(index, 7), output_ids=(1, 2, 3), text=text,
+        finish_reason="stop", acceptance_lengths=(2,), prefill_ms=1.0, decode_ms=2.0,
         decode_clock_s=clock_s,
-    )
+    )  # fmt: skip
 
 
 def make_prompts(count):
@@ -66,11 +59,8 @@ def test_a_run_leaves_its_records_and_results(tmp_path):
         summary = outputs.summarize(work.completed().values(), block_size=2)
         work.write_results(summary, devices=["cpu"], versions={"jax": "0.10"})
     assert sorted(p.name for p in path.iterdir()) == [
-        ".lock",
-        "config.yml",
-        "outputs.jsonl",
-        "results.json",
-    ]
+        ".lock", "config.yml", "outputs.jsonl", "results.json",
+    ]  # fmt: skip
     assert (path / "config.yml").read_text() == loader.to_yaml(CONFIG)
     results = json.loads((path / "results.json").read_text())
     assert results["tau"] == 2.0

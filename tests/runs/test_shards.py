@@ -49,13 +49,10 @@ def test_the_flag(text, environment, expected):
             "--shard=auto: JOB_COMPLETION_INDEX is set, but JOB_COMPLETION_COUNT, the number of "
             "shards, is not: set it",
         ),
-        (
-            "auto",
-            {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETION_COUNT": "2"},
-            "--shard=auto: shard 3 of 2 is out of range: the shards are 0 to n - 1",
-        ),
+        ("auto", {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETION_COUNT": "2"},
+         "--shard=auto: shard 3 of 2 is out of range: the shards are 0 to n - 1"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_used_is_one_line(text, environment, message):
     with pytest.raises(errors.ConfigError) as caught:
         shards.parse(text, environment)

@@ -33,12 +33,8 @@ def test_langchain(url):
         return f"by {amount}"
 
     options = {
-        "model": "tiny",
-        "base_url": url,
-        "api_key": "x",
-        "temperature": 1,
-        "max_tokens": 200,
-    }
+        "model": "tiny", "base_url": url, "api_key": "x", "temperature": 1, "max_tokens": 200,
+    }  # fmt: skip
     model = langchain_openai.ChatOpenAI(**options, extra_body=EXTRA)
     bound = model.bind_tools([increase], tool_choice="any", parallel_tool_calls=False)
     messages = [HumanMessage(PROMPT)]
@@ -79,21 +75,15 @@ def test_openai_agents(url, api, streamed):
         client = openai.AsyncOpenAI(base_url=url, api_key="x")
         kind = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
         settings = agents.ModelSettings(
-            temperature=2.0,
-            max_tokens=200,
-            parallel_tool_calls=False,
-            tool_choice="required",
+            temperature=2.0, max_tokens=200, parallel_tool_calls=False, tool_choice="required",
             extra_body=EXTRA,
-        )
+        )  # fmt: skip
         agent = agents.Agent(
-            name="Adder",
-            instructions="Add.",
-            model=kind[api](model="tiny", openai_client=client),
-            model_settings=settings,
-            tools=[add, stop],
+            name="Adder", instructions="Add.", model=kind[api](model="tiny", openai_client=client),
+            model_settings=settings, tools=[add, stop],
             tool_use_behavior=agents.StopAtTools(stop_at_tool_names=["stop"]),
             reset_tool_choice=False,
-        )
+        )  # fmt: skip
         if streamed:
             result = agents.Runner.run_streamed(agent, PROMPT, max_turns=100)
             async for _ in result.stream_events():

@@ -61,11 +61,8 @@ WRONG = [
     (TEXT, {"prompt": "a", "logit_bias": [1]}, "logit_bias"),
     (TEXT, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
     (TEXT, {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
-    (
-        TEXT,
-        {"prompt": "a", "response_format": {"type": "json_schema"}},
-        "response_format.json_schema.schema",
-    ),
+    (TEXT, {"prompt": "a", "response_format": {"type": "json_schema"}},
+     "response_format.json_schema.schema"),
     (TEXT, {"prompt": "a", "guided_json": "{", "stop_token_ids": [0]}, "guided_json"),
     (TEXT, {"prompt": "a", "guided_regex": "(", "stop_token_ids": [0]}, "guided_regex"),
     (CHAT, {}, "messages"),
@@ -75,11 +72,8 @@ WRONG = [
     (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [USER | {"content": 5}]}, "messages[0].content"),
     (CHAT, {"messages": [USER | {"content": ["a"]}]}, "messages[0].content[0]"),
-    (
-        CHAT,
-        {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content[0].type",
-    ),
+    (CHAT, {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0].type"),
     (CHAT, {"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     (CHAT, {"messages": [CALLED]}, "messages[0].tool_calls[0].function.arguments"),
     (CHAT, {"messages": [USER], "tools": [{}]}, "tools[0].function"),
@@ -123,7 +117,7 @@ WRONG = [
     ("/tokenize", {}, "messages"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": [1000]}, "tokens"),
-]
+]  # fmt: skip
 
 
 def error_of(answer) -> dict:
@@ -148,22 +142,14 @@ def test_errors_name_the_invalid_field(server, path, body, param):
 
 
 BODIES = [
-    b"",
-    b"{",
-    b"[]",
-    b"\xff\xfe",
-    b'{"prompt": "\xff"}',
-    b'{"prompt": NaN}',
-    b"[" * 50_000,
-    b'{"a":' * 20_000,
-    b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}",
-    b'{"prompt": "a", "max_tokens": 1e999}',
-    json.dumps({"prompt": "a", "x" * 50_000: 1}).encode(),
+    b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": NaN}', b"[" * 50_000,
+    b'{"a":' * 20_000, b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}",
+    b'{"prompt": "a", "max_tokens": 1e999}', json.dumps({"prompt": "a", "x" * 50_000: 1}).encode(),
     json.dumps({"prompt": "a", "text": "a", "\ud800": 1}).encode(),
     json.dumps({"prompt": "a", "user": None, "stop": ["y" * 50_000]}).encode(),
     json.dumps({"prompt": list(range(128)) * 150}).encode(),
     json.dumps({"prompt": "a" * 90_000}).encode(),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))

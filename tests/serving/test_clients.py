@@ -56,13 +56,9 @@ def test_openai_chat_completions(client, server):
     assert response.choices[0].message.content == expected
     assert response.choices[0].finish_reason == "length"
     parts = client.chat.completions.create(
-        model="tiny",
-        messages=MESSAGES,
-        max_completion_tokens=10,
-        stream=True,
-        stream_options={"include_usage": True},
-        n=2,
-    )
+        model="tiny", messages=MESSAGES, max_completion_tokens=10, stream=True,
+        stream_options={"include_usage": True}, n=2,
+    )  # fmt: skip
     texts, usage = {0: "", 1: ""}, None
     for part in parts:
         usage = part.usage or usage

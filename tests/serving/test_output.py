@@ -34,13 +34,9 @@ def make_output(
     prompt = tuple(tokenizer.encode_chat(QUESTION)) if prompt is None else tuple(prompt)
     request = Request(0, prompt, 64, stop_ids=stop_ids, min_new_tokens=min_new_tokens)
     completion_request = CompletionRequest(
-        (prompt,),
-        request.sampling,
-        min_new_tokens=min_new_tokens,
-        stop=stop,
-        stop_ids=stop_ids,
+        (prompt,), request.sampling, min_new_tokens=min_new_tokens, stop=stop, stop_ids=stop_ids,
         options=ResponseOptions(stop=include, **options),
-    )
+    )  # fmt: skip
     return Output(0, request, completion_request, tokenizer)
 
 

@@ -84,19 +84,11 @@ def model(name: str = "hermes", **changes) -> ServedModel:
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "reasoning_effort"
     facts = {
-        "name": "tiny",
-        "root": "random",
-        "drafter": "ngram",
-        "tokenizer": tokenizer,
-        "names": TokenNames(tokenizer),
-        "vocabulary": lambda: VOCABULARY,
-        "decode": schema.DecodeConfig(max_new_tokens=50),
-        "eos_ids": (0,),
-        "vocab_size": 256,
-        "max_length": 4096,
-        "drafts": True,
-        "chat_format": ChatFormat(FORMATS[name], True),
-    }
+        "name": "tiny", "root": "random", "drafter": "ngram", "tokenizer": tokenizer,
+        "names": TokenNames(tokenizer), "vocabulary": lambda: VOCABULARY,
+        "decode": schema.DecodeConfig(max_new_tokens=50), "eos_ids": (0,), "vocab_size": 256,
+        "max_length": 4096, "drafts": True, "chat_format": ChatFormat(FORMATS[name], True),
+    }  # fmt: skip
     return ServedModel(**facts | changes)
 
 

@@ -126,12 +126,9 @@ def load(
     weights = sum(param.get_value().nbytes for _, param in parameters.named_parameters(module))
     peak = status_megabytes("VmHWM")
     return {
-        "weights": weights / 1e6,
-        "before": before,
-        "peak": peak,
-        "beyond_weights": peak - before - weights / 1e6,
-        "seconds": seconds,
-    }
+        "weights": weights / 1e6, "before": before, "peak": peak,
+        "beyond_weights": peak - before - weights / 1e6, "seconds": seconds,
+    }  # fmt: skip
 
 
 def status_megabytes(field: str) -> float:

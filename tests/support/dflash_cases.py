@@ -72,13 +72,9 @@ VIEWS = {
 
 def make_shape(*views, **changes):
     values = {
-        "decoder": make_architecture(num_hidden_layers=len(views)),
-        "block_size": BLOCK,
-        "mask_token_id": 47,
-        "target_layer_ids": (0, 2),
-        "num_target_layers": 3,
-        "views": views,
-    }
+        "decoder": make_architecture(num_hidden_layers=len(views)), "block_size": BLOCK,
+        "mask_token_id": 47, "target_layer_ids": (0, 2), "num_target_layers": 3, "views": views,
+    }  # fmt: skip
     return DFlashShape(**(values | changes))
 
 

@@ -51,14 +51,9 @@ def shared_engine(name: str, *, tree: bool = False, verify: str = "coupled") -> 
     Its 15 pages hold 5 sequences of up to 48 tokens; 5 longer ones give way to each other.
     """
     run = engine(
-        Form(name, tree).build(),
-        batch_size=5,
-        sync_every=2,
-        max_length=96,
-        num_pages=16,
-        prefix_cache=True,
-        verify=verify,
-    )
+        Form(name, tree).build(), batch_size=5, sync_every=2, max_length=96, num_pages=16,
+        prefix_cache=True, verify=verify,
+    )  # fmt: skip
     # It serves greedy requests too, which would otherwise compile a program of their own.
     run.program("generate")
     return run

@@ -15,17 +15,13 @@ from dflash.parallel import parameters
 from support.models import family_architecture, make_architecture, make_sharding
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
-    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
-    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
-    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
-    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
-    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
-    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
-    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3, "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3, "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS, "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
     "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
     "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
-}
+}  # fmt: skip
 PAIRED = "LlamaForCausalLM", "SmolLM3ForCausalLM"
 TILED = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 # What a tiny member of a family has so that its file can state it.

@@ -19,13 +19,8 @@ from support.models import make_sharding
 GOLDEN = TESTS / "golden"
 
 GOLDEN_CASES = (
-    "qwen3_b1",
-    "qwen3_v12",
-    "qwen3_v64",
-    "qwen3moe_v20",
-    "qwen3yarn_v14",
-    "deepseek_v14",
-)
+    "qwen3_b1", "qwen3_v12", "qwen3_v64", "qwen3moe_v20", "qwen3yarn_v14", "deepseek_v14",
+)  # fmt: skip
 # Cases of z-lab's package, whose drafters scale the target's embeddings and bound their logits.
 ZLAB_CASES = ("dflash2_zlab_v96", "gemma3_zlab_v72", "muse_glimmer_v80", "minimax_m2_v64")
 # Cases without arrays of single cycles.

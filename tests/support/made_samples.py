@@ -20,16 +20,10 @@ def completion(
     ids = tuple(range(1 + sum(lengths))) if output is None else tuple(output)
     decode_ms = cycle_ms * len(lengths)
     return RequestOutput(
-        id=index,
-        output_ids=ids,
-        finish_reason="length",
-        acceptance_lengths=tuple(lengths),
-        block_sizes=(16,) * len(lengths),
-        prefill_ms=prefill_ms,
-        decode_ms=decode_ms,
-        decode_clock_s=decode_ms / 1e3,
-        finished_at=begin + decode_ms / 1e3,
-    )
+        id=index, output_ids=ids, finish_reason="length", acceptance_lengths=tuple(lengths),
+        block_sizes=(16,) * len(lengths), prefill_ms=prefill_ms, decode_ms=decode_ms,
+        decode_clock_s=decode_ms / 1e3, finished_at=begin + decode_ms / 1e3,
+    )  # fmt: skip
 
 
 def task_round(

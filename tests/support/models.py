@@ -29,46 +29,28 @@ def make_sharding(
 def make_architecture(**changes) -> schema.TargetArchitecture:
     """A target of a few thousand weights."""
     values = {
-        "vocab_size": 48,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
+        "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "max_position_embeddings": 512,
-    }
+    }  # fmt: skip
     return schema.TargetArchitecture(**(values | changes))
 
 
 _LATENT = {
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
+    "head_dim": 8, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
-}
+}  # fmt: skip
 _WINDOWS = {
     "sliding_window": 7,
     "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
 }
 _HYBRID = {
-    "head_dim": 8,
-    "num_hidden_layers": 2,
-    "layer_types": ("full_attention", "linear_attention"),
-    "partial_rotary_factor": 0.5,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
+    "head_dim": 8, "num_hidden_layers": 2, "layer_types": ("full_attention", "linear_attention"),
+    "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+}  # fmt: skip
 _GEMMA4 = _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1}
 # What the shape of a family has beside that of a dense decoder, or instead.
 OWN_FIELDS = {
@@ -120,13 +102,9 @@ ONE_DEVICE = (1, 1, 1)
 
 # The member that tests decode with: few tokens, so that drafts hit now and then.
 ARCHITECTURE = make_architecture(
-    vocab_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=8,
+    vocab_size=24, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
     max_position_embeddings=256,
-)
+)  # fmt: skip
 
 # A target for commands to run, as YAML. Without a checkpoint its tokens are bytes; one layer, since
 # every command compiles all of its programs.
@@ -213,13 +191,10 @@ def drafter(
     entry = registry.DRAFTERS[name]
     kind = registry.load(entry.implementation)
     model = kind.create(
-        _drafter_config(registry.load_schema(entry), block_size, tree, short_pass),
-        None,
-        arch,
-        dtype=jnp.dtype("float32"),
-        sharding=sharding or make_sharding(*mesh),
+        _drafter_config(registry.load_schema(entry), block_size, tree, short_pass), None, arch,
+        dtype=jnp.dtype("float32"), sharding=sharding or make_sharding(*mesh),
         **({"family": Qwen3} if kind.drafts_with_model else {}),
-    )
+    )  # fmt: skip
     parameters.initialize(model, jax.random.key(1))
     return model
 

@@ -150,14 +150,11 @@ def make_case(
             sink_scores,
         )  # fmt: skip
     arguments = {
-        "queries": jnp.asarray(queries.astype(dtype)),
-        "keys": jnp.asarray(new[0].astype(dtype)),
-        "values": jnp.asarray(new[1].astype(dtype)),
-        "key_pages": key_pages,
-        "value_pages": value_pages,
-        "page_table": jnp.asarray(table.astype(np.int32)),
+        "queries": jnp.asarray(queries.astype(dtype)), "keys": jnp.asarray(new[0].astype(dtype)),
+        "values": jnp.asarray(new[1].astype(dtype)), "key_pages": key_pages,
+        "value_pages": value_pages, "page_table": jnp.asarray(table.astype(np.int32)),
         "start": jnp.asarray(np.array(starts, np.int32)),
-    }
+    }  # fmt: skip
     if tree_mask is not None:
         arguments["tree_mask"] = jnp.asarray(tree_mask)
     if sinks:

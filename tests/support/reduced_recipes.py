@@ -9,17 +9,11 @@ TARGET = (
     "max_position_embeddings: 512, tie_word_embeddings: true, eos_token_id: [2]}",
 )
 TRAINING = (
-    "data.length=256",
-    "data.held_out_percent=20",
-    "train.dtype=float32",
-    "train.epochs=null",
-    "train.steps=2",
-    "train.batch_size=2",
-    "evaluation.every=2",
-    "evaluation.batches=1",
+    "data.length=256", "data.held_out_percent=20", "train.dtype=float32", "train.epochs=null",
+    "train.steps=2", "train.batch_size=2", "evaluation.every=2", "evaluation.batches=1",
     "evaluation.prompts=2",
     "evaluation.decode={max_new_tokens: 4, batch_size: 2, page_size: 64, prefill_chunk: 64}",
-)
+)  # fmt: skip
 DRAFTER = ("drafter.architecture.num_hidden_layers=1", "drafter.architecture.mask_token_id=6")
 BLOCK = "loss.num_anchors=4", "drafter.architecture.block_size=4"
 EAGLE3 = (

@@ -100,14 +100,9 @@ class Run:
             return nnx.merge(self.graph, params).loss(batch, key, self.noise)
 
         return steps_lib.make_train_step(
-            loss,
-            self.optimizer,
-            lambda step: jnp.float32(0.05),
-            dtype=jnp.dtype("float32"),
-            accumulate_steps=self.accumulate_steps,
-            sharding=self.sharding,
-            state=self.like,
-        )
+            loss, self.optimizer, lambda step: jnp.float32(0.05), dtype=jnp.dtype("float32"),
+            accumulate_steps=self.accumulate_steps, sharding=self.sharding, state=self.like,
+        )  # fmt: skip
 
     def go(self):
         """Trains, from a checkpoint in the directory if there is one; returns the outcome."""
@@ -125,15 +120,10 @@ class Run:
             metadata = found.metadata if found else {"data": None}
             self.started_at = found.step if found else 0
             config = LoopConfig(
-                steps=self.steps,
-                rows=ROWS,
-                log_every=3,
-                checkpoint_every=self.checkpoint_every,
-                evaluate_every=self.evaluate_every,
-                goal=self.goal,
-                evaluation=self.evaluation,
+                steps=self.steps, rows=ROWS, log_every=3, checkpoint_every=self.checkpoint_every,
+                evaluate_every=self.evaluate_every, goal=self.goal, evaluation=self.evaluation,
                 patience=self.patience,
-            )
+            )  # fmt: skip
             mine = steps_lib.rows_of_process(self.sharding, ROWS)
             batches = Counting(metadata["data"], mine=mine, poison_at=self.poison_at)
             with TrainReport(

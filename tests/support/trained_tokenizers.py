@@ -116,12 +116,9 @@ def train_unigram(directory):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokenizer.decoder = tokenizers.decoders.Metaspace()
     trainer = tokenizers.trainers.UnigramTrainer(
-        vocab_size=120,
-        special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"],
-        unk_token="<unk>",
-        initial_alphabet=list("<|im_end>start"),
-        show_progress=False,
-    )
+        vocab_size=120, special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"], unk_token="<unk>",
+        initial_alphabet=list("<|im_end>start"), show_progress=False,
+    )  # fmt: skip
     tokenizer.train_from_iterator(TEXTS, trainer)
     return _saved(tokenizer, directory)
 

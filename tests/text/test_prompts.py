@@ -244,10 +244,8 @@ TEXTS = "not supported, only texts; remove the field"
         (b'"ab"', 'expected a JSON object, not "ab"'),
         ([1], "expected a JSON object, not [1]"),
         ({}, f"expected exactly one of {KEYS}; found none of them"),
-        (
-            {"prompt": "a", "prompt_ids": [1]},
-            f"expected exactly one of {KEYS}; found prompt and prompt_ids",
-        ),
+        ({"prompt": "a", "prompt_ids": [1]},
+         f"expected exactly one of {KEYS}; found prompt and prompt_ids"),
         ({"prompt": 3}, "prompt: expected a string, not 3"),
         ({"prompt": ""}, "empty prompt"),
         (b'{"prompt": "a\\ud800"}', "prompt: \\ud800 is an unpaired surrogate"),
@@ -256,28 +254,20 @@ TEXTS = "not supported, only texts; remove the field"
         ({"messages": ["hi"]}, 'messages[0]: expected an object, not "hi"'),
         ({"messages": [{"role": "user"}]}, "messages[0]: no content"),
         ({"messages": [{"content": "a"}]}, "messages[0]: no role"),
-        (
-            {"messages": [{"role": "user", "content": "a" * 99}, {"role": 1, "content": ""}]},
-            "messages[1].role: expected a string, not 1",
-        ),
+        ({"messages": [{"role": "user", "content": "a" * 99}, {"role": 1, "content": ""}]},
+         "messages[1].role: expected a string, not 1"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ["x" * 99]}]}]},
             'messages[0].content: expected a string, not [{"type": "text", "text": ["'
             + "x" * 32
             + "…",
         ),
-        (
-            {"messages": [USER, ANSWER | {"thinking": 1}, USER]},
-            "messages[1].reasoning_content: expected a string, not 1",
-        ),
-        (
-            {"messages": [USER, ANSWER | {"tool_calls": ["f"]}, USER]},
-            'messages[1].tool_calls: expected a list of objects, not ["f"]',
-        ),
-        (
-            {"messages": [USER, ANSWER | {"tool_calls": [{"function": "f"}]}, USER]},
-            'messages[1].tool_calls[0].function: expected an object, not "f"',
-        ),
+        ({"messages": [USER, ANSWER | {"thinking": 1}, USER]},
+         "messages[1].reasoning_content: expected a string, not 1"),
+        ({"messages": [USER, ANSWER | {"tool_calls": ["f"]}, USER]},
+         'messages[1].tool_calls: expected a list of objects, not ["f"]'),
+        ({"messages": [USER, ANSWER | {"tool_calls": [{"function": "f"}]}, USER]},
+         'messages[1].tool_calls[0].function: expected an object, not "f"'),
         (
             {
                 "messages": [
@@ -290,10 +280,8 @@ TEXTS = "not supported, only texts; remove the field"
         ),
         ({"prompt": "a", "images": ["x.png"]}, f"images: {TEXTS}"),
         ({"messages": [USER | {"images": ["x"]}]}, f"messages[0].images: {TEXTS}"),
-        (
-            {"messages": [USER | {"content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
-            'messages[0].content[1]: "image" is not supported, only texts',
-        ),
+        ({"messages": [USER | {"content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
+         'messages[0].content[1]: "image" is not supported, only texts'),
         ({"prompt_ids": 3}, "prompt_ids: expected a list, not 3"),
         ({"prompt_ids": []}, "empty prompt: no prompt_ids"),
         ({"prompt_ids": [1, 2.0]}, "prompt_ids[1]: expected an integer, not 2.0"),
@@ -301,7 +289,7 @@ TEXTS = "not supported, only texts; remove the field"
         ({"prompt_ids": [1, 300]}, "token id 300 (position 1) is out of the vocabulary (size 300)"),
         ({"prompt_ids": [-1]}, "token id -1 (position 0) is out of the vocabulary (size 300)"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_named(jsonl, line, message):
     assert failure(file=jsonl({"prompt": "a"}, b"", line)) == f"prompts.jsonl:3: {message}"
 

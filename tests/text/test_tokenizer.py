@@ -271,16 +271,13 @@ def test_no_tokenizer(tmp_path):
         (
             "model",
             {
-                "type": "WordPiece",
-                "unk_token": "[UNK]",
-                "continuing_subword_prefix": "##",
-                "max_input_chars_per_word": 100,
-                "vocab": {"a": 0},
+                "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 100, "vocab": {"a": 0},
             },
         ),
     ],
     ids=["charsmap", "replace", "length", "template", "unknown"],
-)
+)  # fmt: skip
 def test_damage_that_the_library_does_not_expect(tmp_path, part, value):
     """It panics, when it reads the file or with a text, which Python does not take for an error."""
     train_byte_level(tmp_path, specials=())

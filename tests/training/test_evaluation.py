@@ -29,15 +29,10 @@ def test_the_held_out_loss_is_a_mean_over_tokens_not_over_batches(tmp_path):
     found = []
     for batches, rows in ((1, 4), (2, 2), (4, 1)):
         job = make_job(
-            "task=target",
-            f"data.files={tmp_path / 'data.jsonl'}",
-            f"data.data_dir={tmp_path}",
-            "data.held_out_percent=30",
-            "data.length=32",
-            f"train.batch_size={rows}",
-            f"evaluation.batches={batches}",
-            dry=False,
-        )
+            "task=target", f"data.files={tmp_path / 'data.jsonl'}", f"data.data_dir={tmp_path}",
+            "data.held_out_percent=30", "data.length=32", f"train.batch_size={rows}",
+            f"evaluation.batches={batches}", dry=False,
+        )  # fmt: skip
         evaluation = Evaluation(job, (), None)
         assert (evaluation.goal, evaluation.measures_something) == ("loss", True)
         found.append(evaluation(job.task.fresh_params())["loss"])

@@ -36,12 +36,9 @@ def start(directory: pathlib.Path, pause_s: float = 0.0, *processes: str) -> sub
         environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
     arguments = directory, STEPS, EVERY, pause_s, *processes
     return subprocess.Popen(
-        [sys.executable, SUPPORT / "toy_run.py", *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, SUPPORT / "toy_run.py", *map(str, arguments)], env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def final(directory: pathlib.Path) -> dict[str, np.ndarray]:

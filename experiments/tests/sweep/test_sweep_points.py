@@ -143,37 +143,25 @@ def test_what_is_wrong_with_all_points_is_said_once(failure):
         ("sweep: 3", "s.yml:2: sweep: expected a mapping"),
         ("sweep: {product: 3}", "s.yml:2: sweep.product: expected a mapping"),
         ("sweep: {prodct: {}}", "s.yml:2: sweep.prodct: unknown key; did you mean 'product'?"),
-        (
-            "sweep: {run: decod, product: {dtype: [float32]}}",
-            "s.yml:2: sweep.run: unknown run 'decod'; did you mean 'decode'?",
-        ),
-        (
-            "sweep: {product: {decode.seed: 3}}",
-            "s.yml:2: sweep.product.decode.seed: expected a list of values",
-        ),
-        (
-            "sweep: {zip: {decode.seed: [1, 2], decode.top_k: [1]}}",
-            "s.yml:2: sweep.zip: lists of different lengths (decode.seed: 2, decode.top_k: 1)",
-        ),
-        (
-            "sweep: {product: {decode.seed: [1]}, zip: {decode.seed: [1]}}",
-            "s.yml:2: sweep: decode.seed and decode.seed overlap",
-        ),
-        (
-            "sweep: {product: {drafter.name: [none], drafter: [{block_size: 4}]}}",
-            "s.yml:2: sweep: drafter and drafter.name overlap",
-        ),
-        (
-            "sweep: {product: {decode.seed: [1, 1]}}",
-            "s.yml: sweep: the point decode.seed=1 occurs twice [decode.seed=1]",
-        ),
+        ("sweep: {run: decod, product: {dtype: [float32]}}",
+         "s.yml:2: sweep.run: unknown run 'decod'; did you mean 'decode'?"),
+        ("sweep: {product: {decode.seed: 3}}",
+         "s.yml:2: sweep.product.decode.seed: expected a list of values"),
+        ("sweep: {zip: {decode.seed: [1, 2], decode.top_k: [1]}}",
+         "s.yml:2: sweep.zip: lists of different lengths (decode.seed: 2, decode.top_k: 1)"),
+        ("sweep: {product: {decode.seed: [1]}, zip: {decode.seed: [1]}}",
+         "s.yml:2: sweep: decode.seed and decode.seed overlap"),
+        ("sweep: {product: {drafter.name: [none], drafter: [{block_size: 4}]}}",
+         "s.yml:2: sweep: drafter and drafter.name overlap"),
+        ("sweep: {product: {decode.seed: [1, 1]}}",
+         "s.yml: sweep: the point decode.seed=1 occurs twice [decode.seed=1]"),
         (
             f"sweep: {{product: {{decode.seed: {list(range(101))}, decode.top_k: "
             f"{list(range(100))}}}}}",
             "s.yml: sweep: 10100 points exceed the limit 10000",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_bad_block_is_named(failure, block, problem):
     assert failure(block) == [problem]
 

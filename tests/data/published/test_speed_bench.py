@@ -12,18 +12,13 @@ from dflash.data import datasets
 
 ROWS = [
     {
-        "question_id": f"{category}-{number}",
-        "category": category,
-        "sub_category": "made_up",
-        "turns": [f"{category} {number}?", "And then?"][: 1 + number % 2],
-        "source": "here",
-        "src_id": str(number),
-        "difficulty": "easy",
-        "multiturn": bool(number % 2),
+        "question_id": f"{category}-{number}", "category": category, "sub_category": "made_up",
+        "turns": [f"{category} {number}?", "And then?"][: 1 + number % 2], "source": "here",
+        "src_id": str(number), "difficulty": "easy", "multiturn": bool(number % 2),
     }
     for category in ("coding", "math", "qa")
     for number in range(3)
-]
+]  # fmt: skip
 
 
 def write_parquet(directory, config="qualitative", rows=ROWS):

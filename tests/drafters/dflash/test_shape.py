@@ -142,17 +142,14 @@ def shapes(draw):
     ]
     scaling = draw(st.none() | st.just(RopeScaling(8.0, 1.0, 4.0, 8192)))
     return make_shape(
-        *views,
-        decoder=make_architecture(num_hidden_layers=len(views), rope_scaling=scaling),
-        block_size=draw(st.integers(2, 32)),
-        mask_token_id=draw(st.integers(0, 47)),
+        *views, decoder=make_architecture(num_hidden_layers=len(views), rope_scaling=scaling),
+        block_size=draw(st.integers(2, 32)), mask_token_id=draw(st.integers(0, 47)),
         target_layer_ids=tuple(draw(st.lists(st.integers(0, 35), min_size=1, max_size=5))),
         num_target_layers=draw(st.integers(1, 36)),
         partial_rotary_factor=draw(st.sampled_from([1.0, 0.5, 0.25])),
-        attention_bias=draw(st.booleans()),
-        attention_sink_bias=draw(st.booleans()),
+        attention_bias=draw(st.booleans()), attention_sink_bias=draw(st.booleans()),
         attention_value_scale=draw(st.sampled_from([1.0, 0.612])),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

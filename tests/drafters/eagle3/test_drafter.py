@@ -30,16 +30,11 @@ from dflash.parallel import parameters
 TARGET = make_architecture()
 OPTIONS = Eagle3Architecture(draft_vocab_size=20, target_layer_ids=(0, 2))
 HF = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "vocab_size": TARGET.vocab_size,
-    "draft_vocab_size": 20,
-    "hidden_size": TARGET.hidden_size,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": TARGET.vocab_size,
+    "draft_vocab_size": 20, "hidden_size": TARGET.hidden_size, "intermediate_size": 40,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-}
+}  # fmt: skip
 
 
 def create(hf=None, target=TARGET, **options):

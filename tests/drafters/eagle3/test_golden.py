@@ -43,12 +43,9 @@ def drafter(case, **options) -> Eagle3:
     directory = GOLDEN / case / "draft"
     hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     model = Eagle3.create(
-        Eagle3Config(**options),
-        hf,
-        target(case).arch,
-        dtype=jnp.dtype("float32"),
+        Eagle3Config(**options), hf, target(case).arch, dtype=jnp.dtype("float32"),
         sharding=make_sharding(),
-    )
+    )  # fmt: skip
     checkpoint.load(model, directory)
     return model
 

@@ -120,14 +120,10 @@ def test_the_first_layer_may_have_either_name(prefix, tmp_path):
 # --- config.json ---------------------------------------------------------------------------------
 
 FLAT = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
+    "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 48, "hidden_size": 32,
+    "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
     "max_position_embeddings": 512,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -254,12 +250,9 @@ GPT_OSS = {
     "rope_theta": 10_000, "max_position_embeddings": 131_072,
 }  # fmt: skip
 GPT_OSS_20B = QWEN3_32B | {
-    "architectures": ["Eagle3DraftModel"],
-    "draft_vocab_size": 64_000,
-    "norm_before_fc": True,
-    IDS: None,
-    "transformer_layer_config": LLAMA | GPT_OSS,
-}
+    "architectures": ["Eagle3DraftModel"], "draft_vocab_size": 64_000, "norm_before_fc": True,
+    IDS: None, "transformer_layer_config": LLAMA | GPT_OSS,
+}  # fmt: skip
 NVIDIA = LLAMA | GPT_OSS | {"architectures": ["LlamaForCausalLMEagle3"]}
 P_EAGLE = NVIDIA | {"num_hidden_layers": 4, "ptd_token_id": 201_020}
 

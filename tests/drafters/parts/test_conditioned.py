@@ -379,16 +379,13 @@ def test_convolution_by_loops():
     ("case", "changes", "message"),
     [
         ("dflash2", {"selector_rank": None}, "missing selector_rank"),
-        (
-            "dflash2",
-            {"aux_hidden_state_layer_ids": [0, 2]},
-            r"layer_ids\[0\]: expected an integer in \[1, 4096\], got 0",
-        ),
+        ("dflash2", {"aux_hidden_state_layer_ids": [0, 2]},
+         r"layer_ids\[0\]: expected an integer in \[1, 4096\], got 0"),
         ("dflash2", {"draft_vocab_size": 33}, "draft_vocab_size: 33 exceeds the vocabulary of 32"),
         ("rnn", {"markov_rank": None}, "missing markov_rank"),
         ("rnn", {"markov_head_type": "lstm"}, "expected one of vanilla, gated, rnn, got 'lstm'"),
     ],
-)
+)  # fmt: skip
 def test_what_a_config_may_not_say(case, changes, message):
     config = files.read_json(GOLDEN / DIRECTORIES[case] / "config.json") | changes
     kind = kind_of(case)

@@ -126,14 +126,8 @@ def simulate_once(choice, costs, rates, key):
         by_sequence = jnp.where(fresh[:, None], rates[place], by_sequence)
         done = jnp.where(fresh, 0, done)
         return (
-            choice,
-            done,
-            queue + ended.sum(),
-            by_sequence,
-            key,
-            seconds,
-            tokens + committed.sum(),
-        )
+            choice, done, queue + ended.sum(), by_sequence, key, seconds, tokens + committed.sum(),
+        )  # fmt: skip
 
     nothing = jnp.zeros(batch, jnp.int32)
     start = choice, nothing, jnp.int32(batch), rates[:batch], key

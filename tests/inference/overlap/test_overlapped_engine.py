@@ -79,13 +79,9 @@ def test_replicas_share_a_drafter():
     there = sharding.beside(target.sharding, 2)
     config = schema.DecodeConfig(page_size=16, prefill_chunk=16, batch_size=4, sync_every=3)
     run = OverlappedEngine(
-        target,
-        models.drafter("eagle3", sharding=there),
-        config,
-        fan_out=2,
-        drafter_sharding=there,
+        target, models.drafter("eagle3", sharding=there), config, fan_out=2, drafter_sharding=there,
         max_length=64,
-    )
+    )  # fmt: skip
     check_plain_outputs(run, PROMPTS, LIMITS, STOPS)
 
 

@@ -15,21 +15,17 @@ from dflash.text.chat_formats.table import FORMATS, ChatFormat, format_of
 from dflash.text.grammar import Grammar
 
 TEMPLATES = {
-    "moonshotai-Kimi-K2": "kimi_k2",
-    "Mistral-Small-3.2-24B-Instruct-2506": "mistral_v11",
-    "Qwen-Qwen3-0.6B": "hermes",
-    "Qwen3-Coder": "qwen3_coder",
-    "Qwen3.5-4B": "qwen3_coder",
+    "moonshotai-Kimi-K2": "kimi_k2", "Mistral-Small-3.2-24B-Instruct-2506": "mistral_v11",
+    "Qwen-Qwen3-0.6B": "hermes", "Qwen3-Coder": "qwen3_coder", "Qwen3.5-4B": "qwen3_coder",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "deepseek_v3",
     "deepseek-ai-DeepSeek-V3.1": "deepseek_v31",
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3",
-    "google-gemma-4-31B-it": "gemma4",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3", "google-gemma-4-31B-it": "gemma4",
     "google-gemma-4-31B-it-interleaved": "gemma4",
     "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
     "mistralai-Ministral-3-14B-Reasoning-2512": "mistral_v13",
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral_v3",
     "unsloth-mistral-Devstral-Small-2507": "mistral_v13",
-}
+}  # fmt: skip
 ONE_CALL = ("llama3_json",)
 # Templates that leave out the reasoning of calls, and those that leave out the text before them.
 NO_THOUGHTS = ("Mistral-", "mistralai-Mistral-", "unsloth-", "deepseek-", "meta-")
@@ -178,12 +174,9 @@ def test_gemma_sees_joined_schemas_of_tools(template_of):
 
 
 VERSIONS = {
-    "v3": "mistral_v3",
-    "v7": "mistral_v7",
-    "v11": "mistral_v11",
-    "v13": "mistral_v13",
+    "v3": "mistral_v3", "v7": "mistral_v7", "v11": "mistral_v11", "v13": "mistral_v13",
     "v15": "mistral_v13",
-}
+}  # fmt: skip
 
 
 def mistral_tokenizer(version: str, directory):
