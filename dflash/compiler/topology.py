@@ -123,16 +123,19 @@ def make_sharding(
     topology: Topology,
     axis_sizes: Mapping[str, int],
     rules: Mapping[str, Sequence[str]],
+    *,
+    exact: bool = False,
 ) -> Sharding:
     """Returns the sharding of a run whose mesh covers a topology.
 
     Args:
       axis_sizes: Number of devices along each mesh axis.
       rules: Mesh axes by logical axis.
+      exact: See `Sharding`.
     Raises:
       ConfigError: The mesh has a different number of devices, or does not divide over the slices.
     """
-    abstract = sharding.make_sharding(axis_sizes, rules, abstract=True)
+    abstract = sharding.make_sharding(axis_sizes, rules, abstract=True, exact=exact)
     shape = tuple(axis_sizes.get(axis, 1) for axis in sharding.MESH_AXES)
     mesh_size, num_devices = math.prod(shape), len(topology.devices)
     if mesh_size != num_devices:
@@ -190,8 +193,9 @@ def find_machine(config: CompileDecode | CompileTrain) -> TpuMachine:
     """Returns the topology of a run with sharding and rates; raises ConfigError if none fits."""
     topology = find(config.tpu.topology, config.tpu.slices)
     axis_sizes = dataclasses.asdict(config.mesh)
+    exact = isinstance(config, CompileDecode) and config.decode.exact
     return TpuMachine(
         topology,
-        make_sharding(topology, axis_sizes, config.sharding_rules),
+        make_sharding(topology, axis_sizes, config.sharding_rules, exact=exact),
         compiler_rates(topology),
     )

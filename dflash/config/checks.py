@@ -149,6 +149,27 @@ def _lengths(config: Any) -> Iterator[Problem]:
             yield (f"decode.{key}",), f"expected a power of two, got {value}"
 
 
+def _exact(config: Any) -> Iterator[Problem]:
+    """Checks that nothing lets a token's computation depend on other sequences or on drafts."""
+    decode, drafter = config.decode, config.drafter
+    if not decode.exact:
+        return
+    if decode.verify != "coupled":
+        keys = "decode.verify", "decode.exact"
+        yield keys, f"{decode.verify} draws by the drafts; decode.exact needs coupled"
+    if decode.num_pages is not None:
+        keys = "decode.num_pages", "decode.exact"
+        yield keys, "preempted sequences are computed again as prompts; leave it out"
+    for key in ("prefix_cache", "partial_dispatches"):
+        if getattr(decode, key):
+            keys = f"decode.{key}", "decode.exact"
+            yield keys, "changes how many rows are computed at once; leave it out"
+    if getattr(drafter, "tree", None) is not None:
+        yield ("drafter.tree", "decode.exact"), "decode.exact is for chains; leave the tree out"
+    if drafter.overlaps:
+        yield ("drafter.overlap", "decode.exact"), "verifies fewer rows; leave it out"
+
+
 def _prompts(config: Any) -> Iterator[Problem]:
     prompts = config.prompts
     if prompts.text and prompts.file is not None:
@@ -444,6 +465,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("drafter", "decode"), _block_verification),
     (("drafter", "decode"), _lookup),
     (("drafter",), _overlap),
+    (("drafter", "decode"), _exact),
     (("target", "decode"), _stop_ids),
     (("decode",), _lengths),
     (("prompts",), _prompts),

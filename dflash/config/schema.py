@@ -258,6 +258,9 @@ class DecodeConfig(SamplingConfig):
     stop_ids: tuple[int, ...] = option((), minimum=0)  # In addition to the checkpoint's.
     ignore_eos: bool = False
     baseline: bool = False  # Also decode every prompt without drafting, and compare.
+    # Compute every token alike, whatever was drafted: cycles verify the same number of rows, and
+    # sums have one order. Chains only.
+    exact: bool = False
     batch_size: int = option(1, minimum=1, maximum=MAX_BATCH)
     sync_every: int = option(8, minimum=1, maximum=2**16)  # Cycles per dispatch.
     # None: the longest prompt + max_new_tokens.

@@ -32,8 +32,8 @@ from dflash.inference import (
     timing,
     weight_update,
 )
-from dflash.inference.cycle import dispatch
-from dflash.inference.cycle.choices import Choices
+from dflash.inference.cycle import choice, dispatch
+from dflash.inference.cycle.choices import Choices, exact_rows
 from dflash.inference.cycle.rules import Revise, Rules
 from dflash.inference.cycle.state import DecodeState, Report
 from dflash.inference.logits import controls
@@ -84,7 +84,8 @@ class Engine:
         self.layout = self._layout(drafter, max_length)
         # Confidence depends on the drawn tokens, so a rejection rule must not go by it.
         divides = divide_rows and config.verify == "coupled"
-        choices = Choices.of(drafter, self.layout, adaptive=adaptive_blocks, divides=divides)
+        options = {"adaptive": adaptive_blocks, "divides": divides, "exact": config.exact}
+        choices = Choices.of(drafter, self.layout, **options)
         self.rules = Rules(choices, drafter.longest_context, config.verify, revise=revise)
         sizes = {"layout": self.layout, "rules": self.rules, "num_stop_ids": num_stop_ids}
         self.shapes = Shapes(target, drafter, config, **sizes)
@@ -93,6 +94,8 @@ class Engine:
         # Seconds per cycle by batch bucket, length and choice of rows, [W, 2, S], or by its last
         # axes only; see `ChosenRows`.
         self.cycle_seconds: np.typing.ArrayLike | None = None
+        # Index of the choice that every cycle takes; None to choose by acceptance.
+        self._forced = len(choices) - 1 if config.exact and not adaptive_blocks else None
         # Default constraints by number of sequences, created on the device once.
         self._unconstrained = functools.cache(lambda count: self.program("unconstrained", count)())
         self._learnt: Any = None  # What the last run learnt; see `retire`.
@@ -102,7 +105,7 @@ class Engine:
         return Layout(
             batch_size=config.batch_size,
             max_length=max_length,
-            block_size=drafter.block_size,
+            block_size=exact_rows(drafter.block_size) if config.exact else drafter.block_size,
             page_size=config.page_size,
             prefill_chunk=config.prefill_chunk,
             num_replicas=self.sharding.size("pages"),
@@ -111,6 +114,7 @@ class Engine:
             prefix_cache=self.prefix_cache,
             partial=config.partial_dispatches,
             window=self.target.window,
+            exact=config.exact,
         )
 
     @property
@@ -411,7 +415,8 @@ class Engine:
     @property
     def must_time_cycles(self) -> bool:
         """Returns whether a choice needs times of cycles that are not known; see `time_cycles`."""
-        return self.cycle_seconds is None and len(self.rules.choices) > 1
+        is_chosen = self._forced is None and len(self.rules.choices) > 1
+        return is_chosen and self.cycle_seconds is None
 
     def time_cycles(self) -> None:
         """Measures cycles of each number of rows, unless that was done or there is no choice."""
@@ -429,6 +434,13 @@ class Engine:
         """Returns the number of devices of a drafter apart, and abstract arrays on them by kind."""
         return 0, {}
 
+    def decode_plainly(self) -> None:
+        """Lets every cycle commit one token, without drafts; the engine needs a choice of sizes.
+
+        An exact engine then decodes plainly by the programs that also draft and verify.
+        """
+        self._forced = choice.PLAIN
+
     def _wrapped(self, drafter: Drafter) -> Drafter:
         if drafter.windows:
             drafter = ChosenWindow(drafter, self.target.sharding)
@@ -442,4 +454,6 @@ class Engine:
             generate = functools.partial(self.generate, greedy=self.is_greedy)
             self.cycle_seconds = timing.measure(self.shapes, self.program, generate)
         seconds = 1.0 if self.cycle_seconds is None else self.cycle_seconds
+        if self._forced is not None:
+            seconds = choice.only(self._forced, len(self.rules.choices))
         return np.broadcast_to(np.asarray(seconds, np.float32), self.shapes.seconds().shape)

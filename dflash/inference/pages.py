@@ -124,7 +124,7 @@ class Layout:
     Attributes:
       batch_size: Number B of slots.
       max_length: Length of the longest sequence in tokens, prompt and output together.
-      block_size: Number R of rows that the target verifies per sequence.
+      block_size: Number R of rows that the target computes per sequence.
       page_size: Number S of rows per page.
       prefill_chunk: Longest chunk of a prompt that runs at once, in tokens.
       num_replicas: Number of data replicas, which split the page pool.
@@ -133,6 +133,7 @@ class Layout:
       prefix_cache: Whether sequences may start with cached pages.
       partial: Whether dispatches may cover fewer than all slots; see `batch_buckets`.
       window: Largest window of the target's layers; None if all see all positions.
+      exact: Whether all prefill chunks have the same size; see `DecodeConfig.exact`.
     """
 
     batch_size: int
@@ -146,6 +147,7 @@ class Layout:
     prefix_cache: bool = False
     partial: bool = False
     window: int | None = None
+    exact: bool = False
 
     def __post_init__(self):
         """Raises ConfigError if the pool of a replica cannot hold the longest sequence."""
@@ -260,6 +262,8 @@ class Layout:
         The number includes padding: it is a power of two or the longest chunk, so that few programs
         serve all prompts.
         """
+        if self.exact:  # Else it would depend on the other replicas' prompts.
+            return self.longest_chunk
         power = max(MIN_CHUNK, 1 << (tokens - 1).bit_length())
         return min(power, self.longest_chunk)
 

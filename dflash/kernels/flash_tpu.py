@@ -70,6 +70,12 @@ class Softmax:
         shapes = [(heads, LANES), (heads, LANES), (heads, width), (2, tile)]
         return [pltpu.VMEM((outer, rows, lanes), jnp.float32) for outer, lanes in shapes]
 
+    def clear(self, head) -> None:
+        """Initializes a head without keys."""
+        self.peak[head] = jnp.full(self.peak.shape[1:], MASKED, jnp.float32)
+        self.total[head] = jnp.zeros(self.total.shape[1:], jnp.float32)
+        self.weighted[head] = jnp.zeros(self.weighted.shape[1:], jnp.float32)
+
     def begin(self, head, scores: jax.Array, values: Rows) -> None:
         """Initializes a head with the scores [R, S] and the values [S, H] of its first keys."""
         peak = jnp.broadcast_to(scores.max(axis=-1, keepdims=True), self.peak.shape[1:])

@@ -85,6 +85,12 @@ def attend(
     return Partial(peak, weights.sum(axis=-1, keepdims=True), weighted)
 
 
+def nothing(queries: jax.Array) -> Partial:
+    """Returns the attention of queries [K, B, R, H] to no keys."""
+    column = jnp.zeros((*queries.shape[:-1], 1), jnp.float32)
+    return Partial(column + MASKED, column, jnp.zeros(queries.shape, jnp.float32))
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """Combines the attention over two disjoint sets of keys."""
     peak = jnp.maximum(a.peak, b.peak)

@@ -36,6 +36,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    by_position: bool = False,
     implementation: str = "auto",
     sizes: tuning.BlockSizes | None = None,
 ) -> tuple[jax.Array, Rows, Rows]:
@@ -65,6 +66,8 @@ def paged_attention(
       sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
         sum of every row. None for no sinks.
       window: Positions up to its own that a row sees; None for all.
+      by_position: Add keys up in the order of their positions, old and new ones alike, so that a
+        row's output does not depend on which of them were appended in this call. Without a tree.
     Returns:
       Outputs [B, T, N, H] in the dtype of `queries`, key_pages, value_pages.
     Raises:
@@ -76,14 +79,18 @@ def paged_attention(
     values = quantized.encode(values.swapaxes(1, 2), value_pages)
     arrays = (queries, keys, values, key_pages, value_pages, page_table, start)
     sizes = sizes or tuning.PAGED_ATTENTION.get(queries.shape[-1])
+    if by_position and tree_mask is not None:
+        raise ValueError("paged_attention: keys of a tree have no order by position")
     view = {"scale": scale, "window": window}
+    in_order = {"attend": _attend_by_position} if by_position else {}
+    kernel = _kernel_by_position if by_position else tpu.paged_attention_tpu
     return implementations.run(
         implementation,
         *arrays,
         tree_mask,
         sinks,
-        reference=functools.partial(_reference, **view),
-        pallas=functools.partial(tpu.paged_attention_tpu, **view, sizes=sizes),
+        reference=functools.partial(_reference, **view, **in_order),
+        pallas=functools.partial(kernel, **view, sizes=sizes),
         unsupported=tpu.unsupported(queries, key_pages),
         cpu=None
         if attention_cpu.unsupported(queries, key_pages)
@@ -98,13 +105,10 @@ def _reference(*arrays, scale, window, attend=None):
     """
     queries, keys, values, key_pages, value_pages, page_table, start, tree_mask, sinks = arrays
     length = queries.shape[1]
-    page_size = key_pages.shape[2]
-    keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
-    index = row_index(page_table, start[:, None] + jnp.arange(length), page_size)
     # Write the pages before reading them, so that the loop below reads a single version of them and
     # XLA updates them in place.
-    key_pages = write_rows(key_pages, index, keys)
-    value_pages = write_rows(value_pages, index, values)
+    key_pages, value_pages = _append(*arrays[1:7])
+    keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
 
     if tree_mask is None:
         tree_mask = jnp.tril(jnp.ones((1, length, length), bool))
@@ -116,6 +120,24 @@ def _reference(*arrays, scale, window, attend=None):
     arrays = queries, keys, values, key_pages, value_pages, page_table, start
     outputs = (attend or _attend)(arrays, tree_mask, first_visible, sinks, scale)
     return outputs, key_pages, value_pages
+
+
+def _kernel_by_position(*arrays, **options):
+    """Runs the kernel by position, on pages that hold the new rows already."""
+    queries, keys, values, *_, page_table, start, tree_mask, sinks = arrays
+    pages = _append(*arrays[1:7])
+    rest = page_table, start, tree_mask, sinks
+    return tpu.paged_attention_tpu(
+        queries, keys, values, *pages, *rest, by_position=True, **options
+    )
+
+
+def _append(keys, values, key_pages, value_pages, page_table, start):
+    """Returns the pages with new rows [B, K, T, H], in stored form, from position `start` on."""
+    position = start[:, None] + jnp.arange(keys.shape[2])
+    index = row_index(page_table, position, key_pages.shape[2])
+    new = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
+    return write_rows(key_pages, index, new[0]), write_rows(value_pages, index, new[1])
 
 
 def _attend(arrays, visible_rows, first_visible, sinks, scale):
@@ -144,6 +166,28 @@ def _attend(arrays, visible_rows, first_visible, sinks, scale):
     )
 
 
+def _attend_by_position(arrays, visible_rows, first_visible, sinks, scale):
+    """Computes `_attend` from the pages alone, which hold the new rows already."""
+    queries, _, _, key_pages, value_pages, page_table, start = arrays
+    length, (kv_heads, _, page_size, _) = queries.shape[1], key_pages.shape
+    group = queries.shape[2] // kv_heads
+    position = jnp.repeat(start[:, None] + jnp.arange(length), group, axis=1)
+    if first_visible is not None:
+        first_visible = jnp.repeat(first_visible, group, axis=1)
+    rows = online_softmax.group_queries(queries, kv_heads)
+
+    def attend_tile(pages, visible):
+        tile = read_pages(key_pages, pages), read_pages(value_pages, pages)
+        return online_softmax.attend(rows, *tile, visible, scale=scale)
+
+    nothing = online_softmax.nothing(rows)
+    fold = functools.partial(fold_in_context, nothing, attend_tile, page_table)
+    partial = fold(start + length, page_size, first_visible, position)
+    if sinks is not None:
+        partial = online_softmax.with_sinks(partial, sinks)
+    return online_softmax.ungroup(online_softmax.normalize(partial, queries.dtype), length)
+
+
 def _attend_on_cpu(arrays, visible_rows, first_visible, sinks, scale):
     queries, keys, values, *pages, page_table, start = arrays
     keys, values = (rows.transpose(1, 2, 0, 3) for rows in (keys, values))
@@ -163,6 +207,7 @@ def fold_in_context(
     start: jax.Array,
     page_size: int,
     first_visible: jax.Array | None = None,
+    last_visible: jax.Array | None = None,
 ) -> Partial:
     """Adds attention to the cached context, tile by tile, up to the longest context of the batch.
 
@@ -175,6 +220,7 @@ def fold_in_context(
       start: int32 [B]; cached positions of each sequence.
       page_size: Rows per page, S.
       first_visible: int32 [B, R]; first position that each row sees, may be negative. None for 0.
+      last_visible: int32 [B, R]; last position that each row sees. None for all cached ones.
     """
     pages_per_tile = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
     tile = pages_per_tile * page_size
@@ -186,6 +232,8 @@ def fold_in_context(
         visible = positions < start[:, None, None]
         if first_visible is not None:
             visible &= positions >= first_visible[:, :, None]
+        if last_visible is not None:
+            visible &= positions <= last_visible[:, :, None]
         return online_softmax.merge(partial, attend_tile(pages, visible))
 
     tiles_in_use = (start.max() + tile - 1) // tile

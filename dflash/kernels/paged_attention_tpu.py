@@ -29,11 +29,24 @@ from dflash.kernels.tuning import BlockSizes
 OP = "paged_attention"
 
 
-def paged_attention_tpu(*arrays, scale: float, window: int | None, sizes: BlockSizes, interpret):
-    """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
+def paged_attention_tpu(
+    *arrays,
+    scale: float,
+    window: int | None,
+    sizes: BlockSizes,
+    by_position: bool = False,
+    interpret,
+):
+    """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form.
+
+    If `by_position`, the pages hold the new rows already, and the kernel reads all keys from there,
+    tile by tile in ascending order.
+    """
     queries, keys, values, key_pages, value_pages, page_table, start, tree_mask, sinks = arrays
     has_sinks = sinks is not None
-    tiling = PagedTiling(queries, key_pages, page_table, tree_mask, window, has_sinks, sizes)
+    tiling = PagedTiling(
+        queries, key_pages, page_table, tree_mask, window, has_sinks, sizes, by_position
+    )
     inputs = [tiling.split_queries(queries), *tiling.new_rows(keys, values)]
     inputs += tiling.shared_inputs(tree_mask, sinks)
     kernel = functools.partial(attend_step, tiling=tiling, scale=scale)
@@ -89,7 +102,18 @@ class PagedTiling:
 
     suffix = ""  # Of the kernel's name.
 
-    def __init__(self, queries, pages, page_table, tree_mask, window, has_sinks, sizes: BlockSizes):
+    def __init__(
+        self,
+        queries,
+        pages,
+        page_table,
+        tree_mask,
+        window,
+        has_sinks,
+        sizes: BlockSizes,
+        by_position: bool = False,
+    ):
+        self.by_position = by_position
         self.batch, self.length, self.heads, self.width = queries.shape
         self.kv_heads, _, self.page_size, _ = pages.shape
         self.dtype, self.pool_dtype = jnp.dtype(queries.dtype), jnp.dtype(pages.dtype)
@@ -261,8 +285,10 @@ def attend_step(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
 
     head_group, sequence, query_tile = (pl.program_id(axis) for axis in range(3))
     last_query_tile = query_tile == tiling.query_tiles - 1
+    writes = last_query_tile & (not tiling.by_position)
     own_heads = pl.ds(head_group * tiling.step_heads, tiling.step_heads)
-    start = start_ref[sequence]
+    start, by_position = start_ref[sequence], tiling.by_position
+    appended = tiling.length if by_position else 0  # New rows that are read from their pages.
 
     def page_of(sequence, row):
         return table_ref[sequence * tiling.table_width + flash_tpu.div(row, tiling.page_size)]
@@ -276,8 +302,9 @@ def attend_step(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
 
     scales = TileScales(scale_buffers, scales_of, tiling.dtype) if tiling.quantized else None
     stream = TileStream(
-        tuple(buffers), semaphores, pages_of, tiling.page_size, lambda b: start_ref[b], scales
-    )
+        tuple(buffers), semaphores, pages_of, tiling.page_size,
+        lambda b: start_ref[b] + appended, scales, ascending=by_position,
+    )  # fmt: skip
     writer = PageWriter(
         tiling.windows, start, own_heads, functools.partial(page_of, sequence), new, pools,
         staged_ref, shifted_ref, staged_scales_ref, written,
@@ -335,8 +362,11 @@ def attend_step(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
 
         for_each_head(visit)
 
-    attend_own(first_row, softmax.begin, True)
-    if tiling.query_tiles > 1:
+    if by_position:
+        for_each_head(softmax.clear)
+    else:
+        attend_own(first_row, softmax.begin, True)
+    if tiling.query_tiles > 1 and not by_position:
 
         def attend_earlier(i, _):
             attend_own(i * tiling.query_tile, softmax.fold_in, window is not None)
@@ -347,7 +377,7 @@ def attend_step(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
         jax.lax.fori_loop(first, query_tile, attend_earlier, None)
 
     def visit_last(slot, tile):
-        @pl.when(last_query_tile)
+        @pl.when(writes)
         def _():
             writer.write(stream, slot)
 
@@ -357,18 +387,20 @@ def attend_step(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
         positions = jax.lax.broadcasted_iota(jnp.int32, (1, tiling.tile), 1) + tile * tiling.tile
 
         def mask(head, scores):
-            if last:
+            if by_position:
+                scores = jnp.where(positions <= start + new_row, scores, flash_tpu.MASKED)
+            elif last:
                 scores = jnp.where(positions < start, scores, flash_tpu.MASKED)
             if window is None:
                 return scores
             return jnp.where(positions >= first_visible, scores, flash_tpu.MASKED)
 
-        filled = start - tile * tiling.tile if last else None
+        filled = start + appended - tile * tiling.tile if last else None
         flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
 
     following = jnp.where(last_query_tile, sequence + 1, sequence)
 
-    @pl.when((start == 0) & last_query_tile)
+    @pl.when((start == 0) & writes)
     def _():
         writer.write()
 
@@ -387,7 +419,7 @@ def attend_step(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
 
     for_each_head(finish)
 
-    @pl.when(last_query_tile)
+    @pl.when(writes)
     def _():
         writer.wait()
 

@@ -2,7 +2,8 @@
 
 The last tile of a sequence is visited first: it may be incomplete, and a paged cache appends rows
 to it. All other tiles are complete, so their loop needs no masks. The last tile has a separate
-buffer, so that the next sequence's last tile can be copied as soon as this one is processed.
+buffer, so that the next sequence's last tile can be copied as soon as this one is processed. Tiles
+can also be visited in ascending order, which then does not depend on the number of rows.
 """
 
 import dataclasses
@@ -57,6 +58,7 @@ class TileStream:
       length: Function from a sequence to its number of rows in use.
       scales: Scales of quantized rows; None for plain rows.
       value_width: Elements of a latent's value; None for separate keys and values.
+      ascending: Whether the last tile is visited last.
     """
 
     buffers: tuple[jax.Ref, ...]
@@ -66,6 +68,7 @@ class TileStream:
     length: Callable
     scales: TileScales | None = None
     value_width: int | None = None
+    ascending: bool = False
 
     @staticmethod
     def scratch(heads: int, tile: int, width: int, dtype: jnp.dtype, kinds: int = 2) -> list:
@@ -114,14 +117,18 @@ class TileStream:
         def _():
             self._copy_whole(sequence, first_tile, 0)
 
-        @pl.when(tiles > 0)
-        def _():
-            self._copy_last(sequence, _wait)
-            visit_last(LAST, tiles - 1)
+        def finish_last():
+            @pl.when(tiles > 0)
+            def _():
+                self._copy_last(sequence, _wait)
+                visit_last(LAST, tiles - 1)
 
-        @pl.when(has_following)
-        def _():
-            self._copy_last(following, _start)
+            @pl.when(has_following)
+            def _():
+                self._copy_last(following, _start)
+
+        if not self.ascending:
+            finish_last()
 
         def step(i, slot):
             @pl.when(i + 1 < full_tiles)
@@ -133,6 +140,8 @@ class TileStream:
             return 1 - slot
 
         jax.lax.fori_loop(0, jnp.maximum(full_tiles, 0), step, 0)
+        if self.ascending:
+            finish_last()
 
     def _copy_whole(self, sequence, tile, slot):
         for begin in range(0, self.tile, self.page_rows):

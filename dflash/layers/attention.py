@@ -146,6 +146,8 @@ class Attention(nnx.Module):
         packings = [] if packing is None else [packing]
         names = [stored, stored, (batch, None), (batch,), *[(batch, None)] * len(packings)]
         view = self._view | {"implementation": implementation.on(self.sharding)}
+        if self.sharding.exact:
+            view["by_position"] = True
         sharded = self.sharding.map(
             functools.partial(packed_attention if packings else paged_attention, **view),
             (rows, kv_rows, kv_rows, *names, (batch, None, None), ("heads",)),

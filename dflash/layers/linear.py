@@ -204,13 +204,15 @@ class Linear(Kernel):
         return product if self.bias is None else product + self.bias[...]
 
     def _multiply(self, x: jax.Array) -> jax.Array:
+        contracted = self.axes[0]
         if self.format is None:
-            return project(x, self.kernel[...], self.sharding)
+            return project(x, self.kernel[...], self.sharding, contracted=contracted)
         if self.format.block is not None:
-            return project(x, self.plain(x), self.sharding)
+            return project(x, self.plain(x), self.sharding, contracted=contracted)
         if self.format.int8_products:
             return quantized.int8_product(x, self.kernel[...], self.kernel_scale[...])
-        product = project(x, self.kernel[...], self.sharding, dtype=jnp.float32)
+        options = {"dtype": jnp.float32, "contracted": contracted}
+        product = project(x, self.kernel[...], self.sharding, **options)
         return (product * self.kernel_scale[0]).astype(x.dtype)
 
     def attend(self, hidden: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash.kernels import matmul_cpu
+from dflash.layers.cache import batch_axes
 from dflash.parallel.sharding import Sharding
 
 
@@ -18,6 +19,7 @@ def project(
     *,
     transposed: bool = False,
     dtype: jnp.dtype | None = None,
+    contracted: str | None = None,
 ) -> jax.Array:
     """Computes x [..., D] @ weights [D, F], or weights [F, D] if transposed.
 
@@ -26,8 +28,11 @@ def project(
       weights: [D, F], or [F, D] if `transposed`, or panels; see `matmul_cpu.to_panels`.
       transposed: Contract with the last dimension of `weights`.
       dtype: Dtype of the result; None for the promoted dtype of x and weights.
+      contracted: Logical axis of D, which matters if sums over devices need an order.
     """
     dtype = dtype or jnp.result_type(x, weights)
+    if sharding.exact and sharding.size(contracted) > 1:
+        return _sum_in_order(x, weights, sharding, contracted).astype(dtype)
     if weights.ndim == 3 or matmul_cpu.is_supported(x, weights, sharding):
         return _product(x, weights, transposed, dtype, "kernel")
     weights = widen_late(x, weights, sharding)
@@ -38,6 +43,26 @@ def project(
         return _product(x, weights, transposed, dtype, method)
     pair = jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, 1), (0, 0)))
     return _product(pair, weights, transposed, dtype, method)[..., :1, :]
+
+
+def _sum_in_order(x, weights, sharding: Sharding, contracted: str) -> jax.Array:
+    """Computes x @ weights in float32, and adds the parts of the devices in the devices' order.
+
+    An all-reduce adds the parts of an element in an order that depends on where in the array the
+    element is, so equal rows at different places differ.
+    """
+    batch, _ = batch_axes(x.shape[0], sharding)
+    middle = (None,) * (x.ndim - 2)
+
+    def add(rows, weights):
+        weights = weights.astype(rows.dtype) if weights.dtype.itemsize == 1 else weights
+        part = jnp.einsum("...d,df->...f", rows, weights, preferred_element_type=jnp.float32)
+        parts = jax.lax.all_gather(part, sharding.axes(contracted))
+        return (functools.reduce(jnp.add, parts),)
+
+    names = (batch, *middle, contracted), (contracted, None)
+    (total,) = sharding.map(add, names, [(batch, *middle, None)])(x, weights)
+    return total
 
 
 def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:

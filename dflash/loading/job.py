@@ -29,6 +29,8 @@ from dflash.drafters.base import Drafter
 from dflash.inference.engine import NUM_STOP_IDS, Engine
 from dflash.inference.overlap.engine import OverlappedEngine
 from dflash.inference.request import Request, RequestSampling, max_length
+from dflash.layers.attention import Attention
+from dflash.layers.mlp import Mlp
 from dflash.loading import adapters, decode_plan, models
 from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
@@ -58,6 +60,7 @@ class Job:
       date: Date that chat templates print; None for today.
       shard: Part of the config's prompts that the job holds.
       adapters: Adapters that sequences choose among, by name; see `loading.adapters`.
+      drafts: Whether cycles draft. Only an exact run holds a drafter that does not draft.
     """
 
     config: DecodeRun
@@ -71,6 +74,7 @@ class Job:
     date: datetime.date | None = None
     shard: Shard = shards.WHOLE
     adapters: Mapping[str, Adapter] = dataclasses.field(default_factory=dict)
+    drafts: bool = True
 
     @property
     def drafter_sharding(self) -> Sharding:
@@ -182,7 +186,12 @@ class Job:
         return dataclasses.replace(self, config=config, drafter=drafter, drafter_source=source)
 
     def without_drafting(self) -> "Job":
-        """Returns the baseline job, whose drafter proposes nothing."""
+        """Returns the baseline job, whose drafter proposes nothing.
+
+        That of an exact run has the same drafter, so that the same programs decode.
+        """
+        if self.config.decode.exact:
+            return dataclasses.replace(self, drafts=False)
         return self.with_drafter(dataclasses.replace(self.config, drafter=DrafterConfig()))
 
     def with_room(self) -> "Job":
@@ -207,7 +216,10 @@ class Job:
             options = {"fan_out": drafting.fan_out, "drafter_sharding": self.drafter_sharding}
             return OverlappedEngine(*parts, **options, **sizes)
         options = {"adaptive_blocks": drafting.adaptive, "divide_rows": drafting.divides_rows}
-        return Engine(*parts, **options, **sizes)
+        engine = Engine(*parts, **options, **sizes)
+        if not self.drafts:
+            engine.decode_plainly()
+        return engine
 
     def notes(self) -> list[str]:
         """Returns lines on settings that apply to a part of the run, or not at all."""
@@ -280,7 +292,8 @@ def prepare_models(
 ) -> Job:
     """Returns a job without prompts: the part of `prepare` that concerns models."""
     mesh = dataclasses.asdict(config.mesh)
-    placed = sharding.make_sharding(mesh, config.sharding_rules, abstract=dry)
+    options = {"abstract": dry, "exact": config.decode.exact}
+    placed = sharding.make_sharding(mesh, config.sharding_rules, **options)
     target_source = models.find_target(config.target, download=not dry)
     target = models.build_target(config.target, target_source, dtype=config.dtype, sharding=placed)
     drafter_source, drafter = _find_drafter(config.drafter, target, target_source, download=not dry)
@@ -376,6 +389,8 @@ def _check_drafter(
     decode: DecodeConfig, drafting: DrafterConfig, target: Decoder, drafter: Drafter
 ) -> None:
     """Raises ConfigError if a drafter does not draft what the run's way of decoding needs."""
+    if decode.exact:
+        _check_exact(target, drafter)
     if decode.verify != "coupled" and drafter.num_draft_tokens and not drafter.has_probs:
         raise errors.ConfigError(
             f"decode.verify: {decode.verify} weighs drafts by their probabilities, and "
@@ -388,6 +403,18 @@ def _check_drafter(
         )
     if drafting.overlaps:
         _check_speculation(drafting.fan_out, target, drafter)
+
+
+def _check_exact(target: Decoder, drafter: Drafter) -> None:
+    """Raises ConfigError if bits of a model's rows depend on how they are grouped into blocks."""
+    layers = [(layer.self_attn, layer.mlp) for layer in target.layers]
+    if not all(isinstance(a, Attention) and isinstance(m, Mlp) for a, m in layers):
+        raise errors.ConfigError(
+            "decode.exact: for targets whose layers have attention and a dense MLP; layers with "
+            "experts, latents or recurrent state add up rows in other orders; leave it out"
+        )
+    if drafter.drafts_trees:
+        raise errors.ConfigError("decode.exact: for chains, not for trees; leave the tree out")
 
 
 def _check_speculation(fan_out: int, target: Decoder, drafter: Drafter) -> None:

@@ -28,10 +28,15 @@ class Sharding:
     """Mesh, and the rules that map logical axes onto it.
 
     It is hashable, so that modules can hold it as static metadata.
+
+    Attributes:
+      exact: Whether the order of sums does not depend on the place of a row in its block: devices
+        add up in their order, and keys by position; see `DecodeConfig.exact`.
     """
 
     mesh: Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    exact: bool = False
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -138,7 +143,11 @@ class Sharding:
 
 
 def make_sharding(
-    axis_sizes: Mapping[str, int], rules: Mapping[str, Sequence[str]], *, abstract: bool = False
+    axis_sizes: Mapping[str, int],
+    rules: Mapping[str, Sequence[str]],
+    *,
+    abstract: bool = False,
+    exact: bool = False,
 ) -> Sharding:
     """Builds the sharding of a config.
 
@@ -146,6 +155,7 @@ def make_sharding(
       axis_sizes: Number of devices along each of `MESH_AXES`; 1 if omitted.
       rules: Mesh axes by logical axis.
       abstract: Build an abstract mesh, without touching devices (`--dry_run`).
+      exact: See `Sharding`.
     Raises:
       ConfigError: A rule names an unknown mesh axis, or the mesh needs more devices than exist.
     """
@@ -166,7 +176,7 @@ def make_sharding(
     # With explicit axes, jax's default, every layer would have to declare its output sharding.
     types = (AxisType.Auto,) * len(MESH_AXES)
     if abstract:
-        return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), frozen)
+        return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), frozen, exact)
     needed, present = math.prod(shape), jax.device_count()
     several = jax.process_count() > 1
     if needed > present or (several and needed != present):
@@ -179,7 +189,7 @@ def make_sharding(
         devices = arrange(jax.devices(), shape)
     else:
         devices = np.array(jax.devices()[:needed]).reshape(shape)
-    return Sharding(Mesh(devices, MESH_AXES, axis_types=types), frozen)
+    return Sharding(Mesh(devices, MESH_AXES, axis_types=types), frozen, exact)
 
 
 def beside(sharding: Sharding, count: int) -> Sharding:

@@ -223,7 +223,7 @@ def renamed(error: RequestError) -> RequestError:
     """Returns the error of a chat with the names of the fields of /v1/messages."""
     message = error.message.replace(".function.parameters", ".input_schema")
     message = message.replace(".function.", ".")
-    if error.code == "context_length_exceeded":
+    if error.code == "context_length_exceeded" and error.param != "max_tokens":
         message = f"prompt is too long: {message}"  # by which clients shorten the conversation
     for name, here in NAMES.items():
         if re.match(rf"{name}\b", error.param or ""):

@@ -127,6 +127,9 @@ def test_errors_have_the_form_of_the_api(server):
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["error"]["message"].startswith(f"{beginning}:"), answer
         assert answer["request_id"]
+    _, answer = server.post(PATH, BODY | {"max_tokens": 500}, **HEADERS)
+    assert "500 output tokens" in answer["error"]["message"]
+    assert "too long" not in answer["error"]["message"], "clients would shorten the conversation"
     status, answer = server.post(PATH, BODY | {"model": "claude-opus-5"}, **HEADERS)
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
     _, answer = server.post(PATH, BODY | {"anything": 1, "context_management": {}}, **HEADERS)

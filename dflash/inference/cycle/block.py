@@ -74,6 +74,19 @@ class Block:
         packing = Packing.of(counts, rows, batch // replicas * mean_rows, replicas)
         return dataclasses.replace(self, counts=counts, packing=packing)
 
+    def limited(self, rows: jax.Array) -> "Block":
+        """Returns the block with only the first `rows` rows to verify, int32 [] at least 1."""
+        return dataclasses.replace(self, counts=jnp.full_like(self.counts, rows))
+
+    def padded(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the tokens and positions of a chain with further rows, `rows` together.
+
+        No row of the chain sees the further ones.
+        """
+        extra = rows - self.tokens.shape[1]
+        positions = self.positions[:, :1] + jnp.arange(rows)
+        return jnp.pad(self.tokens, ((0, 0), (0, extra))), positions
+
     @property
     def num_drafts(self) -> int:
         """Number of drafts of each sequence, G = R - 1."""
@@ -87,8 +100,6 @@ class Block:
     @property
     def verified(self) -> Proposal:
         """The proposal with -1 in place of drafts that are not verified; see `verify`."""
-        if self.packing is None:
-            return self.proposal
         verified = jnp.arange(1, self.num_drafts + 1) < self.counts[:, None]
         tokens = jnp.where(verified, self.proposal.tokens, -1)
         return dataclasses.replace(self.proposal, tokens=tokens)

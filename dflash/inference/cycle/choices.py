@@ -1,6 +1,7 @@
 """Choices of rows for a cycle: block sizes, and divisions of rows among sequences."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -12,6 +13,7 @@ MEAN_ROWS = (2, 4, 8, 16, 32)  # Mean numbers of rows per slot of cycles that di
 # Ratio of the most rows that a sequence may get in such a cycle to their mean number. A chain is
 # drafted as long as the most that it may get, so more of them cost more.
 TREE_SHARE, CHAIN_SHARE = 4, 2
+EXACT_ROWS = 16  # A memory tile of bfloat16 rows on a TPU.
 DIVIDED = "~"  # Begins the names of choices that divide rows among sequences.
 
 
@@ -25,15 +27,26 @@ class Choices:
         drafter's confidence, ascending.
       num_replicas: Number of replicas, each of which divides rows among its own slots.
       trees: Whether drafts form trees.
+      exact: Whether the target computes the same number of rows in every cycle, whatever is
+        drafted; see `DecodeConfig.exact`.
     """
 
     block_sizes: tuple[int, ...]
     mean_rows: tuple[int, ...] = ()
     num_replicas: int = 1
     trees: bool = False
+    exact: bool = False
 
     @classmethod
-    def of(cls, drafter: Drafter, layout: Layout, *, adaptive: bool, divides: bool) -> "Choices":
+    def of(
+        cls,
+        drafter: Drafter,
+        layout: Layout,
+        *,
+        adaptive: bool,
+        divides: bool,
+        exact: bool = False,
+    ) -> "Choices":
         """Returns the choices for a drafter.
 
         Args:
@@ -41,8 +54,11 @@ class Choices:
           adaptive: Choose between plain decoding, the drafter's block size, and sizes between them,
             rather than always take its block size.
           divides: Let cycles divide rows, if the drafter states its confidence.
+          exact: Choose between plain decoding and the drafter's block size alone.
         """
         largest = drafter.block_size
+        if exact:
+            return cls(tuple(sorted({1, largest})), exact=True)
         if not adaptive:
             return cls((largest,), trees=drafter.drafts_trees)
         divides = divides and drafter.has_confidence and layout.slots_per_replica > 1
@@ -74,6 +90,11 @@ class Choices:
         mean_rows = self.rows[index]
         return self.drafted(mean_rows), mean_rows
 
+    @property
+    def computed(self) -> int | None:
+        """Rows of each sequence that the target computes in an exact cycle; None in others."""
+        return exact_rows(self.block_sizes[-1]) if self.exact else None
+
     def drafted(self, mean_rows: int) -> int:
         """Returns the block size to draft in a cycle that divides `mean_rows` per slot.
 
@@ -93,3 +114,11 @@ class Choices:
         if self.mean_rows:
             larger[-1, count - 1] = True
         return larger
+
+
+def exact_rows(block_size: int) -> int:
+    """Returns the rows that exact cycles compute, whole memory tiles.
+
+    So drafters of similar block sizes, and plain decoding, compute the same number.
+    """
+    return math.ceil(block_size / EXACT_ROWS) * EXACT_ROWS

@@ -1,6 +1,7 @@
 """One decode cycle, as pure device functions: draft, verify, commit, observe."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from dflash.inference.logits import controls, logprobs, nonfinite
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SequenceSampler
 from dflash.kernels.argmax import argmax
-from dflash.models.decoder import Decoder
+from dflash.models.decoder import Decoder, TargetOutput
 
 
 class Outcome(NamedTuple):
@@ -66,6 +67,29 @@ def cycle(
     return conclude(target, drafter, state, block, rules=rules)
 
 
+def exact_cycle(
+    target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules
+) -> tuple[DecodeState, Outcome]:
+    """Advances every active slot by one cycle of the chosen size, in the program of all sizes.
+
+    Only the draft depends on the choice. The target computes the same rows in any case, so plain
+    decoding and verification have the same bits.
+    """
+    sizes = rules.block_sizes
+
+    def drafted(size):
+        after, proposal = propose(target, drafter, state, rules=rules, block_size=size)
+        missing = sizes[-1] - 1 - proposal.tokens.shape[1]
+        return after.drafter, jnp.pad(proposal.tokens, ((0, 0), (0, missing)))
+
+    branches = [functools.partial(drafted, size) for size in sizes]
+    drafter_state, tokens = jax.lax.switch(state.choice.index, branches)
+    state = dataclasses.replace(state, drafter=drafter_state)
+    block = block_of(drafter, state, Proposal(tokens))
+    block = block.limited(jnp.array(sizes)[state.choice.index])
+    return conclude(target, drafter, state, block, rules=rules)
+
+
 def propose(
     target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules, block_size: int
 ) -> tuple[DecodeState, Proposal]:
@@ -103,8 +127,7 @@ def conclude(
       allowed: int32 [B, R, ceil(V / 32)] or None; bit mask of the tokens that may follow each row,
         see `controls.shape_logits`.
     """
-    output = _forward(target, drafter, state, block)
-    logits = target.unembed(output.hidden)
+    output, logits = _forward(target, drafter, state, block, rules.choices.computed)
     result, finite = judge(state, block, logits, rules, allowed)
     drafter_state, result = _review(drafter, state.drafter, block, result, rules)
     committed = result.following(block.tokens)
@@ -137,18 +160,31 @@ def conclude(
     return state, outcome
 
 
-def _forward(target, drafter, state, block):
-    """Runs the target over the rows of a block."""
+def _forward(target, drafter, state, block, computed: int | None) -> tuple[TargetOutput, jax.Array]:
+    """Runs the target over the rows of a block; returns its output, and logits.
+
+    If `computed` is a number, it runs over that many rows of each sequence, the head included, and
+    the barrier keeps XLA from computing fewer.
+    """
+    rows = block.tokens, block.positions
+    if computed is not None:
+        rows = block.padded(computed)
     with jax.named_scope("target"):
-        return target(
-            block.tokens,
-            block.positions,
+        output = target(
+            *rows,
             state.cache,
             feature_layers=drafter.feature_layers,
             tree_mask=block.ancestry,
             packing=block.packing,
             adapters=state.adapter,
         )
+    logits = target.unembed(output.hidden)
+    if computed is None:
+        return output, logits
+    output, logits = jax.lax.optimization_barrier((output, logits))
+    own = slice(block.tokens.shape[1])
+    features = output.features[:, own]
+    return output._replace(hidden=output.hidden[:, own], features=features), logits[:, own]
 
 
 def judge(

@@ -54,11 +54,18 @@ def run_cycles(
             state = _choose(state, rules)
         return state, _record(report, state, outcome)
 
+    def exact_step(carry):
+        state, report = carry
+        state, outcome = cycles.exact_cycle(target, drafter, state, rules=rules)
+        return _choose(state, rules), _record(report, state, outcome)
+
     def catch_up(carry):
         state, report = carry
         return _catch_up(target, drafter, state), report
 
     steps = [functools.partial(step, *rules.choices.rows_of(i)) for i in range(len(rules.choices))]
+    if rules.choices.exact and len(steps) > 1:  # One program for all, which is always observed.
+        steps = [exact_step]
     state, report = _loop(go_on, [*steps, catch_up], (_choose(state, rules), report))
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)

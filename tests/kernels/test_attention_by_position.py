@@ -1,0 +1,104 @@
+"""Attention by position: a row has the same bits wherever its block begins.
+
+Blocks of one sequence begin at different positions, so each row is appended as another row of its
+block and its last keys come once from the cache, once from the same call.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.interpreter import interpret
+
+from dflash.kernels import quantized
+from dflash.kernels.paged_attention import paged_attention
+from dflash.kernels.quantized import Quantized
+from dflash.kernels.tuning import BlockSizes
+
+PAGES, PAGE, ROWS, KV_HEADS, GROUP, WIDTH = 4, 32, 8, 1, 2, 64
+LENGTH = PAGES * PAGE
+
+
+@functools.cache
+def sequence(dtype):
+    """Queries, keys and values of every position, each [1, L, heads, H]."""
+    draws = np.random.default_rng(0).normal(size=(3, 1, LENGTH, KV_HEADS * GROUP, WIDTH))
+    queries, keys, values = jnp.asarray(draws, dtype)
+    return queries, keys[:, :, :KV_HEADS], values[:, :, :KV_HEADS]
+
+
+def pool(rows, start, kv_dtype, stale):
+    """Pages in order, with the rows below `start`; the others are stale."""
+    rows = rows.reshape(PAGES, PAGE, KV_HEADS, WIDTH).transpose(2, 0, 1, 3)
+    known = jnp.arange(LENGTH).reshape(PAGES, PAGE, 1) < start
+    if kv_dtype is None:
+        return jnp.where(known, rows, stale)
+    stored = quantized.encode(rows, Quantized(jnp.zeros(0, kv_dtype), jnp.zeros(0)))
+    values = jnp.where(known, stored.values, jnp.zeros_like(stored.values))
+    return Quantized(values, jnp.where(known.mT, stored.scales, stale))
+
+
+def attend(start, *, dtype, kv_dtype=None, window=None, implementation="reference"):
+    """Outputs [T, N, H] of the block that begins at `start`."""
+    queries, keys, values = sequence(dtype)
+    own = slice(start, start + ROWS)
+    # The kernel clears stale rows, which may hold anything; the reference weighs them by zero.
+    stale = jnp.nan if implementation == "interpret" else 1e6
+    arguments = {
+        "queries": queries[:, own],
+        "keys": keys[:, own],
+        "values": values[:, own],
+        "key_pages": pool(keys, start, kv_dtype, stale),
+        "value_pages": pool(values, start, kv_dtype, stale),
+        "page_table": jnp.arange(PAGES, dtype=jnp.int32)[None],
+        "start": jnp.array([start], jnp.int32),
+    }
+    options = {"scale": 0.3, "window": window, "by_position": True}
+    call = functools.partial(
+        paged_attention, implementation=implementation, sizes=BlockSizes(PAGE, 128), **options
+    )
+    if implementation == "interpret":
+        outputs, *_ = interpret(lambda given: call(**given), arguments)
+    else:
+        outputs, *_ = jax.jit(lambda given: call(**given))(arguments)
+    return np.asarray(outputs)[0]
+
+
+def check(starts, **how):
+    """Compares the rows that several blocks share, bit for bit."""
+    rows = {}
+    for start in starts:
+        for position, output in enumerate(attend(start, **how), start):
+            same = rows.setdefault(position, output)
+            np.testing.assert_array_equal(output, same, err_msg=f"{start}, {position}")
+    assert len(rows) < ROWS * len(starts)
+    assert all(np.isfinite(output.astype(np.float32)).all() for output in rows.values())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_reference(dtype, window):
+    check([0, 3, 13, 16, 18, 24, 29, 31, 32, 33, 60, 66], dtype=dtype, window=window)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "window"), [(None, None), (None, 20), (jnp.int8, None)], ids=str
+)
+def test_the_kernel(kv_dtype, window):
+    starts = [0, 5, 29, 31, 32, 62, 66]
+    how = {"kv_dtype": kv_dtype, "window": window, "implementation": "interpret"}
+    check(starts, dtype=jnp.bfloat16, **how)
+
+
+def test_outputs_are_those_of_any_order():
+    from_position = attend(29, dtype=jnp.float32)
+    kernel = attend(29, dtype=jnp.float32, implementation="interpret")
+    queries, keys, values = sequence(jnp.float32)
+    scores = 0.3 * jnp.einsum("bqgh,bkh->bgqk", queries[:, 29:37], keys[:, :, 0])
+    visible = jnp.arange(LENGTH) <= 29 + jnp.arange(ROWS)[:, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    dense = jnp.einsum("bgqk,bkh->bqgh", weights, values[:, :, 0])[0]
+    for outputs in (from_position, kernel):
+        np.testing.assert_allclose(outputs, dense, rtol=1e-5, atol=1e-5)
