@@ -1,6 +1,6 @@
 """Draws heat maps of a sweep's figures, over its two longest axes.
 
-python -m experiments.heat_maps CONFIG WORKDIR [key=value …]    # as for experiments.sweep
+python -m experiments.heat_maps CONFIG WORKDIR [key=value …]    # as for dflash sweep
 """
 
 import io
@@ -13,10 +13,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dflash import errors
-from dflash.config import registry
+from dflash.config import registry, sweep_points
+from dflash.config.sweep_points import Sweep, label
+from dflash.runs import sweeps
 from dflash.storage import files
-from experiments.sweep import points, runs
-from experiments.sweep.points import Sweep, label
 
 MAX_PANELS = 16
 MAX_LABEL = 30  # Limit of characters of a step's label.
@@ -25,10 +25,10 @@ _CELL_INCHES = 0.9
 
 def main(config: str, workdir: str, *overrides: str) -> None:
     """Draws the shown figures of a sweep's finished points, and prints the names of the files."""
-    sweep, directory = points.load(config, overrides), pathlib.Path(workdir)
-    runner = registry.load(points.RUNS[sweep.run].implementation)
-    rows = runs.finished(sweep, directory)
-    for path in draw_all(sweep, runs.columns(runner, rows.values()), rows, directory):
+    sweep, directory = sweep_points.load(config, overrides), pathlib.Path(workdir)
+    runner = registry.load(registry.RUNS[sweep.run].implementation)
+    rows = sweeps.finished(sweep, directory)
+    for path in draw_all(sweep, sweeps.columns(runner, rows.values()), rows, directory):
         print(path)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -14,7 +15,7 @@ import time
 import pytest
 from support.models import BYTE_TARGET
 
-from dflash import benchmark
+from dflash import benchmark, sweep
 
 CONFIG = f"""
 target: {BYTE_TARGET}
@@ -36,16 +37,20 @@ QUESTIONS = [
     {"turns": ["Which of the two is the larger?!", "A?"]},
     {"turns": ["What do one and two come to then?"], "reference": ["That is\n#### 3"]},
 ]
+SWEEP = """
+base: [c.yml]
+sweep: {run: benchmark, product: {decode.batch_size: [1, 2]}}
+"""
 # Every token would end a sequence, did stop ids count where acceptance is forced.
-FORCED = [
+SWEPT = [
     *("trace=trace.json", "rounds=1", "prompts_per_task=3", "replay_tokens=4"),
-    *("decode.max_new_tokens=24", "decode.batch_size=2"),
+    "decode.max_new_tokens=24",
     f"decode.stop_ids={list(range(256))}",
 ]
 LENGTHS = [[4, 1, 2, 4, 3], [1, 1, 4], [2, 2, 2, 2], [3, 3]]
 
 
-def command(argv, directory: pathlib.Path):
+def command(argv, directory: pathlib.Path, entry=benchmark, config="c.yml"):
     """Runs a command in a directory; returns its exit status, stdout and stderr."""
     directory.joinpath("c.yml").write_text(CONFIG)
     out, err = io.StringIO(), io.StringIO()
@@ -55,7 +60,7 @@ def command(argv, directory: pathlib.Path):
         contextlib.redirect_stderr(err),
         pytest.raises(SystemExit) as caught,
     ):
-        benchmark.main(["c.yml", *argv])
+        entry.main([config, *argv])
     return caught.value.code, out.getvalue(), err.getvalue()
 
 
@@ -76,6 +81,19 @@ def measured(tmp_path_factory):
     status, out, err = command([*others, "--workdir=out"], directory)
     assert status == 0, err
     return directory / "out", out
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep over forced benchmarks of two batch sizes, and what it printed."""
+    directory = tmp_path_factory.mktemp("swept")
+    write_trace(directory / "trace.json")
+    (directory / "s.yml").write_text(SWEEP)
+    status, out, err = command([*SWEPT, "--workdir=w"], directory, sweep, "s.yml")
+    assert status == 0, err
+    (directory / "stdout").write_text(out)
+    (directory / "stderr").write_text(err)
+    return directory
 
 
 def write_trace(path: pathlib.Path, rows=None) -> None:
@@ -182,18 +200,15 @@ def test_files_of_prompts_at_several_temperatures(run, tmp_path):
     assert all(row["identical_share"] == "1.0" for row in rows)
 
 
-def test_a_trace_decides_acceptance_and_every_output_says_so(run, tmp_path):
+def test_a_trace_decides_acceptance_and_every_output_says_so(swept):
     """Three prompts in two slots: each follows its own script, whichever slot it gets."""
-    write_trace(tmp_path / "trace.json")
-    status, out, err = run(*FORCED, "--workdir=w")
-    assert status == 0, err
-    point = tmp_path / "w"
+    point = swept / "w/points/decode.batch_size=2"
     results = json.loads((point / "results.json").read_text())
     assert results["batch_size"] == 2
     assert results["acceptance"]["source"] == "trace"
     assert results["acceptance"]["file"] == "trace.json"
     assert "forced" in results["acceptance"]["words"]
-    assert "forced" in out
+    assert "forced" in (swept / "stdout").read_text()
     cells = {(cell["task"], cell["strategy"]): cell for cell in results["cells"]}
     alpaca, gsm8k = cells["alpaca", "dflash"], cells["gsm8k", "dflash"]
     assert alpaca["acceptance_histogram"] == {"1": 0, "2": 4, "3": 0, "4": 0}
@@ -206,6 +221,36 @@ def test_a_trace_decides_acceptance_and_every_output_says_so(run, tmp_path):
     with (point / "results.csv").open() as lines:
         assert {row["acceptance"] for row in csv.DictReader(lines)} == {"trace"}
     assert page_data(point / "report.html")["results"]["acceptance"]["source"] == "trace"
+
+
+def test_a_sweep_has_the_figures_of_every_cell_and_runs_each_point_once(swept):
+    with (swept / "w/sweep.csv").open(newline="") as lines:
+        rows = {row["name"]: row for row in csv.DictReader(lines)}
+    assert len(rows) == 2
+    for name, row in rows.items():
+        with (swept / "w/points" / name / "results.csv").open() as lines:
+            cells = {(line["task"], line["strategy"]): line for line in csv.DictReader(lines)}
+        for task, figure in itertools.product(("alpaca", "gsm8k"), ("tau", "speedup", "draft_ms")):
+            assert row[f"{task}.dflash.{figure}"] == cells[task, "dflash"][figure]
+        assert float(row["alpaca.dflash.tau"]) == 2.0
+        assert "alpaca.none.tau" not in row
+    # However narrow the terminal, no name is cut: lines break instead.
+    shown = (swept / "stderr").read_text()
+    assert "gsm8k.dflash.speedup" in "".join(shown.split())
+    assert "…" not in shown.rpartition("\n\n")[2]
+    before = (swept / "w/sweep.csv").read_text()
+    status, out, err = command([*SWEPT, "--workdir=w"], swept, sweep, "s.yml")
+    assert (status, out) == (0, "")
+    assert "2 of 2 points are already finished" in err
+    assert (swept / "w/sweep.csv").read_text() == before
+
+
+def test_a_sweep_runs_no_studies(tmp_path):
+    (tmp_path / "s.yml").write_text(SWEEP)
+    status, _, err = command(["study.name=cycle", "--workdir=w"], tmp_path, sweep, "s.yml")
+    assert status == 2
+    assert err == "error: study: sweeps do not run studies; use dflash benchmark for this one\n"
+    assert not (tmp_path / "w").exists()
 
 
 @pytest.mark.parametrize(

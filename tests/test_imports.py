@@ -45,7 +45,7 @@ LEVELS = (
     # entry points
     {
         *("__main__", "benchmark", "chat", "compile", "convert", "decode", "distill"),
-        *("check", "doctor", "rl", "serve", "train"),
+        *("check", "doctor", "rl", "serve", "sweep", "train"),
     },
 )
 # Comparisons with words that only look like a strategy's or target's name: (module, word).
@@ -341,7 +341,7 @@ def test_imports_have_no_side_effects():
     sorted(
         {
             reference
-            for entries in (registry.DRAFTERS, registry.TARGETS)
+            for entries in (registry.DRAFTERS, registry.TARGETS, registry.RUNS)
             for entry in entries.values()
             for reference in (entry.implementation, entry.schema)
         }

@@ -207,13 +207,15 @@ MISTAKES = {
     "training config": Mistake("decode t.yml", "a config of dflash train, not of this command"),
     "decoding config": Mistake("train c.yml", "a config of dflash decode, not of this command"),
     "decoding config to measure": Mistake("benchmark c.yml", "config of dflash decode, not of"),
+    "training config to sweep": Mistake("sweep t.yml", "config of dflash train, not of"),
     "benchmark config": Mistake(
         "decode configs/benchmark/tiny.yml", "a config of dflash benchmark, not of this command"
     ),
     "distillation": Mistake(
         "train configs/distill/dflash2.yml", "a config of dflash distill, not of this"
     ),
-    "sweep": Mistake("decode c.yml sweep.product.decode.seed=[1,2]", "sweep: was removed; use "),
+    "nothing to sweep": Mistake("sweep c.yml", "sweep: required: keys and their values"),
+    "sweep": Mistake("decode configs/sweeps/block_size.yml", "sweep: only dflash sweep accepts "),
     "type": Mistake("decode c.yml decode.seed=many", "decode.seed: expected an integer in [-"),
     "misfit": Mistake("decode c.yml decode.page_size=12", "expected a power of two, got 12"),
     "batch": Mistake("decode c.yml mesh.data=2", "decode.batch_size: 1 does not divide over "),
@@ -494,6 +496,9 @@ MISTAKES = {
     ),
     "full disk": Mistake(
         "decode c.yml --workdir=.", "cannot be written: No space left on device", 1, full_disk
+    ),
+    "sweep without a place": Mistake(
+        "sweep configs/sweeps/block_size.yml", "--workdir: required, for the points and their table"
     ),
 }  # fmt: skip
 FINE = {

@@ -53,6 +53,8 @@ LINES = (
     "train configs/train/qwen3_4b_eagle3.yml --print_config optimizer.name=muon data.seed=2",
     "benchmark configs/benchmark/tiny.yml --print_config rounds=2 tasks=[math] decode.top_k=4",
     "benchmark configs/benchmark/qwen3_4b_trace.yml --print_config --acceptance math500 rounds=1",
+    "sweep configs/sweeps/block_size.yml --dry_run decode.max_new_tokens=8",
+    "sweep configs/tiny_dflash.yml --dry_run sweep.product.decode.seed=[1,2]",
     "compile configs/random_tiny_dflash.yml --print_config tpu.topology=v5e:1x1",
     "decode c.yml --dry_run decode.batch_size=2 decode.max_new_tokens=8",
     "train configs/train/dflash2.yml target.checkpoint=words --dry_run data.length=64",
@@ -64,7 +66,7 @@ TEXTS = """
     [0] [[[]]] {a:1} [1,a,null] a:b ' " *x !!int % # \udcff é 一 🙂 -- - = == . .. / ~/x ~nobody/x
     /dev/null /proc/self/mem /nonexistent/x hf: hf:a hf:a/b@c %s {0} $HOME `x` ;ls --help random
     --workdir=w
-    --workdir --print_config --nodry_run --dry_run=maybe --process_id=99999999999 base=x
+    --workdir --print_config --nodry_run --dry_run=maybe --process_id=99999999999 base=x sweep.run=x
     decode decode= =x a.b.c=1 .=1 ..=1 decode.=1 decode..seed=1 target=null drafter={} drafter=ngram
     drafter.name=none strategies.x=null tasks= c.yml prompts.jsonl target configs dtype
 """.split()
@@ -204,7 +206,7 @@ def make_line(chance: random.Random) -> list[str]:
                 if keys:
                     place = chance.choice(keys)
                     words[place] = f"{words[place].partition('=')[0]}={odd}"
-    if words and words[0] in ("decode", "train", "benchmark"):
+    if words and words[0] in ("decode", "train", "benchmark", "sweep"):
         words += [] if "--print_config" in words else ["--dry_run"]
     return words
 

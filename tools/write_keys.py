@@ -66,6 +66,7 @@ _MORE = {
     "train": "[Training a drafter](training_a_drafter.md) describes a complete training.",
     "distill": "[Training a drafter](training_a_drafter.md#one-command) describes its stages.",
     "benchmark": "[Measuring](measuring.md) defines every figure.",
+    "sweep": "[Measuring](measuring.md#sweeps) explains the `sweep:` block and the table.",
     "compile": "[On TPUs](tpu.md#the-compile-report) explains the report.",
     "check": """Prompts are those of the config, or 16 general ones if it names at most one. The
 target decodes them once, greedily; then only the drafter runs again, for each other value:

@@ -12,6 +12,7 @@ COMMANDS = {
     "distill": ("dflash.distill", "Make a drafter for a target: answers, training, measurement."),
     "benchmark": ("dflash.benchmark", "Measure drafting strategies against plain decoding."),
     "check": ("dflash.check", "Diagnose a pair of target and drafter."),
+    "sweep": ("dflash.sweep", "Run a config over a grid of values."),
     "compile": ("dflash.compile", "Compile a run for TPUs, without a TPU."),
     "convert": ("dflash.convert", "Convert a checkpoint to another layout."),
     "doctor": ("dflash.doctor", "Report what is installed, missing and cached."),

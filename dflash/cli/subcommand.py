@@ -289,7 +289,8 @@ def _unknown_flag(
     flag, equals, value = argument.partition("=")
     name = flag.lstrip("-")
     if name in JOIN_FLAGS:
-        return f"{flag}: dflash {subcommand.name} runs in one process"
+        divide = "; divide it with --shard" if "shard" in subcommand.shared else ""
+        return f"{flag}: dflash {subcommand.name} runs in one process{divide}"
     if not equals and later and not later[0].startswith("-") and "=" not in later[0]:
         value = later[0]
     key = name if "." in flag else _key(subcommand, name.replace("-", "_"))

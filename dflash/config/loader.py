@@ -30,6 +30,7 @@ from dflash.config.strict_yaml import Node
 from dflash.config.typed import INVALID, Builder
 from dflash.storage import hub
 
+SWEEP = "sweep"  # Key of a sweep's block.
 _PINNED = ("checkpoint", "adapter")  # Kinds of path that a commit of the hub pins.
 _STRATEGIES = "strategies"  # Key of entries that override the group `drafter`.
 _CHOICE = "name"  # Key that chooses a group's schema.
@@ -76,7 +77,13 @@ def load(
         check_command(readable, origin, schema if isinstance(schema, tuple) else (schema,))
     if isinstance(schema, tuple):
         schema = fitting(schema, readable)
-    config, more = resolve(files, [command_line], origin, schema, earlier_run=earlier_run)
+    for node in (*files, *command_line):
+        if node is not None and SWEEP in node.value:
+            place = node.value[SWEEP].source
+            problems.append(f"{place}: {SWEEP}: only dflash sweep accepts this key")
+    layers = [without_sweep(node) for node in files]
+    arguments = [without_sweep(node) for node in command_line]
+    config, more = resolve(layers, [arguments], origin, schema, earlier_run=earlier_run)
     problems += more
     if problems:
         raise errors.ConfigError(*problems)
@@ -140,16 +147,19 @@ def _layers(
     return merging.read(path, problems)
 
 
-def check_command(files: Sequence[Node], origin: str, schemas: Sequence[type]) -> None:
+def check_command(
+    files: Sequence[Node], origin: str, schemas: Sequence[type], of: str = "this command"
+) -> None:
     """Raises if the files are a config of another command.
 
     Args:
       files: Mappings of the main file and its bases.
       origin: Name of the main file.
+      of: Name of the current command, for the message.
     Raises:
       ConfigError: The schemas of another command know more of the files' groups.
     """
-    keys = {key for file in files for key in file.value}
+    keys = {key for file in files for key in file.value} - {SWEEP}
 
     def strange(kinds: Iterable[type]) -> int:
         return min(len(keys - {field.name for field in dataclasses.fields(kind)}) for kind in kinds)
@@ -160,7 +170,15 @@ def check_command(files: Sequence[Node], origin: str, schemas: Sequence[type]) -
     }
     best = min(strange_to, key=strange_to.get)
     if strange_to[best] < strange(schemas):
-        raise errors.ConfigError(f"{origin}: a config of dflash {best}, not of this command")
+        raise errors.ConfigError(f"{origin}: a config of dflash {best}, not of {of}")
+
+
+def without_sweep(node: Node | None) -> Node | None:
+    """Returns a file or argument without its `sweep:` block."""
+    if node is None or SWEEP not in node.value:
+        return node
+    content = {key: value for key, value in node.value.items() if key != SWEEP}
+    return dataclasses.replace(node, value=content)
 
 
 def to_dict(config: Any) -> Any:

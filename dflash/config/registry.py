@@ -197,6 +197,16 @@ DATASETS: dict[str, str] = {
 }
 
 
+# Commands that a sweep can run at each point: a `Runner` of dflash/runs/sweeps.py, and the schema
+# of its config.
+RUNS: dict[str, Entry] = {
+    "decode": Entry("dflash.offline.decode_sweep:DecodePoints", "dflash.config.schema:DecodeRun"),
+    "benchmark": Entry(
+        "dflash.measure.benchmark_run:BenchmarkPoints",
+        "dflash.config.benchmark_schema:BenchmarkRun",
+    ),
+}
+
 # Schemas of each command's configs. They identify a config that belongs to another command.
 CONFIGS: Mapping[str, tuple[str, ...]] = {
     "decode": ("dflash.config.schema:DecodeRun",),

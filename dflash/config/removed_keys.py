@@ -19,8 +19,7 @@ class Removed(NamedTuple):
 
 _TEST_ONLY = Removed("data sets are measured on their split test", ("test",))
 _ONE_SERVER = Removed("start one server")
-_SWEEP = Removed("use experiments/sweep of the repository, or strategies of a benchmark")
-_SHAPES = Removed("use experiments/sweep/drafter_shape.yml of the repository")
+_SHAPES = Removed("use configs/sweeps/drafter_shape.yml")
 _FORECAST = Removed("use experiments/forecast of the repository", None)
 _TINY_FAMILY = Removed("use experiments/tiny_family of the repository")
 
@@ -49,15 +48,14 @@ REMOVED: dict[str, Removed] = {
     "train.feature_cache": Removed("the target runs in every step", None),
     "drafter.name=lookahead": Removed("use ngram"),
     "drafter.overlap=pingpong": Removed("use ssd or leave it out"),
-    "sweep": _SWEEP,
+    "sweep.run=distill": _TINY_FAMILY,
     "study.name=batch": Removed("use load"),
-    "study.name=block": Removed("compare strategies of several drafter.block_size"),
+    "study.name=block": Removed("sweep drafter.block_size"),
     "study.name=layers": _SHAPES,
     "study.name=taps": _SHAPES,
     "study.name=survival": Removed("use calibration"),
     "study.name=trees": Removed("use experiments/acceptance of the repository"),
     "dflash completion": Removed(),
-    "dflash sweep": _SWEEP,
     "dflash train_tokenizer": _TINY_FAMILY,
 }
 

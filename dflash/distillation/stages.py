@@ -34,7 +34,7 @@ from dflash.config.train_schema import TrainRun
 from dflash.distillation import card, distill_plan
 from dflash.loading import job as decode_jobs
 from dflash.offline import decode_run as decoding
-from dflash.offline.decode_run import Weights
+from dflash.offline.decode_sweep import Weights
 from dflash.offline.evaluation import DraftingTest
 from dflash.parallel import agreement, distributed, parameters
 from dflash.runs import records

@@ -1,4 +1,4 @@
-"""Runs of benchmarks, their shards and studies: measurements, files and figures."""
+"""Runs of benchmarks, their shards, studies and sweep points: measurements, files and figures."""
 
 import dataclasses
 import json
@@ -30,12 +30,14 @@ from dflash.measure import (
 from dflash.measure.bench import Bench
 from dflash.measure.engine import Parts
 from dflash.measure.samples import Sample, TaskRound
+from dflash.models.decoder import Decoder
 from dflash.parallel import distributed
 from dflash.runs import frame, shards
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
 from dflash.runs.processor_load import Load, LoadMeter
 from dflash.runs.shards import Shard
+from dflash.runs.sweeps import Runner
 from dflash.storage import files, paths
 
 ROUNDS = "rounds.json"
@@ -324,3 +326,39 @@ def _content(config: BenchmarkRun, answer: studies.StudyResult, load: Load) -> d
         **results.common_facts(config),
         "rows": [dict(row) for row in answer.rows],
     }
+
+
+class BenchmarkPoints(Runner):
+    """Runner of sweep points that are benchmarks; each point has a work directory of its own."""
+
+    metrics = results.FIGURES
+    shown = ("tau", "speedup")
+
+    def __init__(self, display: Display):
+        super().__init__(display)
+        self._targets: dict[str, Decoder] = {}  # At most one, by `jobs.target_key`.
+
+    def check(self, config: BenchmarkRun) -> None:
+        if config.study is not None:
+            raise errors.ConfigError(
+                "study: sweeps do not run studies; use dflash benchmark for this one"
+            )
+        benches.prepare(config)
+
+    def affinity(self, config: BenchmarkRun) -> str:
+        return jobs.target_key(config.decode_run(benches.BASELINE))
+
+    def run(self, config: BenchmarkRun, directory: pathlib.Path) -> Mapping[str, Any]:
+        key = self.affinity(config)
+        # Free another target first: memory may not hold two.
+        self._targets = {other: target for other, target in self._targets.items() if other == key}
+        bench = benches.prepare(config, target=self._targets.get(key))
+        with results.open_directory(directory, config) as opened:
+            values = measure(bench, opened, Display.silent())
+        self._targets[key] = bench.target
+        return {
+            f"{row['task']}.{row['strategy']}.{name}": row[name]
+            for row in results.rows(values)
+            if row["strategy"] != bench.baseline
+            for name in self.metrics
+        }

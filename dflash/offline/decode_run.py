@@ -24,7 +24,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.logits import controls
 from dflash.inference.request import RequestOutput, Tokens, max_length
 from dflash.inference.stats import SchedulerStats
-from dflash.loading.job import Job, target_key
+from dflash.loading.job import Job
 from dflash.offline.decoding import Usage, decode
 from dflash.parallel import distributed
 from dflash.runs import block_advice, outputs, processor_load, result_text, shards
@@ -89,41 +89,6 @@ def load_weights(job: Job) -> Job:
     """Loads the weights of a job's models in place, and returns the job."""
     job.load_weights()
     return job
-
-
-class Weights:
-    """Loader of jobs' weights that reads only those that differ from the previous job's."""
-
-    def __init__(self, display: Display):
-        """Creates the loader; the display shows a line for each load."""
-        self._display = display
-        self._loaded: dict[str, tuple[str, Any]] = {}  # Key and model by role.
-
-    def __call__(self, job: Job) -> Job:
-        """Returns the job with loaded models.
-
-        Raises:
-          CheckpointError: A checkpoint is damaged, or does not fit its model.
-        """
-        target = target_key(job.config)
-        drafter = loader.config_hash({"target": target, "drafter": job.config.drafter})
-        keys = {"target": target, "drafter": drafter}
-        # Free models that are no longer needed first: memory may not hold both.
-        self._loaded = {
-            role: (key, model) for role, (key, model) in self._loaded.items() if key == keys[role]
-        }
-        for role, key in keys.items():
-            job = self._with_model(role, key, job)
-        return job
-
-    def _with_model(self, role: str, key: str, job: Job) -> Job:
-        if role in self._loaded:
-            return dataclasses.replace(job, **{role: self._loaded[role][1]})
-        load = {"target": job.load_target, "drafter": job.load_drafter}[role]
-        with self._display.status(f"loading the {role}"):
-            load()
-        self._loaded[role] = key, getattr(job, role)
-        return job
 
 
 def run(

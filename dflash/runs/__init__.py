@@ -1,1 +1,1 @@
-"""A run beside the device: its directory, records and terminal display."""
+"""A run beside the device: its directory, records, terminal display, and sweeps over many runs."""

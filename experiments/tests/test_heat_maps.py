@@ -1,8 +1,8 @@
 import pytest
 from matplotlib import image
 
+from dflash.config import sweep_points
 from experiments import heat_maps
-from experiments.sweep import points
 
 CONFIG = """
 base: [random_tiny_dflash.yml]
@@ -13,7 +13,7 @@ sweep: {product: {decode.seed: [1, 2, 3], decode.top_k: [10, 20]}}
 @pytest.fixture
 def load(tmp_path):
     (tmp_path / "s.yml").write_text(CONFIG)
-    return lambda *overrides: points.load(tmp_path / "s.yml", overrides)
+    return lambda *overrides: sweep_points.load(tmp_path / "s.yml", overrides)
 
 
 def rows_of(sweep):

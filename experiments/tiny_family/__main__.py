@@ -8,7 +8,6 @@ import sys
 from dflash.__main__ import main
 from dflash.cli.commands import COMMANDS
 from dflash.config import registry
-from experiments.sweep.points import RUNS
 from experiments.tiny_family.datasets import DATASETS
 
 registry.DATASETS.update(DATASETS)
@@ -16,8 +15,7 @@ COMMANDS["train_tokenizer"] = (
     "experiments.tiny_family.train_tokenizer",
     "Train a tokenizer on data sets.",
 )
-COMMANDS["sweep"] = ("experiments.sweep.__main__", "Run a config over a grid of values.")
-RUNS["distill"] = registry.Entry(
+registry.RUNS["distill"] = registry.Entry(
     "experiments.tiny_family.distill_sweep:DistillPoints", "dflash.config.distill_schema:DistillRun"
 )
 

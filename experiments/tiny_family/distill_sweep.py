@@ -7,14 +7,13 @@ from typing import Any
 
 from dflash.config.distill_schema import DistillRun
 from dflash.config.schema import PromptsConfig
+from dflash.config.sweep_points import Sweep
 from dflash.distillation import distill_plan, stages
 from dflash.loading import job as decode_jobs
-from dflash.runs import dates
+from dflash.runs import dates, sweeps
+from dflash.runs.sweeps import Runner
 from dflash.storage import files
 from experiments import heat_maps
-from experiments.sweep import runs
-from experiments.sweep.points import Sweep
-from experiments.sweep.runs import Runner
 from experiments.tiny_family import recipe_comparison
 
 TABLE, PLOT = "recipes.md", "tau_by_training_time.png"
@@ -52,8 +51,8 @@ class DistillPoints(Runner):
         self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
     ) -> Sequence[str]:
         """Writes heat maps, a table of the recipes, and a plot of τ against training time."""
-        heat_maps.draw_all(sweep, runs.columns(self, rows.values()), rows, directory)
-        recipes = recipe_comparison.measured_recipes(sweep.axes, rows, directory / runs.POINTS)
+        heat_maps.draw_all(sweep, sweeps.columns(self, rows.values()), rows, directory)
+        recipes = recipe_comparison.measured_recipes(sweep.axes, rows, directory / sweeps.POINTS)
         if not recipes:
             return ()
         files.write_whole(directory / TABLE, recipe_comparison.table(recipes))

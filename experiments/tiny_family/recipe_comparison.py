@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from dflash.config.sweep_points import label
 from dflash.distillation import stages
 from dflash.measure import samples
 from dflash.runs import records
-from experiments.sweep.points import label
 
 TRAINING = "training"  # Name of the cell with the training time.
 _SEED_KEY = "train.seed"

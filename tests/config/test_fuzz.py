@@ -6,6 +6,7 @@ import pytest
 
 from dflash import errors
 from dflash.config import benchmark_schema, loader, schema, train_schema
+from dflash.config import sweep_points as sweeps
 
 RUNS = {
     schema.DecodeRun: "random_tiny_dflash.yml",
@@ -58,11 +59,26 @@ def test_overrides(run):
         quietly(lambda given=given: [loader.load(RUNS[run], given, run)])
 
 
+def test_sweep_overrides():
+    chance = random.Random(7)
+    keys = ["decode.seed", "drafter", "prompts.text", "dtype", "a", ".".join("a" * DEEP), "decode"]
+    blocks = ["sweep.product.", "sweep.zip.", "sweep.", "sweep.run.", "sweep.product.decode."]
+    for _ in range(30):
+        given = [f"{chance.choice(blocks)}{chance.choice(keys)}={chance.choice(VALUES)}"]
+        quietly(
+            lambda given=given: [
+                point.config
+                for point in sweeps.load("random_tiny_dflash.yml", given).points.values()
+            ]
+        )
+
+
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_files(write, text):
     write("c.yml", text)
-    with pytest.raises(errors.ConfigError):
-        loader.load("c.yml")
+    for load in (loader.load, sweeps.load):
+        with pytest.raises(errors.ConfigError):
+            load("c.yml")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", ".", "", "~", "\udcff"])

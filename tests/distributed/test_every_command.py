@@ -191,11 +191,14 @@ def num_devices(tree) -> int:
     return len(set().union(*(one.sharding.device_set for one in jax.tree.leaves(tree))))
 
 
-@pytest.mark.parametrize("name", ["convert", "chat", "compile"])
-def test_a_command_of_one_process_says_so(capsys, name):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("sweep", "; divide it with --shard"), ("convert", ""), ("chat", ""), ("compile", "")],
+)
+def test_a_command_of_one_process_says_so(capsys, name, more):
     command = importlib.import_module(f"dflash.{name}")
     with pytest.raises(SystemExit) as end:
         command.main(["s.yml", "--coordinator_address=auto"])
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"error: --coordinator_address: dflash {name} runs in one process"
+    assert line == f"error: --coordinator_address: dflash {name} runs in one process{more}"

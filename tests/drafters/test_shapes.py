@@ -174,7 +174,7 @@ def shipped() -> dict[str, tuple[schema.DrafterConfig, schema.TargetArchitecture
     found = {}
     for path in sorted(CONFIGS.rglob("*.yml")):
         folder = path.parent.name
-        if folder in ("models", "drafters"):
+        if folder in ("models", "drafters", "sweeps"):
             continue
         generic = folder in ("train", "distill") and path.stem in reduced_recipes.GENERIC
         overrides = ["target.checkpoint=assets/tiny_target"] if generic else []

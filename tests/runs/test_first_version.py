@@ -13,10 +13,12 @@ import pytest
 
 from dflash import errors
 from dflash.config import benchmark_schema, loader, schema, train_schema
+from dflash.config import sweep_points as sweep_lib
 from dflash.drafters.ngram_config import NgramConfig
 from dflash.measure import results
-from dflash.runs import outputs, records
+from dflash.runs import outputs, records, sweeps
 from dflash.runs.directory import CONFIG, RunDirectory, check_config
+from dflash.runs.display import Display
 from dflash.text.prompts import Prompt
 from dflash.training import rundir
 
@@ -58,6 +60,28 @@ def test_a_training_run_is_continued(directory):
     rundir.open_directory(directory / "train", config, datetime.date(2026, 1, 1)).close()
     facts = json.loads((directory / "train/checkpoints/2/facts/metadata").read_text())
     assert rundir.same_run(facts["identity"], config)
+
+
+def test_a_sweep_has_its_points_finished(directory):
+    sweep = sweep_lib.load(directory / "sweep.yml")
+    found = sweeps.finished(sweep, directory / "sweep")
+    assert list(found) == list(sweep.points)
+    assert all(row["tau"] == 1.0 for row in found.values())
+
+    class Nothing(sweeps.Runner):
+        metrics, shown = ("tau",), ("tau",)
+
+        def check(self, config):
+            raise AssertionError
+
+        affinity = run = check
+
+    before = (directory / "sweep" / sweeps.TABLE).read_text()
+    outcome = sweeps.run(sweep, Nothing(Display.silent()), directory / "sweep", Display.silent())
+    assert outcome.failed == {}
+    assert (directory / "sweep" / sweeps.TABLE).read_text() == before
+    for name, point in sweep.points.items():
+        assert check_config(directory / "sweep" / sweeps.POINTS / name, point.config)
 
 
 @pytest.mark.parametrize("value", ["test", "train"])

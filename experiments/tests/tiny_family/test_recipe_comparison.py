@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from support import tiny_distillation
 
-from dflash import distill
+from dflash import distill, sweep
+from dflash.config import registry
 from dflash.distillation import stages
 from dflash.runs import outputs, records
-from experiments.sweep import __main__ as sweep
-from experiments.sweep import points
 from experiments.tiny_family import __main__ as command
 from experiments.tiny_family import distill_sweep, recipe_comparison
 
@@ -26,7 +25,7 @@ def run(main, *arguments) -> int:
 
 def test_a_comparison_of_recipes_is_a_sweep_on_the_same_answers(tmp_path, capsys):
     """Figures of every recipe in a row, trees too; a second start has nothing left to do."""
-    assert points.RUNS["distill"].implementation.endswith("DistillPoints"), command
+    assert registry.RUNS["distill"].implementation.endswith("DistillPoints"), command
     config, first = tiny_distillation.write_config(tmp_path), tmp_path / "first"
     assert run(distill.main, config, "test.tasks=[]", "--workdir", first) == 0
     workdir, made = tmp_path / "sweep", f"answers.made={first / stages.ANSWERS}"

@@ -14,11 +14,10 @@ from support.reduced_recipes import BLOCK, DRAFTER, EAGLE3, TARGET, TRAINING
 
 import experiments.tiny_family.__main__  # noqa: F401 - registers sweeps of distillations
 from dflash import assets
-from dflash.config import distill_schema, loader, registry, train_schema
+from dflash.config import distill_schema, loader, registry, sweep_points, train_schema
 from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
-from experiments.sweep import points
 
 FAMILY = pathlib.Path(__file__).parents[2] / "tiny_family"
 ROOT = FAMILY.parents[1]
@@ -86,4 +85,4 @@ def test_a_distillation_loads(path):
 
 @pytest.mark.parametrize("path", sorted(FAMILY.glob("sweeps/*.yml")), ids=lambda path: path.stem)
 def test_a_sweep_loads(path):
-    assert len(points.load(path).points) in (4, 8, 20)
+    assert len(sweep_points.load(path).points) in (4, 8, 20)

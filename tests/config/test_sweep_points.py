@@ -1,15 +1,12 @@
 """Sweeps: which points a block stands for, and what is wrong with a bad one."""
 
-import pathlib
-
 import pytest
 
 from dflash import errors
-from dflash.config import loader
-from experiments.sweep import points as sweep_points
+from dflash.config import loader, merging, sweep_points
 
 BASE = "base: [random_tiny_dflash.yml]\n"
-SHIPPED = sorted(pathlib.Path(sweep_points.__file__).parent.glob("*.yml"))
+SHIPPED = sorted(merging.package_configs().glob("sweeps/*.yml"))
 
 
 @pytest.fixture
@@ -171,11 +168,21 @@ def test_a_key_of_the_sweep_is_not_for_the_command_line(failure):
     assert failure(text, "decode.seed=3") == ["command line: decode.seed: the sweep sets this key"]
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_sweep_of_this_folder_loads_from_anywhere(path, tmp_path, monkeypatch):
+def test_other_commands_leave_sweeps_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = sweep_points.load(path)
+    (tmp_path / "s.yml").write_text(BASE + "sweep: {product: {decode.seed: [1, 2]}}")
+    with pytest.raises(errors.ConfigError) as caught:
+        loader.load("s.yml")
+    assert caught.value.problems == ("s.yml:2: sweep: only dflash sweep accepts this key",)
+    with pytest.raises(errors.ConfigError, match="command line: sweep: only dflash sweep"):
+        loader.load("random_tiny_dflash.yml", ["sweep.product.decode.seed=[1]"])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_sweep_loads_from_anywhere(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = sweep_points.load(f"configs/sweeps/{path.name}")
     assert len(found.points) > 1
     header = path.read_text(encoding="utf-8")
-    assert f"python -m experiments.sweep experiments/sweep/{path.name}" in header
+    assert f"python -m dflash.sweep configs/sweeps/{path.name}" in header
     assert "Needs:" in header

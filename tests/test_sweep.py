@@ -12,8 +12,7 @@ import time
 import pytest
 from support.models import BYTE_TARGET
 
-from dflash import decode
-from experiments.sweep import __main__ as sweep
+from dflash import decode, sweep
 
 CONFIG = f"""
 target: {BYTE_TARGET}
@@ -134,12 +133,13 @@ def test_a_dry_run_lists_the_points(run, capsys):
 # Sweeps in a process of its own, which stops after the first point.
 STUCK = """
 import sys, time
-from experiments.sweep import __main__ as sweep, runs
-record = runs._record
+from dflash import sweep
+from dflash.runs import sweeps
+record = sweeps._record
 def record_and_wait(*args):
     record(*args)
     time.sleep(600)
-runs._record = record_and_wait
+sweeps._record = record_and_wait
 sweep.main(sys.argv[1:])
 """
 

@@ -7,12 +7,11 @@ import pytest
 
 from dflash import errors
 from dflash.config import loader
-from dflash.runs import shards
+from dflash.config import sweep_points as sweep_lib
+from dflash.runs import shards, sweeps
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
 from dflash.storage import files
-from experiments.sweep import points as sweep_lib
-from experiments.sweep import runs as sweeps
 
 CONFIG = """
 base: [random_tiny_dflash.yml]

@@ -24,19 +24,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.config import loader, merging, registry, strict_yaml
+from dflash.config import loader, merging, registry, removed_keys, strict_yaml
 from dflash.config.strict_yaml import Malformed, Node
 
-SWEEP = "sweep"  # Key of the block.
-# Commands that a sweep can run at each point: a `Runner` of runs.py, and the schema of its config.
-RUNS = {
-    "decode": registry.Entry(
-        "experiments.sweep.runners:DecodePoints", "dflash.config.schema:DecodeRun"
-    ),
-    "benchmark": registry.Entry(
-        "experiments.sweep.runners:BenchmarkPoints", "dflash.config.benchmark_schema:BenchmarkRun"
-    ),
-}
 MAX_POINTS = 10_000
 _MAX_NAME_CHARACTERS = 120
 _UNFIT = re.compile(r"[^\w.+-]+")  # Characters that a directory's name should not have.
@@ -63,7 +53,7 @@ class Sweep:
     """All points of a config.
 
     Attributes:
-      run: Command of each point, a name of `RUNS`.
+      run: Command of each point, a name of `registry.RUNS`.
       axes: Keys of each axis: one per key of the product, and all keys of the zip together.
       points: Points by name, in the order of the axes.
     """
@@ -92,20 +82,20 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         with the names of the points.
     """
     problems: list[str] = []
-    nodes, origin = merging.read(path, problems)
+    files, origin = merging.read(path, problems)
     command_line = merging.parse_overrides(overrides, problems)
-    run, axes = _read_blocks([*nodes, *command_line], origin, problems)
-    files = [without_sweep(node) for node in nodes]
-    if None not in files and run in RUNS:
-        kind = registry.load(RUNS[run].schema)
-        loader.check_command(files, origin, [kind])
+    run, axes = _read_blocks([*files, *command_line], origin, problems)
+    if None not in files and run in registry.RUNS:
+        kind = registry.load(registry.RUNS[run].schema)
+        loader.check_command(files, origin, [kind], of=f"{loader.SWEEP}.run={run}")
     count = math.prod(len(axis.steps) for axis in axes)
     if count > MAX_POINTS:
-        problems.append(f"{origin}: {SWEEP}: {count} points exceed the limit {MAX_POINTS}")
+        problems.append(f"{origin}: {loader.SWEEP}: {count} points exceed the limit {MAX_POINTS}")
     if problems:
         raise errors.ConfigError(*problems)
-    schema = registry.load(RUNS[run].schema)
-    arguments = [without_sweep(node) for node in command_line]
+    schema = registry.load(registry.RUNS[run].schema)
+    files = [loader.without_sweep(node) for node in files]
+    arguments = [loader.without_sweep(node) for node in command_line]
     points: dict[str, SweepPoint] = {}
     points_by_problem: dict[str, list[str]] = {}
     for steps in itertools.product(*(axis.steps for axis in axes)):
@@ -119,7 +109,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         layer = [merging.nested(key.split("."), node) for key, node in nodes.items()]
         config, point_problems = loader.resolve(files, [arguments, layer], origin, schema)
         if name in points:
-            point_problems.append(f"{origin}: {SWEEP}: the point {name} occurs twice")
+            point_problems.append(f"{origin}: {loader.SWEEP}: the point {name} occurs twice")
         for problem in point_problems:
             points_by_problem.setdefault(problem, []).append(name)
         points[name] = SweepPoint(name, values, config)
@@ -128,50 +118,43 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
     return Sweep(run, tuple(axis.keys for axis in axes), points)
 
 
-def without_sweep(node: Node | None) -> Node | None:
-    """Returns a file or argument without its `sweep:` block."""
-    if node is None or SWEEP not in node.value:
-        return node
-    content = {key: value for key, value in node.value.items() if key != SWEEP}
-    return dataclasses.replace(node, value=content)
-
-
 def _read_blocks(
     nodes: Sequence[Node | None], origin: str, problems: list[str]
 ) -> tuple[str, list[_Axis]]:
     """Reads the blocks of all files and arguments; later ones win, key by key."""
-    run = Node(next(iter(RUNS)), origin)
+    run = Node(next(iter(registry.RUNS)), origin)
     groups: dict[str, dict[str, Node]] = {"product": {}, "zip": {}}
     for node in nodes:
-        block = node.value.get(SWEEP) if node is not None else None
+        block = node.value.get(loader.SWEEP) if node is not None else None
         if block is None:
             continue
         if not isinstance(block.value, dict):
-            problems.append(f"{block.source}: {SWEEP}: expected a mapping")
+            problems.append(f"{block.source}: {loader.SWEEP}: expected a mapping")
             continue
         for key, entry in block.value.items():
             if key == "run":
                 run = entry
             elif key not in _BLOCK:
                 near = registry.suggest(key, _BLOCK)
-                problems.append(f"{entry.source}: {SWEEP}.{key}: unknown key{near}")
+                problems.append(f"{entry.source}: {loader.SWEEP}.{key}: unknown key{near}")
             elif not isinstance(entry.value, dict):
-                problems.append(f"{entry.source}: {SWEEP}.{key}: expected a mapping")
+                problems.append(f"{entry.source}: {loader.SWEEP}.{key}: expected a mapping")
             else:
-                groups[key].update(_lists(entry, f"{SWEEP}.{key}", problems))
+                groups[key].update(_lists(entry, f"{loader.SWEEP}.{key}", problems))
     name = "a mapping" if isinstance(run.value, dict) else str(merging.text_of(run))
-    if name not in RUNS:
-        near = registry.suggest(name, RUNS)
-        problems.append(f"{run.source}: {SWEEP}.run: unknown run {name!r}{near}")
+    if name not in registry.RUNS:
+        unknown = f"unknown run {name!r}{registry.suggest(name, registry.RUNS)}"
+        message = removed_keys.notice((loader.SWEEP, "run"), name) or unknown
+        problems.append(f"{run.source}: {loader.SWEEP}.run: {message}")
     product, zipped = groups["product"], groups["zip"]
     if not product and not zipped and not problems:
-        problems.append(f"{origin}: {SWEEP}: required: keys and their values, below product")
+        problems.append(f"{origin}: {loader.SWEEP}: required: keys and their values, below product")
     _check_overlap(product, zipped, nodes, problems)
     lengths = {len(node.value) for node in zipped.values()}
     if len(lengths) > 1:
         shown = ", ".join(f"{key}: {len(node.value)}" for key, node in zipped.items())
         first = next(iter(zipped.values()))
-        problems.append(f"{first.source}: {SWEEP}.zip: lists of different lengths ({shown})")
+        problems.append(f"{first.source}: {loader.SWEEP}.zip: lists of different lengths ({shown})")
         zipped = {}
     axes = [_Axis((key,), tuple((item,) for item in node.value)) for key, node in product.items()]
     if zipped:
@@ -209,7 +192,7 @@ def _check_overlap(
     for place, (key, node) in enumerate(placed):
         above = [other for other in keys[:place] if _inside(key, other) or _inside(other, key)]
         if above:
-            problems.append(f"{node.source}: {SWEEP}: {key} and {above[0]} overlap")
+            problems.append(f"{node.source}: {loader.SWEEP}: {key} and {above[0]} overlap")
     for node in nodes:
         if node is None or node.source != merging.COMMAND_LINE:
             continue

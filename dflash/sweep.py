@@ -1,6 +1,6 @@
-"""Runs a config over a grid of values: python -m experiments.sweep CONFIG --workdir DIR.
+"""Runs a config over a grid of values: dflash sweep CONFIG [key=value ...] --workdir DIR.
 
-The values come from the config's `sweep:` block; see points.py. The same
+The values come from the config's `sweep:` block; see dflash/config/sweep_points.py. The same
 command on the same directory continues where the last one ended.
 """
 
@@ -11,8 +11,8 @@ from absl import flags
 from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import registry
+from dflash.config import sweep_points as sweeps
 from dflash.storage import paths
-from experiments.sweep import points as sweeps
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -30,12 +30,12 @@ SUBCOMMAND = cli.Subcommand(
     "Runs a config once for every combination of values in its `sweep:` block, and writes one "
     "table, sweep.csv, to --workdir. Finished points are skipped.",
     examples=(
-        "python -m experiments.sweep experiments/sweep/block_size.yml --workdir runs/block_size",
-        "python -m experiments.sweep experiments/sweep/block_size.yml --dry_run",
-        "python -m experiments.sweep experiments/sweep/block_size.yml --shard 3/8 --workdir w",
-        "python -m experiments.sweep configs/tiny_dflash.yml sweep.zip.decode.seed=[1,2]",
+        "dflash sweep configs/sweeps/block_size.yml --workdir runs/block_size",
+        "dflash sweep configs/sweeps/block_size.yml --dry_run    # lists the points",
+        "dflash sweep configs/sweeps/block_size.yml --shard 3/8 --workdir w",
+        "dflash sweep configs/tiny_dflash.yml sweep.zip.decode.seed=[1,2]",
     ),
-    schema=tuple(registry.load(entry.schema) for entry in sweeps.RUNS.values()),
+    schema=tuple(registry.load(entry.schema) for entry in registry.RUNS.values()),
     load=sweeps.load,
     configs=lambda sweep: (point.config for point in sweep.points.values()),
     shared=("workdir", "dry_run", "print_config", "shard", "compilation_cache"),
@@ -55,11 +55,11 @@ def _sweep(command: cli.Command) -> int:
         raise errors.ConfigError("--workdir: required, for the points and their table")
     # jax is imported here, after all points have been validated.
     from dflash.runs import shards
+    from dflash.runs import sweeps as driver
     from dflash.runs.display import Display
     from dflash.storage import files
-    from experiments.sweep import runs as driver
 
-    kind = registry.load(sweeps.RUNS[sweep.run].implementation)
+    kind = registry.load(registry.RUNS[sweep.run].implementation)
     directory = paths.to_path(command.workdir)
     with contextlib.closing(Display(stream=False)) as display:
         runner = kind(display)
@@ -75,7 +75,8 @@ def _sweep(command: cli.Command) -> int:
         if outcome.rows:
             keys = sum(map(len, sweep.axes))
             display.note(
-                f"{directory / driver.TABLE} has all figures; experiments/heat_maps.py draws them"
+                f"{directory / driver.TABLE} has all figures; a sweep draws no plots, but "
+                "experiments/heat_maps.py of the repository does"
             )
             display.table(driver.table(sweep, columns, outcome.rows), keys)
         with files.explained(directory):

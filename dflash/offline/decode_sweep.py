@@ -1,5 +1,6 @@
-"""Runs of a sweep's points: decoding, and benchmarks."""
+"""Sweep points that decode, and keep models loaded while the next point needs them."""
 
+import dataclasses
 import datetime
 import io
 import pathlib
@@ -8,18 +9,13 @@ from typing import Any
 
 from dflash import errors
 from dflash.config import loader
-from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DecodeRun
 from dflash.loading import job as jobs
 from dflash.loading.job import Job
-from dflash.measure import bench as benches
-from dflash.measure import benchmark_run, results
-from dflash.models.decoder import Decoder
 from dflash.offline import decode_run
-from dflash.offline.decode_run import Weights
 from dflash.runs import dates
 from dflash.runs.display import Display
-from experiments.sweep.runs import Runner
+from dflash.runs.sweeps import Runner
 
 
 class DecodePoints(Runner):
@@ -59,6 +55,41 @@ class DecodePoints(Runner):
         return results | {"speed_up": results.get("baseline", {}).get("speed_up")}
 
 
+class Weights:
+    """Loader of jobs' weights that reads only those that differ from the previous job's."""
+
+    def __init__(self, display: Display):
+        """Creates the loader; the display shows a line for each load."""
+        self._display = display
+        self._loaded: dict[str, tuple[str, Any]] = {}  # Key and model by role.
+
+    def __call__(self, job: Job) -> Job:
+        """Returns the job with loaded models.
+
+        Raises:
+          CheckpointError: A checkpoint is damaged, or does not fit its model.
+        """
+        target = jobs.target_key(job.config)
+        drafter = loader.config_hash({"target": target, "drafter": job.config.drafter})
+        keys = {"target": target, "drafter": drafter}
+        # Free models that are no longer needed first: memory may not hold both.
+        self._loaded = {
+            role: (key, model) for role, (key, model) in self._loaded.items() if key == keys[role]
+        }
+        for role, key in keys.items():
+            job = self._with_model(role, key, job)
+        return job
+
+    def _with_model(self, role: str, key: str, job: Job) -> Job:
+        if role in self._loaded:
+            return dataclasses.replace(job, **{role: self._loaded[role][1]})
+        load = {"target": job.load_target, "drafter": job.load_drafter}[role]
+        with self._display.status(f"loading the {role}"):
+            load()
+        self._loaded[role] = key, getattr(job, role)
+        return job
+
+
 def _prepare(config: DecodeRun, date: datetime.date) -> Job:
     named = config.prompts
     if not named.text and named.file is None and named.dataset is None:
@@ -66,39 +97,3 @@ def _prepare(config: DecodeRun, date: datetime.date) -> Job:
             "prompts: required: text, file or dataset; a sweep reads no prompts from stdin"
         )
     return jobs.prepare(config, stdin=io.StringIO(), date=date)
-
-
-class BenchmarkPoints(Runner):
-    """Runner of sweep points that are benchmarks; each point has a work directory of its own."""
-
-    metrics = results.FIGURES
-    shown = ("tau", "speedup")
-
-    def __init__(self, display: Display):
-        super().__init__(display)
-        self._targets: dict[str, Decoder] = {}  # At most one, by `jobs.target_key`.
-
-    def check(self, config: BenchmarkRun) -> None:
-        if config.study is not None:
-            raise errors.ConfigError(
-                "study: sweeps do not run studies; use dflash benchmark for this one"
-            )
-        benches.prepare(config)
-
-    def affinity(self, config: BenchmarkRun) -> str:
-        return jobs.target_key(config.decode_run(benches.BASELINE))
-
-    def run(self, config: BenchmarkRun, directory: pathlib.Path) -> Mapping[str, Any]:
-        key = self.affinity(config)
-        # Free another target first: memory may not hold two.
-        self._targets = {other: target for other, target in self._targets.items() if other == key}
-        bench = benches.prepare(config, target=self._targets.get(key))
-        with results.open_directory(directory, config) as opened:
-            values = benchmark_run.measure(bench, opened, Display.silent())
-        self._targets[key] = bench.target
-        return {
-            f"{row['task']}.{row['strategy']}.{name}": row[name]
-            for row in results.rows(values)
-            if row["strategy"] != bench.baseline
-            for name in self.metrics
-        }

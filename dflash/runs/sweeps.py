@@ -20,18 +20,18 @@ from typing import Any, ClassVar
 
 from dflash import errors
 from dflash.config import loader
+from dflash.config.sweep_points import Sweep, SweepPoint, attributed, label
 from dflash.runs import shards
 from dflash.runs.directory import another_config, check_config
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
 from dflash.storage import files
-from experiments.sweep.points import Sweep, SweepPoint, attributed, label
 
 POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
 
 
 class Runner(abc.ABC):
-    """Command that runs the points of a sweep; `points.RUNS` lists the subclasses.
+    """Command that runs the points of a sweep; `registry.RUNS` lists the subclasses.
 
     A command that measures several cells, such as the tasks and strategies of a benchmark, prefixes
     each figure with the cell's name: math.dflash.tau.
