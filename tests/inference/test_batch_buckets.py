@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engines import completions, drain, engine, expected, make_requests, random_prompts
+from support.engines import (
+    Watched,
+    completions,
+    drain,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+)
 from support.models import drafter, takes
 
 from dflash.inference import batch_buckets
@@ -15,18 +23,11 @@ PROMPTS = random_prompts([9, 16, 5, 12, 3, 14])
 LIMITS = [12, 3, 8, 5, 7, 4]
 
 
-class Watch:
+class Watch(Watched):
     """An engine that notes the bucket of every dispatch."""
 
-    def __init__(self, inner):
-        self._inner = inner
-        self.buckets = []
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
     def generate(self, state, bucket=None, **how):
-        self.buckets.append(bucket)
+        self.seen.append(bucket)
         return self._inner.generate(state, bucket, **how)
 
 
@@ -42,7 +43,7 @@ def check(run, **how) -> list[int]:
         events += drain(one)
     found = [(done.output_ids, done.finish_reason) for done in completions(events)]
     assert found == expected(PROMPTS, LIMITS, **how)
-    return watch.buckets
+    return watch.seen
 
 
 # State in pages, in arrays, and in both with rows that depend on the next token.

@@ -6,6 +6,7 @@ import functools
 import pytest
 from support import grammars
 from support.engines import (
+    Watched,
     count_compilations,
     decode_all,
     expected,
@@ -43,17 +44,11 @@ def alone() -> Engine:
     return without_prefix_cache(shared_engine("none"))
 
 
-class Watch:
+class Watch(Watched):
     """An engine that notes which dispatches are greedy."""
 
-    def __init__(self, inner: Engine):
-        self._inner, self.greedy = inner, []
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
     def generate(self, state, *bucket, **how):
-        self.greedy.append(how["greedy"])
+        self.seen.append(how["greedy"])
         return self._inner.generate(state, *bucket, **how)
 
 
@@ -90,8 +85,8 @@ def test_a_greedy_request_beside_another_one(other):
     found = outputs(watch, requests)
     assert found[0] == expected(PROMPTS, LIMITS)[0]
     assert found[1] == outputs(alone(), requests[1:])[0]
-    assert watch.greedy == sorted(watch.greedy)
-    assert set(watch.greedy) == {False, True}
+    assert watch.seen == sorted(watch.seen)
+    assert set(watch.seen) == {False, True}
 
 
 def test_a_greedy_program_neither_draws_nor_filters():

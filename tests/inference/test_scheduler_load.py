@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 from support.engines import (
+    Watched,
     completions,
     drain,
     engine,
@@ -47,35 +48,24 @@ def few() -> Engine:
     return run_of(num_pages=15)
 
 
-class Spy:
+class Spy(Watched):
     """An engine that notes what the device is given: rows of prefill, or "cycles"."""
 
-    def __init__(self, inner: Engine):
-        self._inner = inner
-        self.given: list[int | str] = []
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
     def prefill(self, state, lanes, pieces):
-        self.given.append(sum(len(piece.tokens) for piece in pieces.values()))
+        self.seen.append(sum(len(piece.tokens) for piece in pieces.values()))
         return self._inner.prefill(state, lanes, pieces)
 
     def generate(self, state, *bucket, **how):
-        self.given.append("cycles")
+        self.seen.append("cycles")
         return self._inner.generate(state, *bucket, **how)
 
 
-class Counted(Spy):
+class Counted(Watched):
     """An engine that notes the cycles of every dispatch."""
 
-    def __init__(self, inner: Engine):
-        super().__init__(inner)
-        self.cycles: list[int] = []
-
     def generate(self, state, *bucket, **how):
-        state, report = super().generate(state, *bucket, **how)
-        self.cycles.append(int(report.cycles))
+        state, report = self._inner.generate(state, *bucket, **how)
+        self.seen.append(int(report.cycles))
         return state, report
 
 
@@ -111,13 +101,13 @@ def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk_and_a_dispatch():
     one.submit(first)
     one.submit(second)
     events = one.step() + one.step()
-    spy.given.clear()
+    spy.seen.clear()
     one.submit(late)
     since = []
     while 2 not in heard(since):
         since += one.step()
-    chunks = [i for i, given in enumerate(spy.given) if given != "cycles"]
-    assert [spy.given[i] for i in chunks] == [CHUNK] * 5
+    chunks = [i for i, given in enumerate(spy.seen) if given != "cycles"]
+    assert [spy.seen[i] for i in chunks] == [CHUNK] * 5
     assert all(b - a > 1 for a, b in itertools.pairwise(chunks)), "two without cycles"
     # Each of these dispatches brought both streams tokens.
     for stream in (0, 1):
@@ -136,7 +126,7 @@ def test_while_nothing_is_decoded_chunks_follow_one_another():
         steps += 1
     assert heard(events) == [0], "the first token comes by itself"
     assert steps == 4
-    assert spy.given == [CHUNK] * 5 + ["cycles"]
+    assert spy.seen == [CHUNK] * 5 + ["cycles"]
 
 
 def test_the_first_token_does_not_wait_for_cycles():
@@ -274,7 +264,7 @@ def test_a_dispatch_ends_early_only_for_requests_that_wait(waiting):
     for request in make_requests(prompts, limits):
         one.submit(request)
     assert list(outputs(drain(one)).values()) == expected(prompts, limits, temperature=0.0)
-    assert watch.cycles == ([1, 8, 5] if waiting else [8, 5])
+    assert watch.seen == ([1, 8, 5] if waiting else [8, 5])
 
 
 def test_pages_whose_rows_the_drafter_may_lack_are_not_published():

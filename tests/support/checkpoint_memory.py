@@ -1,19 +1,17 @@
 """Measures the peak host memory of reading a checkpoint; a test runs this in a small size.
 
-    python tests/support/checkpoint_memory.py make DIR --megabytes=2000 --dtype=float32
-    python tests/support/checkpoint_memory.py load DIR --dtype=bfloat16 --tensor=8
+    python tests/support/checkpoint_memory.py make DIR KIND MEGABYTES
+    python tests/support/checkpoint_memory.py load DIR '{"dtype": "bfloat16", "tensor": 8}'
 
-With --experts it is a Qwen3 MoE, nearly all of whose weights are experts, a tensor each. With
---mxfp4 it is like gpt-oss: the experts of a layer are two tensors in mxfp4, which take the
-megabytes in eight bits. With --gguf a file DIR.gguf with matrices in 8 bits is written too, which
-`load` also takes.
+Nearly all weights of the kind `experts`, a Qwen3 MoE, are experts, a tensor each. `mxfp4` is like
+gpt-oss: the experts of a layer are two tensors, which take the megabytes in eight bits. `gguf`
+writes a file DIR.gguf with matrices in 8 bits too, which `load` also takes.
 
 `load` prints one JSON line: bytes of the weights as they stay resident, and the process's peak
 memory beyond what it used right before reading, as the kernel counts both (mapped file pages
 included). Linux only.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -66,18 +64,18 @@ def make_sharding(tensor: int, expert: int = 1) -> sharding.Sharding:
     return sharding.make_sharding(axes, schema.SHARDING_RULES)
 
 
-def make(directory: pathlib.Path, megabytes: int, dtype: str, experts: bool, gguf: bool) -> None:
+def make(directory: pathlib.Path, kind: str, megabytes: int) -> None:
     """Writes random weights of about this size, in five shards, or as one file."""
-    scalars = megabytes * 1_000_000 / jnp.dtype(dtype).itemsize
-    mlp = 3 * WIDTH * (EXPERTS * EXPERT_WIDTH if experts else FACTOR * WIDTH)
-    layers = max(1, round((scalars - VOCAB * WIDTH) / (4 * WIDTH * WIDTH + mlp)))
-    arch, kind = architecture(layers, experts), Qwen3Moe if experts else Qwen3
-    module = kind(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(1))
+    has_experts = kind == "experts"
+    mlp = 3 * WIDTH * (EXPERTS * EXPERT_WIDTH if has_experts else FACTOR * WIDTH)
+    layers = max(1, round((megabytes * 250_000 - VOCAB * WIDTH) / (4 * WIDTH * WIDTH + mlp)))
+    arch = architecture(layers, has_experts)
+    family = Qwen3Moe if has_experts else Qwen3
+    module = family(arch, dtype=jnp.dtype("float32"), sharding=make_sharding(1))
     parameters.initialize(module, jax.random.key(0))
-    config = kind.config_to_hf(arch)
-    shards = 1 if gguf else 5
-    checkpoint.save(module, directory, config, max_shard_bytes=megabytes * 1_100_000 // shards)
-    if gguf:
+    size = megabytes * 1_100_000 // (1 if kind == "gguf" else 5)
+    checkpoint.save(module, directory, family.config_to_hf(arch), max_shard_bytes=size)
+    if kind == "gguf":
         sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
         from gguf import GGMLQuantizationType
 
@@ -110,10 +108,10 @@ def make_packed(directory: pathlib.Path, megabytes: int) -> None:
 
 
 def load(
-    directory: pathlib.Path, dtype: str, tensor: int, expert: int, quantization: str | None
+    reference: str, dtype: str = "float32", tensor: int = 1, expert: int = 1, quantization=None
 ) -> dict[str, float]:
     """Reads the weights; returns megabytes and seconds."""
-    directory = checkpoint.resolve(str(directory))
+    directory = checkpoint.resolve(reference)
     config = TargetConfig(checkpoint=str(directory), quantization=quantization)
     place = make_sharding(tensor, expert)
     module = models.build_target(config, models.find_target(config), dtype=dtype, sharding=place)
@@ -137,26 +135,16 @@ def status_megabytes(field: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("action", choices=["make", "load"])
-    parser.add_argument("directory", type=pathlib.Path)
-    parser.add_argument("--megabytes", type=int, default=200)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--tensor", type=int, default=1)
-    parser.add_argument("--expert", type=int, default=1)
-    parser.add_argument("--experts", action="store_true")
-    parser.add_argument("--gguf", action="store_true")
-    parser.add_argument("--mxfp4", action="store_true")
-    parser.add_argument("--quantization")
-    args = parser.parse_args()
-    if args.action == "make" and args.mxfp4:
-        make_packed(args.directory, args.megabytes)
-    elif args.action == "make":
-        make(args.directory, args.megabytes, args.dtype, args.experts, args.gguf)
-    else:
-        options = args.tensor, args.expert, args.quantization
-        figures = load(args.directory, args.dtype, *options)
+    action, directory, *rest = sys.argv[1:]
+    if action == "load":
+        figures = load(directory, **json.loads(rest[0]))
         print(json.dumps({name: round(value, 1) for name, value in figures.items()}))
+        return
+    kind, megabytes = rest
+    if kind == "mxfp4":
+        make_packed(pathlib.Path(directory), int(megabytes))
+    else:
+        make(pathlib.Path(directory), kind, int(megabytes))
 
 
 if __name__ == "__main__":

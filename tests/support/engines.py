@@ -89,6 +89,16 @@ def redrafted(base: Engine, model: Drafter) -> Engine:
     return twin
 
 
+class Watched:
+    """An engine some of whose calls a subclass notes in `seen`."""
+
+    def __init__(self, inner: Engine):
+        self._inner, self.seen = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
 @contextlib.contextmanager
 def count_compilations() -> Iterator[list[str]]:
     """Yields a list that grows by one entry with every compilation while the context lasts."""

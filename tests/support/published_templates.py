@@ -1,10 +1,6 @@
-"""Chat templates in the style of published families, with tokenizers that fit them."""
+"""Chat templates in the style of published families."""
 
 # ruff: noqa: E501  (lines of templates)
-import json
-
-from support.trained_tokenizers import train_byte_level
-
 CHATML = """\
 {% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']\
  + '<|im_end|>' + '\n'}}{% endfor %}\
@@ -17,8 +13,6 @@ LLAMA3 = """\
 {% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}\
 """
-
-ALWAYS_ASSISTANT = LLAMA3.replace("{% if add_generation_prompt %}", "").removesuffix("{% endif %}")
 
 QWEN3 = """\
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
@@ -89,70 +83,3 @@ QWEN3 = """\
     {%- endif %}
 {%- endif %}
 """
-
-GEMMA = """\
-{{ bos_token }}{% if messages[0]['role'] == 'system' %}\
-{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}\
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}\
-{% endif %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}\
-{% else %}{% set role = message['role'] %}{% endif %}\
-{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"""
-
-PHI3 = """\
-{% for message in messages %}{% if message['role'] == 'system' %}\
-{{'<|system|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'user' %}\
-{{'<|user|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'assistant' %}\
-{{'<|assistant|>\\n' + message['content'] + '<|end|>\\n'}}{% endif %}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
-
-DEEPSEEK_R1 = """\
-{% set ns = namespace(system_prompt='') %}{%- for message in messages %}\
-{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}\
-{%- endfor %}{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}\
-{%- if message['role'] == 'user' %}{{'<｜User｜>' + message['content']}}{%- endif %}\
-{%- if message['role'] == 'assistant' and message['content'] is none %}\
-{%- for tool in message['tool_calls'] %}{{'<｜Assistant｜><｜tool▁call▁begin｜>' + tool['type']\
- + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + tool['function']['arguments'] | tojson\
- + '<｜tool▁call▁end｜>'}}{%- endfor %}{{'<｜end▁of▁sentence｜>'}}{%- endif %}\
-{%- if message['role'] == 'assistant' and message['content'] is not none %}\
-{% set content = message['content'] %}{% if '</think>' in content %}\
-{% set content = content.split('</think>')[-1] %}{% endif %}\
-{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>'}}{%- endif %}\
-{%- if message['role'] == 'tool' %}\
-{{'<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>'}}{%- endif %}\
-{%- endfor -%}{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}{% endif %}"""
-
-_LLAMA3_TOKENS = (
-    "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
-    *("<|begin_of_text|>", "<|eot_id|>"),
-)
-# Template, special tokens, beginning-of-sequence token, and the token that ends an answer.
-FAMILIES = {
-    "chatml": (CHATML, "<|im_start|> <|im_end|>", None, "<|im_end|>"),
-    "llama3": (LLAMA3, *_LLAMA3_TOKENS),
-    "always_assistant": (ALWAYS_ASSISTANT, *_LLAMA3_TOKENS),
-    "qwen3": (QWEN3, "<|im_start|> <|im_end|>", None, "<|im_end|>"),
-    "gemma": (GEMMA, "<bos> <start_of_turn> <end_of_turn>", "<bos>", "<end_of_turn>"),
-    "phi3": (PHI3, "<|system|> <|user|> <|assistant|> <|end|> <|endoftext|>", None, "<|end|>"),
-    "deepseek_r1": (
-        DEEPSEEK_R1,
-        "<｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜> <｜tool▁sep｜> "
-        "<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>",
-        "<｜begin▁of▁sentence｜>",
-        "<｜end▁of▁sentence｜>",
-    ),
-}
-
-
-def write(family, directory):
-    """Writes the files of a tokenizer with the template of a family; returns its end token."""
-    template, specials, bos, end = FAMILIES[family]
-    train_byte_level(directory, specials=specials.split())
-    eos = "<|endoftext|>" if family == "phi3" else end
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
-    config |= {"bos_token": bos} if bos else {}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return end
