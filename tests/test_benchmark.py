@@ -311,11 +311,8 @@ def test_what_is_wrong_is_said_in_one_line(run, tmp_path, argv, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["acceptance=[0]"], "acceptance"),
-        (["--acceptance=x"], "acceptance: nothing published on 'x'; expected one of aime24, "),
         (["--trace=t.json"], "t.json: prompt 0 (gsm8k): commits 4 tokens in a cycle, but strategy"),
         (["--trace=t.json", "study.name=load"], "t.json: prompt 0 (gsm8k): commits 4 tokens"),
-        (["--trace=gone.json"], "gone.json: cannot be read: No such file or directory"),
         (["--acceptance=alpaca", "prompt_tokens=16777216"], "acceptance=alpaca: 16777216"),
         (
             ["--acceptance=alpaca", "decode.max_new_tokens=16777216"],

@@ -237,7 +237,7 @@ FIELDS = (
 
 
 @settings(
-    max_examples=200,
+    max_examples=80,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
