@@ -108,12 +108,20 @@ class _Assistant:
 
 
 def with_heads(config: Mapping[str, Any], target: TargetArchitecture) -> Mapping[str, Any]:
-    """Adds the fields of the target's head to a config.json that leaves them to the target."""
-    if config.get("model_type") != _ASSISTANT:
+    """Adds the fields of the target's embedding or head that a config.json leaves to the target.
+
+    Meta's drafters leave the head. DFlash files with `block_size` at the top, which precede z-lab's
+    package, leave the factor on embeddings; the package takes raw rows unless the file states one.
+    """
+    scale, factor, bound = target.lent
+    if config.get("model_type") == _ASSISTANT:
+        head = {"output_multiplier": factor, "final_logit_softcapping": bound or 0.0}
+        return {"vocab_size": target.vocab_size, **head, **config}
+    group = hf_config.read_group(config, GROUP)
+    later = "projector_type", "speculators_model_type"
+    if "block_size" not in config or any(name in {**config, **group} for name in later):
         return config
-    _, factor, bound = target.lent
-    head = {"output_multiplier": factor, "final_logit_softcapping": bound or 0.0}
-    return {"vocab_size": target.vocab_size, **head, **config}
+    return {**config, GROUP: {"input_embedding_scale": scale, **group}}
 
 
 def to_zlab(

@@ -169,25 +169,25 @@ class Bench:
         drawn = any(self.temperature(item) for item in self.workload.items)
         if self.workload.forced or (drawn and decoding.verify != "coupled"):
             return {}
-        items = {item.prompt.index: item for item in self.workload.items}
-        samples = [sample for round_ in done for sample in round_.samples]
-        plain = {
-            output.id: output.output_ids
-            for sample in samples
-            if sample.strategy == self.baseline
-            for output in sample.completions
+        # A prompt is in one task for each temperature.
+        items = {
+            (task, item.prompt.index): item
+            for task, of_task in self.workload.tasks.items()
+            for item in of_task
         }
-        unequal = {
-            (sample.strategy, output.id): output.output_ids
-            for sample in samples
+        outputs = [
+            (sample.strategy, (sample.task, output.id), output.output_ids)
+            for round_ in done
+            for sample in round_.samples
             for output in sample.completions
-            if output.output_ids != plain[output.id]
-        }
+        ]
+        plain = {place: ids for name, place, ids in outputs if name == self.baseline}
+        unequal = {(name, place): ids for name, place, ids in outputs if ids != plain[place]}
         results = {}
-        for (name, prompt), ids in itertools.islice(unequal.items(), difference.MOST_EXPLAINED):
-            request = self.request(items[prompt])
-            explained = difference.explain(self.target, decoding, request, plain[prompt], ids)
-            results[f"{name}, prompt {prompt}"] = explained
+        for (name, place), ids in itertools.islice(unequal.items(), difference.MOST_EXPLAINED):
+            request = self.request(items[place])
+            explained = difference.explain(self.target, decoding, request, plain[place], ids)
+            results[f"{name}, {place[0]}, prompt {place[1]}"] = explained
         return results
 
     def marks(

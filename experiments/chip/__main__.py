@@ -56,8 +56,9 @@ from experiments.chip import measure, page
 
 PARTS = ("cycles", "equality", "rows")
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2, 4, 8)  # The most telling ones first.
-PLAIN, ORACLE = "plain", "oracle"
+PLAIN, ORACLE, EXACT = "plain", "oracle", "exact oracle"
 _CHANGES = {"dflash": (), "tree": ("drafter.tree.budget=32",)}
+_OPTIONS = _CHANGES | {EXACT: ("decode.exact=true",)}
 _COMMON = "device", "overrides", "turns"  # Facts that all calls of a directory must share.
 _RECENT = 3  # Number of settings whose times forecast that of the next one.
 
@@ -86,7 +87,7 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     strategies = {
         "cycles": options.strategies,
         "rows": list(map(str, options.rows)),
-        "equality": [*(name for name in options.strategies if name != PLAIN), ORACLE],
+        "equality": [*(name for name in options.strategies if name != PLAIN), ORACLE, EXACT],
     }
     placed = []
     for place, part in enumerate(parts):
@@ -110,7 +111,7 @@ def _config(setting: Setting, options: argparse.Namespace) -> DecodeRun:
         setting.model,
         [
             *("target.checkpoint=random", "drafter.checkpoint=random", *weights),
-            *_CHANGES.get(setting.strategy, ()),
+            *_OPTIONS.get(setting.strategy, ()),
             *options.overrides,
             f"decode.batch_size={setting.batch}",
             f"decode.temperature={setting.temperature}",
@@ -119,9 +120,9 @@ def _config(setting: Setting, options: argparse.Namespace) -> DecodeRun:
     )
 
 
-def _job(setting: Setting, config: DecodeRun, loaded: dict[tuple[str, str], Job]) -> Job:
+def _job(setting: Setting, config: DecodeRun, loaded: dict[tuple, Job]) -> Job:
     """Returns the models under a config, with weights; keeps the last target in `loaded`."""
-    key = setting.model, setting.weights
+    key = setting.model, setting.weights, config.decode.exact
     if key not in loaded:
         loaded.clear()
         gc.collect()
@@ -152,7 +153,7 @@ def _figures(setting: Setting, options: argparse.Namespace, job: Job, machine: M
     if setting.part == "equality":
         count = batch * -(-options.prompts // batch)
         prompts = np.random.default_rng(0).integers(vocab_size, size=(count, setting.context))
-        drafter = None if setting.strategy == ORACLE else drafter
+        drafter = None if setting.strategy in (ORACLE, EXACT) else drafter
         of_outputs = prompts.tolist(), options.new_tokens
         return measure.compare(job.target, drafter, job.config.decode, *of_outputs)
     if setting.part == "rows":

@@ -258,6 +258,8 @@ def compare(
 ) -> dict:
     """Decodes prompts plainly and with a drafter, and counts identical outputs.
 
+    An exact run decodes plainly by the programs that also verify; see `DecodeConfig.exact`.
+
     Args:
       drafter: Drafter; None is an `Oracle` of 15 drafts.
       prompts: Prompts of one length, a multiple of the batch size.
@@ -270,13 +272,15 @@ def compare(
         for index, prompt in enumerate(prompts)
     ]
     groups = [requests[start : start + batch] for start in range(0, len(requests), batch)]
-    plain = MeasuredEngine(target, NoDrafter(), config, max_length=length)
+    oracle = functools.partial(Oracle, drafts=15, vocab_size=target.arch.vocab_size)
+    idle = drafter or oracle(np.zeros((batch, length))) if config.exact else NoDrafter()
+    plain = MeasuredEngine(target, idle, config, max_length=length)
+    plain.decode_plainly()
     expected = [_decode(plain, group)[0] for group in groups]
     oracles = [
-        Oracle([[*each.prompt, *text] for each, text in zip(group, texts, strict=True)],
-               drafts=15, vocab_size=target.arch.vocab_size)
+        oracle([[*each.prompt, *text] for each, text in zip(group, texts, strict=True)])
         for group, texts in zip(groups, expected, strict=True)
-    ]  # fmt: skip
+    ]
     engine = MeasuredEngine(target, drafter or oracles[0], config, max_length=length)
     outputs, cycles = [], 0
     for group, oracle in zip(groups, oracles, strict=True):

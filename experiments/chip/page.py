@@ -32,8 +32,8 @@ _NOTES = """
   time or the rates are wrong: do not trust that setting.
 * The peak of memory is that of the process so far; "temporary" is the compiler's figure for a
   dispatch. Compiling includes tracing; "cached" programs came from the disk.
-* Equality is that of the default mode. The oracle's drafts are the plain output with some wrong
-  tokens, so that drafts are accepted at all lengths. A near tie is a difference that rounding
+* The oracle's drafts are the plain output with some wrong tokens, so that drafts are accepted at
+  all lengths. "exact oracle" is with `decode.exact=true`. A near tie is a difference that rounding
   explains; a fault is one that it does not (`dflash/inference/difference.py`).
 """
 

@@ -35,7 +35,7 @@ def test_a_call_writes_every_figure_and_a_later_one_skips_what_is_ready(tmp_path
     assert first["left_out"] == []
     assert first["command"].startswith("python -m experiments.chip --workdir ")
     failed = [one for one in store["settings"].values() if "error" in one]
-    assert len(failed) == 5
+    assert len(failed) == 6
     assert {one["weights"] for one in failed} == {"float13"}
     measured = {
         (one["part"], one["strategy"]): one
@@ -43,7 +43,7 @@ def test_a_call_writes_every_figure_and_a_later_one_skips_what_is_ready(tmp_path
         if "error" not in one
     }
     timed = {("cycles", "plain"): 1, ("cycles", "tree"): 33, ("rows", "8"): 8}
-    outputs = {("equality", "tree"), ("equality", "oracle")}
+    outputs = {("equality", name) for name in ("tree", "oracle", "exact oracle")}
     assert measured.keys() == timed.keys() | outputs
     for key, rows in timed.items():
         one = measured[key]
@@ -59,10 +59,11 @@ def test_a_call_writes_every_figure_and_a_later_one_skips_what_is_ready(tmp_path
     for key in outputs:
         assert measured[key]["identical"] == measured[key]["of"] == 2
         assert measured[key]["differences"] == []
-    assert measured["equality", "oracle"]["acceptance_length"] > 2
+    for name in ("oracle", "exact oracle"):
+        assert measured["equality", name]["acceptance_length"] > 2
     text = (tmp_path / "chip.md").read_text()
-    assert "5 settings measured, 5 failed, 0 left out." in text
-    assert text.count("| random_tiny_dflash | float32 | 2 | 64 | 0.0 |") == 5
+    assert "6 settings measured, 6 failed, 0 left out." in text
+    assert text.count("| random_tiny_dflash | float32 | 2 | 64 | 0.0 |") == 6
     for name in ("cycles", "rows"):
         assert f"]({name}.png)" in text
         assert min(image.imread(tmp_path / f"{name}.png").shape[:2]) > 100
@@ -83,7 +84,7 @@ def test_settings_begin_with_the_first_value_of_every_list():
     assert {(one.model, one.weights, one.batch, one.context) for one in default} == {
         ("configs/qwen3_4b_dflash.yml", "bfloat16", 1, 512)
     }
-    assert len(set(wanted)) == len(wanted) == 144 + 72 + 264
+    assert len(set(wanted)) == len(wanted) == 144 + 96 + 264
     only = chip.settings(parse("--parts", "rows", "--rows", "4", "2"))
     assert [one.strategy for one in only[:2]] == ["4", "2"]
 

@@ -24,5 +24,6 @@ def test_kills_in_every_stage_change_no_bit():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *_, summary, verdict = done.stdout.splitlines()
-    assert "results: answers.jsonl, drafter/config.json, drafter/model.safetensors" in summary
+    for name in ("answers.jsonl", "drafter/config.json", "drafter/model.safetensors"):
+        assert name in summary
     assert verdict == "no problems"

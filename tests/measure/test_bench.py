@@ -52,7 +52,7 @@ def test_differing_outputs_are_explained(bench):
         for strategy, outputs in {"none": (first, second), "dflash": (first, other)}.items()
     ]
     ((where, found),) = bench.differences([TaskRound("mt-bench", 0, tuple(samples), {})]).items()
-    assert where == "dflash, prompt 1"
+    assert where == "dflash, mt-bench, prompt 1"
     assert (found.position, found.tokens[1], found.is_fault) == (4, wrong[-1], True)
 
 

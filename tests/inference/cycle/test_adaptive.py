@@ -112,7 +112,7 @@ def test_output_is_that_of_plain_decoding(name, batch_size, temperature):
 
 
 def test_from_the_longest_context_on_sequences_decode_plainly():
-    model = drafter("dflash", block_size=5)
+    model = drafter("dspark", block_size=5)
     model.longest_context = 24
     run = engine(model, batch_size=2, max_length=64, adaptive_blocks=True)
     run.cycle_seconds = tuple(only(len(run.block_sizes), len(run.rules.choices)).tolist())
