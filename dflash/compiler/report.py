@@ -63,6 +63,8 @@ class RunAssumptions:
             "if_sampled": self.sampled,
             "if_shaped": self.shaped,
             "if_logprobs": False,
+            # The branches of `cycle.conclude`: greedy, with noise, and from all logits.
+            "if_logits": 2 if self.filtered or self.shaped else self.sampled,
         }
         for scope, taken in branches.items():
             if components.has_word(conditional.op_name, scope):

@@ -219,6 +219,11 @@ class Linear(Kernel):
         """Applies an output head: returns float32 logits [..., V] of hidden states [..., D]."""
         return project(hidden, self.kernel[...], self.sharding, dtype=jnp.float32)
 
+    @property
+    def head(self) -> tuple[jax.Array, bool]:
+        """Weights [D, V] of an output head, and that they are not transposed."""
+        return self.kernel[...], False
+
     def columns(self, tokens: np.ndarray) -> jax.Array:
         """Returns the columns [D, Q] of an output head for token ids int [Q]."""
         return jnp.take(self.kernel[...], tokens, axis=1)
@@ -262,6 +267,11 @@ class Embedding(nnx.Module):
         """Returns float32 logits [..., V] of hidden states [..., D]."""
         table = self.embedding[...]
         return project(hidden, table, self.sharding, transposed=True, dtype=jnp.float32)
+
+    @property
+    def head(self) -> tuple[jax.Array, bool]:
+        """Weights [V, D] of the output head, and that they are transposed."""
+        return self.embedding[...], True
 
     def columns(self, tokens: np.ndarray) -> jax.Array:
         """Returns the columns [D, Q] of the output head for token ids int [Q]."""

@@ -15,7 +15,9 @@ from flax import nnx
 
 from dflash.checkpoints import defaults_config, hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
+from dflash.kernels import unembed_tiles
 from dflash.kernels.packing import Packing
+from dflash.kernels.unembed_tiles import Noise
 from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.attention import Attention
@@ -237,7 +239,38 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Returns logits float32 [B, T, V] of hidden states [B, T, D] after the final norm."""
-        return self.head_products(hidden)
+        return self.finish_logits(self.head_products(hidden))
+
+    def finish_logits(self, products: jax.Array) -> jax.Array:
+        """Returns logits, given products with the output head, float32 [B, T, any]; element-wise."""
+        return products
+
+    def unembeds_in_tiles(self, hidden: jax.Array) -> bool:
+        """Returns whether `unembed_argmax` is preferable to logits of all rows [B, T, D]."""
+        num_rows, (batch, _) = hidden[..., 0].size, kv.batch_axes(hidden.shape[0], self.sharding)
+        return unembed_tiles.pays(num_rows, self.arch.vocab_size, batch, self.sharding)
+
+    def unembed_argmax(
+        self, hidden: jax.Array, noise: Noise | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the likeliest token of each row of hidden states [B, T, D], without all logits.
+
+        Args:
+          noise: Noise to add to the logits.
+        Returns:
+          Tokens int32 [B, T], and whether their logits are finite, bool [B, T].
+        """
+        head, transposed = (self.lm_head or self.embed_tokens).head
+        with jax.named_scope("unembed"):
+            return unembed_tiles.unembed_argmax(
+                hidden,
+                head,
+                noise,
+                transposed=transposed,
+                finish=self.finish_logits,
+                batch=kv.batch_axes(hidden.shape[0], self.sharding)[0],
+                sharding=self.sharding,
+            )
 
     def head_products(self, hidden: jax.Array) -> jax.Array:
         """Returns the products with the output head, of which a family may bound its logits."""

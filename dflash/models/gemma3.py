@@ -67,10 +67,10 @@ class Gemma(Decoder):
         scale = jnp.asarray(self.arch.hidden_size**0.5, self.dtype)
         return super().embed(tokens) * scale
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Returns logits float32 [B, T, V], bounded if the architecture says so."""
-        logits, bound = super().unembed(hidden), self.arch.final_logit_softcapping
-        return logits if bound is None else bound * jnp.tanh(logits / bound)
+    def finish_logits(self, products: jax.Array) -> jax.Array:
+        """Returns logits, bounded if the architecture says so."""
+        bound = self.arch.final_logit_softcapping
+        return products if bound is None else bound * jnp.tanh(products / bound)
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> WindowedArchitecture:

@@ -57,10 +57,10 @@ class MuseGlimmerText(Decoder):
         norm = UnscaledRMSNorm(arch.hidden_size, arch.rms_norm_eps)
         return norm(super().embed(jnp.where(is_text, tokens, 0)))
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Returns logits float32 [B, T, V], scaled and bounded."""
+    def finish_logits(self, products: jax.Array) -> jax.Array:
+        """Returns logits, scaled and bounded."""
         _, factor, bound = self.arch.lent
-        return bound * jnp.tanh(super().unembed(hidden) * factor / bound)
+        return bound * jnp.tanh(products * factor / bound)
 
     @classmethod
     def config_to_hf(cls, arch: MuseGlimmerArchitecture) -> dict[str, Any]:

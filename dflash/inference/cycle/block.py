@@ -13,6 +13,7 @@ from dflash.inference.cycle.choices import Choices
 from dflash.inference.logits import nonfinite
 from dflash.inference.logits.sampling import SequenceSampler
 from dflash.kernels.packing import Packing
+from dflash.models.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,3 +131,16 @@ class Block:
             return sampled, finite
         shape = self.packing.source.shape
         return self.unpack(sampled.reshape(shape)), self.unpack(finite.reshape(shape))
+
+    def sample_in_tiles(
+        self, sampler: SequenceSampler, target: Decoder, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what `sample` does, given hidden states, without logits of all rows."""
+        positions = self.positions + 1
+        if self.packing is not None:
+            sampler, positions = sampler.of_rows(self.packing, positions)
+        noise = jax.tree.map(
+            lambda rows: rows.reshape(*hidden.shape[:2], *rows.shape[2:]), sampler.noise(positions)
+        )
+        sampled, finite = target.unembed_argmax(hidden, noise)
+        return self.unpack(sampled), self.unpack(finite)

@@ -128,7 +128,8 @@ def conclude(
         see `controls.shape_logits`.
     """
     output, logits = _forward(target, drafter, state, block, rules.choices.computed)
-    result, finite = judge(state, block, logits, rules, allowed)
+    how = {"logits": logits, "rules": rules, "allowed": allowed}
+    result, finite, scores = _verify(target, state, block, output.hidden, **how)
     drafter_state, result = _review(drafter, state.drafter, block, result, rules)
     committed = result.following(block.tokens)
     count, active, nonfinite_at = _commit(state, committed, result.along(finite), result)
@@ -136,7 +137,7 @@ def conclude(
         committed,
         count,
         jnp.minimum(result.num_accepted, count),
-        _scores(state, block, result, committed, logits, rules, allowed),
+        scores,
         _rejected(block, result),
         block.counts,
     )
@@ -160,8 +161,10 @@ def conclude(
     return state, outcome
 
 
-def _forward(target, drafter, state, block, computed: int | None) -> tuple[TargetOutput, jax.Array]:
-    """Runs the target over the rows of a block; returns its output, and logits.
+def _forward(
+    target, drafter, state, block, computed: int | None
+) -> tuple[TargetOutput, jax.Array | None]:
+    """Runs the target over the rows of a block; returns its output, and logits if `computed`.
 
     If `computed` is a number, it runs over that many rows of each sequence, the head included, and
     the barrier keeps XLA from computing fewer.
@@ -178,13 +181,50 @@ def _forward(target, drafter, state, block, computed: int | None) -> tuple[Targe
             packing=block.packing,
             adapters=state.adapter,
         )
-    logits = target.unembed(output.hidden)
     if computed is None:
-        return output, logits
+        return output, None
+    logits = target.unembed(output.hidden)
     output, logits = jax.lax.optimization_barrier((output, logits))
     own = slice(block.tokens.shape[1])
     features = output.features[:, own]
     return output._replace(hidden=output.hidden[:, own], features=features), logits[:, own]
+
+
+def _verify(
+    target, state, block, hidden, *, logits, rules, allowed
+) -> tuple[VerifyResult, jax.Array, Logprobs]:
+    """Returns the results of `judge` and `_scores`, from logits only where a sequence needs them.
+
+    The logits of a batch are larger than all else that a cycle computes. A program for greedy
+    requests has no room for them; another one has, but writes them only in the last branch.
+    """
+    sampler = rules.sampler(state)
+
+    def from_logits(logits=None):
+        logits = target.unembed(hidden) if logits is None else logits
+        result, finite = judge(state, block, logits, rules, allowed)
+        return result, finite, _scores(state, block, result, logits, rules, allowed)
+
+    def from_tiles(sampler):
+        sampled, finite = block.sample_in_tiles(sampler, target, hidden)
+        result = _couple(block, sampled)
+        shape = result.following(block.tokens).shape
+        return result, finite, logprobs.zeros(shape, target.arch.vocab_size)
+
+    if logits is not None or allowed is not None or block.proposal.probs is not None:
+        return from_logits(logits)
+    if not target.unembeds_in_tiles(hidden):
+        return from_logits()
+    greedy = functools.partial(from_tiles, dataclasses.replace(sampler, greedy=True))
+    if rules.greedy:
+        return greedy()
+    needs_logits = state.controls.shapes(state.length, state.active)
+    needs_logits |= jnp.any(state.active & (state.controls.logprobs | sampler.params.filters))
+    samples = jnp.any(state.active & (sampler.params.temperature > 0))
+    branch = jnp.where(needs_logits, 2, samples.astype(jnp.int32))
+    with jax.named_scope("if_logits"):
+        branches = greedy, functools.partial(from_tiles, sampler), from_logits
+        return jax.lax.switch(branch, branches)
 
 
 def judge(
@@ -248,10 +288,15 @@ def apply_rule(
     if sampler.with_probs and block.num_drafts:
         raise ValueError("rejection verification of a proposal without probabilities")
     sampled, finite = block.sample(sampler, logits)
+    return _couple(block, sampled), finite
+
+
+def _couple(block: Block, sampled: jax.Array) -> VerifyResult:
+    """Verifies a chain or a tree by the target's tokens after its rows, int32 [B, R]."""
     drafts = block.verified.tokens
     if block.tree is None:
-        return verify.coupled_chain(drafts, sampled), finite
-    return verify.coupled_tree(drafts, sampled, block.tree), finite
+        return verify.coupled_chain(drafts, sampled)
+    return verify.coupled_tree(drafts, sampled, block.tree)
 
 
 def _reject(block, logits, params, rules) -> VerifyResult:
@@ -302,8 +347,9 @@ def _commit(
     return jnp.where(has_nonfinite, first, count), active & (nonfinite_at == 0), nonfinite_at
 
 
-def _scores(state, block, result, committed, logits, rules, allowed) -> Logprobs:
+def _scores(state, block, result, logits, rules, allowed) -> Logprobs:
     """Returns the log-probabilities of the committed tokens, where sequences request them."""
+    committed = result.following(block.tokens)
     if rules.greedy:
         return logprobs.zeros(committed.shape, logits.shape[-1])
 

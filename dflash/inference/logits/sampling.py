@@ -18,6 +18,7 @@ from dflash.inference.logits import top_k_top_p
 from dflash.inference.request import RequestSampling
 from dflash.kernels.argmax import argmax
 from dflash.kernels.packing import Packing
+from dflash.kernels.unembed_tiles import Noise
 
 # Streams of noise. Rejection verification needs independent noise for its three uses; coupled
 # verification needs the same noise everywhere, and uses only COUPLED. BLOCK derives the seeds of
@@ -74,6 +75,16 @@ class SamplingParams:
         """
         keys = position_keys(self.seed, start[:, None], BLOCK)[:, 0]
         return dataclasses.replace(self, seed=jax.random.key_data(keys))
+
+    @property
+    def ranks(self) -> jax.Array:
+        """Whether sampling needs the order of the likeliest tokens, bool [B]."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1.0))
+
+    @property
+    def filters(self) -> jax.Array:
+        """Whether sampling leaves tokens out, bool [B]."""
+        return self.ranks | ((self.temperature > 0) & (self.min_p > 0))
 
     def filled(self, config: SamplingConfig) -> "SamplingParams":
         """Returns the parameters with the config's values for every sequence; keeps the seeds."""
@@ -132,6 +143,14 @@ class SequenceSampler:
             if self.greedy:
                 return _name(argmax(logits), self.vocabulary)
             return sample(logits, positions, self.params, COUPLED, self.vocabulary)
+
+    def noise(self, positions: jax.Array) -> Noise | None:
+        """Returns the noise that `sample` adds to logits at positions [B, T]; None if greedy."""
+        if self.greedy:
+            return None
+        keys = position_keys(self.params.seed, positions, COUPLED)
+        temperature = jnp.broadcast_to(self.params.temperature[:, None], positions.shape)
+        return Noise(jax.random.key_data(keys), temperature)
 
     def propose(
         self, logits: jax.Array, positions: jax.Array
@@ -296,23 +315,19 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
     """
     temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None, None]
     logits = logits / temperature
-    samples = params.temperature > 0
-    # Ranking the vocabulary is expensive; skip it unless a sampled sequence needs it.
-    ranked = samples & ((params.top_k > 0) | (params.top_p < 1.0))
 
     def filtered():
+        # Ranking the vocabulary is expensive; skip it unless a sampled sequence needs it.
         with jax.named_scope("if_filtered"):
             likeliest = jax.lax.cond(
-                jnp.any(ranked),
+                jnp.any(params.ranks),
                 lambda: top_k_top_p.top_k_top_p(logits, params.top_k, params.top_p),
                 lambda: logits,
             )
         return _min_p(likeliest, params)
 
     with jax.named_scope("if_filtered"):
-        return jax.lax.cond(
-            jnp.any(ranked | (samples & (params.min_p > 0))), filtered, lambda: logits
-        )
+        return jax.lax.cond(jnp.any(params.filters), filtered, lambda: logits)
 
 
 def _min_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
