@@ -20,12 +20,12 @@ from dflash.kernels.argmax import argmax
 from dflash.parallel.sharding import Sharding
 
 IMPLEMENTATIONS = ("tiles", "reference")
-# Columns of the head per tile. By the TPU compiler, tiles of a quarter of 151,936 columns take less
-# time than smaller ones, than a half, and than all columns at once; see docs/results/tpu_compile.md.
+# Columns of the head per tile. By the TPU compiler, quarters of 151,936 columns take less time than
+# smaller tiles, halves, and all columns at once; see docs/results/tpu_compile.md.
 LARGEST_TILE = 40_960
 _LANES = 128  # Tiles begin and end at whole vector registers.
-# Bytes of logits per device from which on tiles are used. By the compiler, on v5p and v6e, they take
-# 1.06 and 0.70 times as long at 256 rows of 151,936 logits (156 MB), and 0.77 and 0.58 times at 1,024.
+# Bytes of logits per device from which on tiles are used. By the compiler, they take 1.06 times as
+# long on v5p with 256 rows of 151,936 logits (156 MB), and 0.77 times with 1,024.
 _LEAST_BYTES = 256 << 20
 
 

@@ -242,7 +242,7 @@ class Decoder(nnx.Module):
         return self.finish_logits(self.head_products(hidden))
 
     def finish_logits(self, products: jax.Array) -> jax.Array:
-        """Returns logits, given products with the output head, float32 [B, T, any]; element-wise."""
+        """Returns the logits of products with the output head, float32 [B, T, any number]."""
         return products
 
     def unembeds_in_tiles(self, hidden: jax.Array) -> bool:
