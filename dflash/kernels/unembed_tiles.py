@@ -41,21 +41,10 @@ class Noise(NamedTuple):
     temperature: jax.Array
 
 
-class Best(NamedTuple):
-    """Largest element of each row so far.
-
-    Attributes:
-      score: float32 [B, T]; logit, over the temperature and with noise if the row is sampled.
-      token: int32 [B, T]; its token id.
-      logit: float32 [B, T]; the logit alone.
-    """
-
-    score: jax.Array
-    token: jax.Array
-    logit: jax.Array
-
-
-_LOWEST = Best(np.float32(-np.inf), np.int32(2**31 - 1), np.float32(-np.inf))
+# The element of each row with the largest score: its score, which is the logit over the temperature
+# plus noise; its token id; and, if there is noise, its logit.
+Best = tuple[jax.Array, ...]
+_LOWEST = np.float32(-np.inf), np.int32(2**31 - 1), np.float32(-np.inf)
 
 
 def pays(num_rows: int, vocab_size: int, batch: str | None, sharding: Sharding) -> bool:
@@ -109,9 +98,9 @@ def unembed_argmax(
         first = sharding.index("vocab") * head.shape[not transposed]
         best = _of_shard(hidden, head, noise, first, transposed, logits_of, largest_tile)
         if axes := sharding.axes("vocab"):
-            shards = [lax.all_gather(array, axes) for array in best]
-            best = _reduce(Best(*shards), axis=0)
-        return best.token, jnp.isfinite(best.logit)
+            best = _reduce(lax.all_gather(best, axes), axis=0)
+        score, token, *logit = best
+        return token, jnp.isfinite(*(logit or [score]))
 
     rows = batch, None
     names = (*rows, None), ("vocab", None) if transposed else (None, "vocab"), rows
@@ -168,22 +157,22 @@ def _of_shard(hidden, head, noise, first, transposed, logits_of, largest_tile) -
         logits = logits_of(hidden, lax.dynamic_slice_in_dim(head, start, tile, axis))
         tokens = first + start + jnp.arange(tile, dtype=jnp.int32)
         scores = _scores(logits, noise, tokens)
-        found = Best(scores, jnp.broadcast_to(tokens, logits.shape), logits)
-        return Best(*_larger(best, _reduce(found, axis=logits.ndim - 1)))
+        found = scores, jnp.broadcast_to(tokens, logits.shape), logits
+        return _larger(best, _reduce(found[: len(best)], axis=logits.ndim - 1))
 
-    rows = hidden.shape[:-1]
-    start = Best(*(jnp.full(rows, value) for value in _LOWEST))
+    lowest = _LOWEST if noise is not None else _LOWEST[:2]
+    start = tuple(jnp.full(hidden.shape[:-1], value) for value in lowest)
     return lax.fori_loop(0, -(-columns // tile), step, start)
 
 
 def _reduce(arrays: Best, axis: int) -> Best:
     # A single reduction: with a second one, XLA would write the logits to memory.
-    return Best(*lax.reduce(tuple(arrays), tuple(_LOWEST), _larger, (axis,)))
+    return tuple(lax.reduce(arrays, _LOWEST[: len(arrays)], _larger, (axis,)))
 
 
-def _larger(a: tuple, b: tuple) -> tuple:
+def _larger(a: Best, b: Best) -> Best:
     """Returns the larger of two elements by score, and of equal ones that of the lower token."""
-    (x, i, _), (y, j, _) = a, b
+    (x, i), (y, j) = a[:2], b[:2]
     equal = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
     takes_a = (x > y) | (jnp.isnan(x) & ~jnp.isnan(y)) | (equal & (i < j))
     return tuple(jnp.where(takes_a, one, other) for one, other in zip(a, b, strict=True))

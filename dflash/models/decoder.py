@@ -247,8 +247,9 @@ class Decoder(nnx.Module):
 
     def unembeds_in_tiles(self, hidden: jax.Array) -> bool:
         """Returns whether `unembed_argmax` is preferable to logits of all rows [B, T, D]."""
-        num_rows, (batch, _) = hidden[..., 0].size, kv.batch_axes(hidden.shape[0], self.sharding)
-        return unembed_tiles.pays(num_rows, self.arch.vocab_size, batch, self.sharding)
+        sequences, rows, _ = hidden.shape
+        batch, _ = kv.batch_axes(sequences, self.sharding)
+        return unembed_tiles.pays(sequences * rows, self.arch.vocab_size, batch, self.sharding)
 
     def unembed_argmax(
         self, hidden: jax.Array, noise: Noise | None = None

@@ -25,6 +25,7 @@ PROMPTS = random_prompts([5, 9, 2])
 @pytest.fixture
 def traced(monkeypatch) -> list[bool]:
     """Forces tiles of 20 tokens; returns a list that grows by whether each one has noise."""
+    plain_engine()  # Compiled before, with all logits.
     found, unembed_argmax = [], unembed_tiles.unembed_argmax
 
     def unembed(hidden, head, noise, **how):
@@ -77,7 +78,7 @@ def test_packed_rows(temperature, traced, monkeypatch):
     how = {"rules": run.rules, "block_size": 4, "mean_rows": 2}
     one_cycle = functools.partial(cycle.cycle, run.target, model, **how)
     found = jax.jit(lambda state: one_cycle(state)[1])(state)
-    assert traced == [False, True]
+    assert traced[-2:] == [False, True]  # Those before are of times of cycles.
     monkeypatch.setattr(unembed_tiles, "pays", lambda *_: False)
     expected = jax.jit(lambda state: one_cycle(state)[1])(state)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
