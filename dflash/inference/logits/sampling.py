@@ -78,12 +78,12 @@ class SamplingParams:
 
     @property
     def ranks(self) -> jax.Array:
-        """Whether sampling needs the order of the likeliest tokens, bool [B]."""
+        """Returns whether sampling needs the order of the likeliest tokens, bool [B]."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1.0))
 
     @property
     def filters(self) -> jax.Array:
-        """Whether sampling leaves tokens out, bool [B]."""
+        """Returns whether sampling leaves tokens out, bool [B]."""
         return self.ranks | ((self.temperature > 0) & (self.min_p > 0))
 
     def filled(self, config: SamplingConfig) -> "SamplingParams":
