@@ -16,6 +16,7 @@ from dflash.inference.cycle.verify import VerifyResult
 from dflash.inference.logits import controls, logprobs, nonfinite
 from dflash.inference.logits.logprobs import Logprobs
 from dflash.inference.logits.sampling import SequenceSampler
+from dflash.kernels import unembed_tiles
 from dflash.kernels.argmax import argmax
 from dflash.models.decoder import Decoder, TargetOutput
 
@@ -223,8 +224,10 @@ def _verify(
     samples = jnp.any(state.active & (sampler.params.temperature > 0))
     branch = jnp.where(needs_logits, 2, samples.astype(jnp.int32))
     with jax.named_scope("if_logits"):
-        branches = greedy, functools.partial(from_tiles, sampler), from_logits
-        return jax.lax.switch(branch, branches)
+        sampled = functools.partial(from_tiles, sampler)
+        if not unembed_tiles.noise_pays(target.sharding):
+            sampled = from_logits
+        return jax.lax.switch(branch, (greedy, sampled, from_logits))
 
 
 def judge(

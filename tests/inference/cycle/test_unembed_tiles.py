@@ -33,7 +33,8 @@ def traced(monkeypatch) -> list[bool]:
         return unembed_argmax(hidden, head, noise, largest_tile=20, **how)
 
     monkeypatch.setattr(unembed_tiles, "unembed_argmax", unembed)
-    monkeypatch.setattr(unembed_tiles, "pays", lambda *_: True)
+    for name in ("pays", "noise_pays"):
+        monkeypatch.setattr(unembed_tiles, name, lambda *_: True)
     return found
 
 
