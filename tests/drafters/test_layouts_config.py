@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 from support.dflash_cases import FULL, SLIDE, WHOLE, make_shape
-from support.models import check_same_weights, make_architecture, make_sharding
+from support.models import (
+    check_same_weights,
+    family_architecture,
+    make_architecture,
+    make_sharding,
+)
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, files
+from dflash.drafters import layouts_config
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash2 import DFlash2
 from dflash.drafters.dflash2_config import DFlash2Shape
@@ -231,3 +237,21 @@ def test_fields_of_the_group_that_are_not_read_are_refused(message):
     with pytest.raises(errors.CheckpointError) as caught:
         DFlash.architecture_from_hf(config)
     assert str(caught.value) == f"config.json: {message}"
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({"block_size": 8}, 4.0),
+        ({"block_size": 8, "dflash_config": {"mask_token_id": 3}}, 4.0),
+        ({"block_size": 8, "dflash_config": {"input_embedding_scale": 2.0}}, 2.0),
+        ({"dflash_config": {"block_size": 8}}, None),
+        ({"block_size": 8, "dflash_config": {"projector_type": "dflash2"}}, None),
+        ({"block_size": 8, "speculators_model_type": "dflash"}, None),
+    ],
+)
+def test_files_before_z_labs_package_leave_the_factor_on_embeddings(config, scale):
+    """Their reference embeds by the target's own module, that of Gemma with its factor."""
+    target = family_architecture("gemma3", hidden_size=16)
+    completed = layouts_config.with_heads(config, target)
+    assert completed.get("dflash_config", {}).get("input_embedding_scale") == scale
