@@ -23,7 +23,7 @@ SEED = "decode.seed: expected an integer in [-9223372036854775808, 9223372036854
         ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor, expert"),
         ("decode.copy=1", "decode.copy: unknown key; expected one of temperature, top_k, "
          "top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed, "
-         "max_new_tokens, min_new_tokens, verify, lookup, stop_ids, ignore_eos, baseline, "
+         "max_new_tokens, min_new_tokens, verify, lookup, stop_ids, ignore_eos, baseline, exact, "
          "batch_size, sync_every, max_length, page_size, num_pages, kv_dtype, prefill_chunk, "
          "prefix_cache, partial_dispatches"),
         ("decode.seed=abc", f"{SEED}, got 'abc'"),
