@@ -33,7 +33,7 @@ SUBCOMMAND = cli.Subcommand(
         "dflash sweep configs/sweeps/block_size.yml --workdir runs/block_size",
         "dflash sweep configs/sweeps/block_size.yml --dry_run    # lists the points",
         "dflash sweep configs/sweeps/block_size.yml --shard 3/8 --workdir w",
-        "dflash sweep configs/tiny_dflash.yml sweep.zip.decode.seed=[1,2] --workdir runs/seeds",
+        "dflash sweep configs/tiny_dflash.yml sweep.zip.decode.seed=[1,2] --workdir w",
     ),
     schema=tuple(registry.load(entry.schema) for entry in registry.RUNS.values()),
     load=sweeps.load,

@@ -73,7 +73,8 @@ def split_heads(
     reference = functools.partial(_reference, width=width, **options)
     unsupported = tpu.unsupported(*arrays, parts=parts, width=width)
     run = functools.partial(implementations.run, implementation, unsupported=unsupported)
-    has_cpu_kernel = rows.dtype == jnp.float32 and library_cpu.is_available()
+    is_float = rows.dtype in (jnp.float32, jnp.bfloat16)
+    has_cpu_kernel = is_float and library_cpu.is_available()
     plain = functools.partial(
         run,
         reference=reference,
@@ -147,7 +148,7 @@ def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _on_cpu(rows, cos, sin, *scales, parts, width, eps):
-    """Splits rows in C++ (split_heads_cpu.cc).
+    """Splits rows in C++ (split_heads_cpu.cc), in float32, and rounds the heads.
 
     XLA computes the cosines and sines of the positions anew in each of half a dozen fusions per
     layer, which takes longer than all else that the fusions compute.
@@ -161,9 +162,9 @@ def _on_cpu(rows, cos, sin, *scales, parts, width, eps):
     )
     call = jax.ffi.ffi_call(library_cpu.SPLIT_HEADS, results, vmap_method="sequential")
     norm_scales = jnp.stack(scales).astype(jnp.float32) if scales else jnp.zeros((0, width))
-    return tuple(
-        call(rows, *angles, norm_scales, eps=np.float32(eps), forms=np.array(forms, np.int64))
-    )
+    wide = rows.astype(jnp.float32)
+    heads = call(wide, *angles, norm_scales, eps=np.float32(eps), forms=np.array(forms, np.int64))
+    return tuple(part.astype(rows.dtype) for part in heads)
 
 
 def _reference(rows, cos, sin, *scales, parts, width, eps):

@@ -41,6 +41,20 @@ def test_it_is_the_reference(parts, width, rotated, normed):
         np.testing.assert_allclose(one, other, rtol=0, atol=4e-6)
 
 
+def test_bfloat16_is_rounded_once():
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.normal(size=(2, 3, 5 * 32)), jnp.bfloat16)
+    angles = jnp.asarray(rng.normal(size=(2, 3, 1, 16)).astype(jnp.float32))
+    scales = [jnp.asarray(rng.normal(size=32), jnp.bfloat16)] * 2
+    form = functools.partial(split_heads, cos_sin=(jnp.cos(angles), jnp.sin(angles)), parts=JOINED)
+    found = jax.jit(lambda: form(rows, scales=scales, eps=1e-5, implementation="cpu"))()
+    wide = form(rows.astype(jnp.float32), scales=[one.astype(jnp.float32) for one in scales],
+                eps=1e-5, implementation="reference")  # fmt: skip
+    for one, other in zip(found, wide, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=2**-8, atol=1e-5)
+
+
 def test_gradients_are_those_of_the_reference():
     rng = np.random.default_rng(0)
     rows = jnp.asarray(rng.normal(size=(2, 3, 5 * 32)).astype(jnp.float32))
