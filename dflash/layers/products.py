@@ -32,7 +32,7 @@ def project(
     """
     dtype = dtype or jnp.result_type(x, weights)
     if sharding.exact and sharding.size(contracted) > 1:
-        return _sum_in_order(x, weights, sharding, contracted).astype(dtype)
+        return _sum_in_order(x, weights, sharding, contracted, dtype)
     if weights.ndim == 3 or matmul_cpu.is_supported(x, weights, sharding):
         return _product(x, weights, transposed, dtype, "kernel")
     weights = widen_late(x, weights, sharding)
@@ -45,11 +45,11 @@ def project(
     return _product(pair, weights, transposed, dtype, method)[..., :1, :]
 
 
-def _sum_in_order(x, weights, sharding: Sharding, contracted: str) -> jax.Array:
-    """Computes x @ weights in float32, and adds the parts of the devices in the devices' order.
+def _sum_in_order(x, weights, sharding: Sharding, contracted: str, dtype) -> jax.Array:
+    """Computes x @ weights, and adds the parts of the devices in the devices' order.
 
     An all-reduce adds the parts of an element in an order that depends on where in the array the
-    element is, so equal rows at different places differ.
+    element is, so equal rows at different places differ. As there, parts are in `dtype`.
     """
     batch, _ = batch_axes(x.shape[0], sharding)
     middle = (None,) * (x.ndim - 2)
@@ -57,8 +57,8 @@ def _sum_in_order(x, weights, sharding: Sharding, contracted: str) -> jax.Array:
     def add(rows, weights):
         weights = weights.astype(rows.dtype) if weights.dtype.itemsize == 1 else weights
         part = jnp.einsum("...d,df->...f", rows, weights, preferred_element_type=jnp.float32)
-        parts = jax.lax.all_gather(part, sharding.axes(contracted))
-        return (functools.reduce(jnp.add, parts),)
+        parts = jax.lax.all_gather(part.astype(dtype), sharding.axes(contracted))
+        return (functools.reduce(jnp.add, parts.astype(jnp.float32)).astype(dtype),)
 
     names = (batch, *middle, contracted), (contracted, None)
     (total,) = sharding.map(add, names, [(batch, *middle, None)])(x, weights)
