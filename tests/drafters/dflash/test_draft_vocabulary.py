@@ -154,10 +154,9 @@ def test_the_head_is_never_trained():
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["hf", "orbax"])
-def test_it_travels_with_the_weights(tmp_path, layout):
+def test_it_travels_with_the_weights(tmp_path):
     model = make_drafter()
-    checkpoint.save(model, tmp_path / "out", DFlash.config_to_hf(model.shape), layout=layout)
+    checkpoint.save(model, tmp_path / "out", DFlash.config_to_hf(model.shape))
     shape = DFlash.architecture_from_hf(checkpoint.read_config(tmp_path / "out"))
     assert shape == model.shape
     again = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
