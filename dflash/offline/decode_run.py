@@ -27,7 +27,7 @@ from dflash.inference.stats import SchedulerStats
 from dflash.loading.job import Job
 from dflash.offline.decoding import Usage, decode
 from dflash.parallel import distributed
-from dflash.runs import block_advice, outputs, processor_load, result_text, shards
+from dflash.runs import outputs, processor_load, result_text, shards
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory, check_config
 from dflash.runs.display import Display
@@ -334,7 +334,7 @@ def report(
     if records.baseline is not None:
         warning = processor_load.warning(facts.get("others_share"))
         display.comparison(done, plain, summary, comparison, warning)
-        for line in (*told, *_advice(job, summary, comparison.speed_up)):
+        for line in (*told, *_warnings(comparison.speed_up)):
             display.note(f"\n{line}")
     if facts["answers"]:
         display.note("\nanswers  {correct} of {checked} correct".format(**facts["answers"]))
@@ -342,10 +342,13 @@ def report(
     return {**dataclasses.asdict(summary), **facts}
 
 
-def _advice(job: Job, summary: Summary, speed_up: float | None) -> list[str]:
-    cycles = {int(length): count for length, count in summary.acceptance_histogram.items()}
-    acceptance = block_advice.BlockAcceptance(cycles, job.longest_path)
-    return block_advice.slower_than_plain(job.config.drafter, acceptance, speed_up)
+def _warnings(speed_up: float | None) -> list[str]:
+    if speed_up is None or speed_up >= 1:
+        return []
+    return [
+        f"warning: drafting is slower than plain decoding ({speed_up:.2f} ×); try "
+        "drafter.block_size=auto, which measures, or drafter.name=none"
+    ]
 
 
 def sum_up(

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import itertools
 import os
 import signal
 import socket
@@ -15,8 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dflash import errors
-from dflash.config.schema import DrafterConfig
-from dflash.runs import block_advice
 from dflash.serving import connection, guard
 from dflash.serving.app import application
 from dflash.serving.backend import Backend
@@ -29,8 +26,7 @@ _FAILED, _INTERRUPTED = 1, 130
 _SIGNALS = {signal.SIGTERM: 0, signal.SIGINT: _INTERRUPTED}  # Exit status by signal.
 _LAST_ANSWERS_S = 0.2  # Time to send error responses after the engine has failed.
 _CLOSING_S = 3.0  # Time in which connections must close after the service has stopped.
-EVERY_S = 10.0
-ADVISE_AFTER = 1000  # Cycles after which acceptance is known well enough to advise on blocks.
+_EVERY_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -107,7 +103,7 @@ async def _serve(
     """Serves until a signal or a failure of the engine; returns the exit status and the error."""
     service = Service(backend, profile_dir)
     with _signals() as stop:
-        logging = asyncio.create_task(write_log(service, backend.config.drafter))
+        logging = asyncio.create_task(write_log(service))
         await serve(service, listener, stop, on_ready)
         logging.cancel()
     return stop.status, service.error
@@ -205,32 +201,15 @@ def _signals() -> Iterator[_StopEvent]:
             loop.remove_signal_handler(number)
 
 
-async def write_log(service: Service, drafter: DrafterConfig) -> None:
-    """Writes log lines to stderr until it is cancelled.
-
-    Args:
-      drafter: Config of the drafter, on whose block size the log advises once.
-    """
-    advised = False
+async def write_log(service: Service) -> None:
+    """Writes log lines to stderr until it is cancelled."""
     before, begin = copy.deepcopy(service.metrics.totals), time.perf_counter()
     while True:
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(_EVERY_S)
         now, end = copy.deepcopy(service.metrics.totals), time.perf_counter()
         if service.in_flight or now.output_tokens > before.output_tokens:
             print(line(service, before, now, end - begin), file=sys.stderr, flush=True)
-        if not advised and now.cycles >= ADVISE_AFTER:
-            advised = True
-            for advice in block_advice.longer_than_needed(drafter, acceptance(now)):
-                print(advice, file=sys.stderr, flush=True)
         before, begin = now, end
-
-
-def acceptance(totals: Totals) -> block_advice.BlockAcceptance:
-    """Returns the acceptance lengths of all cycles that verified drafts."""
-    reached = [totals.cycles, *totals.accepted_at, 0]  # Cycles with at least n accepted drafts.
-    exact = [more - fewer for more, fewer in itertools.pairwise(reached)]
-    cycles = {drafts + 1: count for drafts, count in enumerate(exact)}
-    return block_advice.BlockAcceptance(cycles, len(totals.accepted_at) + 1)
 
 
 def line(service: Service, before: Totals, now: Totals, seconds: float) -> str:

@@ -6,6 +6,7 @@ import pytest
 from support.models import BYTE_TARGET
 
 from dflash import decode
+from dflash.offline import decode_run
 
 CONFIG = f"""
 target: {BYTE_TARGET}
@@ -122,3 +123,9 @@ def test_a_drafter_on_its_own_device_is_shown_with_its_hit_rate(run, tmp_path):
     assert status == 0, err
     texts = [{i: one["output_ids"] for i, one in records(tmp_path / d).items()} for d in "wp"]
     assert texts[0] == texts[1]
+
+
+def test_drafting_that_does_not_pay_is_told():
+    (line,) = decode_run._warnings(0.821)
+    assert line.startswith("warning: drafting is slower than plain decoding (0.82 ×); try drafter.")
+    assert decode_run._warnings(1.2) == decode_run._warnings(None) == []
