@@ -92,7 +92,7 @@ def stored_tensors(directory: pathlib.Path) -> "dict[str, StoredTensor]":
 
     It is empty for other layouts.
     """
-    # Imported late, since --help does not need safetensors.
+    # Imported late, since --help does not need numpy.
     from dflash.checkpoints import safetensors_header
     from dflash.checkpoints.gguf import hf_tensors
 
@@ -213,6 +213,6 @@ def _open_file(file: pathlib.Path) -> pathlib.Path:
     """Returns the directory of a checkpoint that is a single file."""
     if file.suffix != ".gguf":
         raise errors.CheckpointError(f"{file}: {foreign.file_kind(file)}")
-    from dflash.checkpoints.gguf import model_directory  # Imported late: it needs safetensors.
+    from dflash.checkpoints.gguf import model_directory  # Imported late: it needs numpy.
 
     return model_directory.open_file(file)

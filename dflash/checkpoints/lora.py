@@ -94,7 +94,7 @@ def _read_config(directory: pathlib.Path) -> Mapping[str, Any]:
 
 def _headers(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Returns the stored tensors A and B of every update, by the name of the base's tensor."""
-    # Imported late, since --help does not need safetensors.
+    # Imported late, since --help does not need numpy.
     from dflash.checkpoints import safetensors_header
 
     file = directory / WEIGHTS

@@ -11,8 +11,8 @@ from dflash.version import DISTRIBUTION
 # Distributions that every command needs, as in pyproject.toml.
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "absl-py", "jinja2"),
-    *("matplotlib", "ml-collections", "pyarrow", "pyyaml", "rich", "safetensors"),
-    *("sentencepiece", "tensorboardX"),
+    *("matplotlib", "ml-collections", "pyarrow", "pyyaml", "rich", "sentencepiece"),
+    "tensorboardX",
 )
 # Extras: (name, distributions, purpose).
 EXTRAS = (

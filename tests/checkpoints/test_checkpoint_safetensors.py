@@ -240,7 +240,11 @@ def test_file_too_short_for_its_header(tmp_path, content):
     )
 
 
-HEADERS = [b"not json", b"[1]", b'{"a":1}', b'{"a":{"dtype":"F32"}}', b"[" * 100_000]
+HEADERS = [
+    *(b"not json", b"[1]", b'{"a":1}', b'{"a":{"dtype":"F32"}}', b"[" * 100_000),
+    b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,0]}}',
+    b'{"a":{"dtype":"F32","shape":[-1,-1],"data_offsets":[-4,0]}}',
+]
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=range(len(HEADERS)))
