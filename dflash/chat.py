@@ -1,11 +1,10 @@
 """A conversation with a target in the terminal: dflash chat CONFIG [key=value ...]."""
 
 import contextlib
-import dataclasses
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -17,7 +16,7 @@ from dflash.config import schema
 if TYPE_CHECKING:
     import rich.console
 
-    from dflash.llm import LLM, Piece, Sampling
+    from dflash.llm import LLM, Completion, Piece, Sampling
 
 _DRAFTED, _DRAWN, _QUIET = "green", "bold", "dim"
 _CLEAR, _QUIT, _HELP = "/clear", "/quit", "/help"
@@ -69,40 +68,17 @@ def _chat(command: cli.Command) -> None:
     Conversation(llm, system=command.flags["system"]).run()
 
 
-@dataclasses.dataclass(frozen=True)
-class Tally:
-    """Token counts of an answer.
-
-    Attributes:
-      drafted: Number of accepted drafts.
-      drawn: Number of tokens that the target drew itself; the first one comes from the prefill.
-      ends_in_draft: Whether the latest token is an accepted draft, so that its cycle has no token
-        of the target's own yet.
-    """
-
-    drafted: int = 0
-    drawn: int = 0
-    ends_in_draft: bool = False
-
-    def plus(self, piece: "Piece") -> "Tally":
-        """Returns the tally with the tokens of one more piece."""
-        count = len(piece.token_ids)
-        if not count:
-            return self
-        if piece.drafted:
-            return Tally(self.drafted + count, self.drawn, True)
-        return Tally(self.drafted, self.drawn + count)
-
-    @property
-    def tau(self) -> float | None:
-        """Returns the mean acceptance length (τ), in tokens per cycle; None without a cycle."""
-        cycles = self.drawn - 1 + self.ends_in_draft
-        return (self.drafted + self.drawn - 1) / cycles if cycles > 0 else None
-
-    def line(self, ending: str) -> str:
-        """Returns one line for people."""
-        tau = "" if self.tau is None else f"τ {self.tau:.2f} · "
-        return f"{tau}{self.drafted + self.drawn} tokens, {self.drafted} drafted · {ending}"
+def count_line(pieces: "Sequence[Piece]", completion: "Completion | None") -> str:
+    """Returns one line about an answer, which is stopped if it has no completion."""
+    drafted = sum(len(piece.token_ids) for piece in pieces if piece.drafted)
+    count = sum(len(piece.token_ids) for piece in pieces)
+    line = f"{count} tokens, {drafted} drafted"
+    if completion is None:
+        return f"{line} · stopped"
+    hint = {"length": ": decode.max_new_tokens or decode.max_length"}
+    ending = completion.finish_reason + hint.get(completion.finish_reason, "")
+    tau = f"τ {completion.tau:.2f} · " if completion.acceptance_lengths else ""
+    return f"{tau}{line} · {ending}"
 
 
 class Conversation:
@@ -190,13 +166,12 @@ class Conversation:
 
         from dflash.runs.result_text import visible
 
-        tally, texts = Tally(), []
+        pieces = []
         with self._err.status("compiling, if this length is new"):  # Shown on terminals only.
             stream = self._llm.stream(messages, self._sampling)
         with _stop_on_interrupt() as stopped:
             for piece in stream:
-                tally = tally.plus(piece)
-                texts.append(piece.text)
+                pieces.append(piece)
                 if self._out.is_terminal:
                     style = _DRAFTED if piece.drafted else _DRAWN
                     self._out.print(Text(visible(piece.text), style), end="", soft_wrap=True)
@@ -206,12 +181,8 @@ class Conversation:
                 if stopped():
                     break
         self._out.print()
-        done = stream.completion
-        ending = "stopped" if done is None else done.finish_reason
-        if ending == "length":
-            ending += ": decode.max_new_tokens or decode.max_length"
-        self._note(tally.line(ending))
-        return "".join(texts)
+        self._note(count_line(pieces, stream.completion))
+        return "".join(piece.text for piece in pieces)
 
     def _note(self, text: str) -> None:
         self._err.print(text, style=_QUIET, soft_wrap=not self._err.is_terminal)

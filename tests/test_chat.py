@@ -114,17 +114,16 @@ def test_colors_are_for_terminals_that_want_them(llm, monkeypatch):
 
 
 def test_what_an_answer_was_made_of():
-    piece = dflash.Piece
-    tally = chat.Tally()
-    assert (tally.tau, tally.line("length")) == (None, "0 tokens, 0 drafted · length")
-    for one in (
-        piece("a", (1,), drafted=False),
-        piece("bc", (2, 3), drafted=True),
-        piece("d", (4,), drafted=False),
-        piece("e", (5,), drafted=False),
-    ):
-        tally = tally.plus(one)
-    assert tally.line("stop") == "τ 2.00 · 5 tokens, 2 drafted · stop"
+    pieces = [
+        dflash.Piece("a", (1,), drafted=False),
+        dflash.Piece("bc", (2, 3), drafted=True),
+        dflash.Piece("d", (4,), drafted=False),
+        dflash.Piece("e", (5,), drafted=False),
+    ]
+    assert chat.count_line(pieces, None) == "5 tokens, 2 drafted · stopped"
+    assert chat.count_line([], None) == "0 tokens, 0 drafted · stopped"
+    done = dflash.Completion("p", (7,), "abcde", (1, 2, 3, 4, 5), "stop", (3, 1), 1.0, 1.0)
+    assert chat.count_line(pieces, done) == "τ 2.00 · 5 tokens, 2 drafted · stop"
 
 
 def test_a_checkpoint_without_a_template_is_said_before_anyone_types(tmp_path, capsys):
