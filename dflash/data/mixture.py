@@ -108,7 +108,7 @@ def _open_rows(
             f"{corpus.name}: token id {corpus.max_id} is out of the model's vocabulary "
             f"(size {vocab_size})"
         )
-    rows = PackedRows(corpus, packing.open_packing(corpus, config.length, config.seed))
+    rows = PackedRows(corpus, packing.pack(corpus, config.length, config.seed))
     if not len(rows):
         raise errors.InputError(
             f"{corpus.name}: none of its {len(corpus)} documents has a supervised token within "

@@ -10,7 +10,6 @@ from dflash.data import corpus as corpora
 from dflash.data import packing
 from dflash.data.batches import Batches
 from dflash.data.mixture import Mixture
-from dflash.storage import files
 
 LENGTH = 2048
 
@@ -42,7 +41,7 @@ def test_ten_million_tokens_cost_a_hundredth_of_what_a_host_may_spend_on_a_billi
     tracemalloc.start()
     sys.setprofile(count)
     try:
-        rows = packing.PackedRows(corpus, packing.open_packing(corpus, LENGTH))
+        rows = packing.PackedRows(corpus, packing.pack(corpus, LENGTH))
         next(Batches(Mixture((rows,), (1.0,)), batch_size=8))
     finally:
         sys.setprofile(None)
@@ -61,46 +60,11 @@ def test_no_token_is_read_before_a_row_needs_it(tmp_path, monkeypatch):
         corpora.TokenFile, "__getitem__", lambda self, part: spans.append(part) or read(self, part)
     )
     corpus = corpora.open_stored(tmp_path / "one", "x", "y")
-    rows = packing.PackedRows(corpus, packing.open_packing(corpus, 14))
+    rows = packing.PackedRows(corpus, packing.pack(corpus, 14))
     source = Batches(Mixture((rows,), (1.0,)), batch_size=8, mine=(2, 5))
     assert spans == []
     next(source)
     assert len(spans) == 4  # two documents in each row of this process
-
-
-def lengths(packed):
-    return packed.documents.tolist(), packed.offsets.tolist()
-
-
-def test_a_packing_is_stored_and_made_again_when_it_is_damaged(tmp_path, monkeypatch):
-    documents = [np.full(size, 2**31, np.uint32) for size in (3, 9, 5, 1, 8, 2)]
-    corpora.write(tmp_path / "one", documents)
-    corpus = corpora.open_stored(tmp_path / "one", "x", "y")
-    fresh = packing.pack(corpus, 10)
-    assert lengths(packing.open_packing(corpus, 10)) == lengths(fresh)
-    pack = packing.pack
-    monkeypatch.setattr(packing, "pack", None)
-    assert lengths(packing.open_packing(corpus, 10)) == lengths(fresh)
-    monkeypatch.setattr(packing, "pack", pack)
-    (stored,) = (tmp_path / "one").glob("rows-*")
-    whole = stored.read_bytes()
-    place = whole.index(fresh.documents.tobytes())
-    for damaged in (whole[:-9], b"", whole[:place] + b"\xff" + whole[place + 1 :]):
-        stored.write_bytes(damaged)
-        assert lengths(packing.open_packing(corpus, 10)) == lengths(fresh)
-        assert stored.read_bytes() == whole
-    assert len(packing.open_packing(corpus, 20)) == 2
-
-
-def test_a_directory_that_may_only_be_read_is_enough(tmp_path, monkeypatch):
-    corpora.write(tmp_path / "one", [np.full(5, 2**31, np.uint32)])
-
-    def refuse(*unused):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(files, "write_whole", refuse)
-    corpus = corpora.open_stored(tmp_path / "one", "x", "y")
-    assert len(packing.open_packing(corpus, 10)) == 1
 
 
 def place_one_by_one(sizes, length):
