@@ -1,7 +1,7 @@
 """Engine thread: the only thread that calls jax and the schedulers.
 
 Other threads put commands (submit, cancel, flush, profile, stop) into a queue. The thread executes
-them between two dispatches, and reports events to a listener.
+them between two dispatches, and reports events.
 
 In a run of several processes, process 0 broadcasts its commands before each step, so that all
 processes enqueue the same programs.
@@ -21,7 +21,7 @@ import jax
 from dflash import errors
 from dflash.inference.engine import Engine
 from dflash.inference.request import Event, Request, RequestOutput, RequestSampling
-from dflash.inference.scheduler import Scheduler, SchedulerStats
+from dflash.inference.scheduler import Scheduler
 from dflash.parallel import distributed
 from dflash.serving.backend import Backend
 from dflash.text.grammar import Grammar, Vocabulary
@@ -79,48 +79,19 @@ class _StoppedEarly(Exception):
     """Stop was requested before the engines were ready."""
 
 
-class Listener:
-    """Receiver of the engine thread's reports; ignores those that a subclass does not override."""
-
-    def ready(self, engines: Mapping[str, Engine]) -> None:
-        """Reports that all programs are compiled and requests are served."""
-
-    def stepped(
-        self,
-        events: Sequence[Event],
-        stats: Mapping[str, SchedulerStats],
-        seconds: float,
-        end: float,
-    ) -> None:
-        """Reports a step.
-
-        Args:
-          seconds: Duration of the step; 0 if all schedulers were idle.
-          end: Time of its end, in seconds of time.perf_counter.
-        """
-
-    def updated(self, problem: str | None) -> None:
-        """Reports the end of a `ReplaceWeights`, with the reason if the old weights stay."""
-
-    def stopped(self, error: BaseException | None) -> None:
-        """Reports that the thread ends, with the exception if it has failed."""
-
-
 class EngineThread(threading.Thread):
     """Thread with a scheduler per decoding mode; `error` is the exception that ended it."""
 
-    def __init__(
-        self, backend: Backend, listener: Listener, post: Callable[..., None] = lambda *_: None
-    ):
+    def __init__(self, backend: Backend, report: Callable[..., None] = lambda *_: None):
         """Creates the thread without starting it.
 
         Args:
-          post: Calls a method of the listener with arguments, on a thread of its own choice; called
+          report: Function of the name and the arguments of a report, a method of `Service`; called
             on the engine thread, so it must not block.
         """
         super().__init__(name="engine", daemon=True)
         self.error: BaseException | None = None
-        self._backend, self._listener, self._post = backend, listener, post
+        self._backend, self._report = backend, report
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._engines: Mapping[str, Engine] = {}
@@ -142,7 +113,7 @@ class EngineThread(threading.Thread):
         try:
             self._engines = self._backend.start(self._go_on)
             self._schedulers = {name: Scheduler(engine) for name, engine in self._engines.items()}
-            self._post(self._listener.ready, self._engines)
+            self._report("ready", self._engines)
             while self._execute(self._next_commands()):
                 self._step()
             for scheduler in self._schedulers.values():
@@ -151,7 +122,7 @@ class EngineThread(threading.Thread):
             pass
         except BaseException as error:
             self.error = error
-        self._post(self._listener.stopped, self.error)
+        self._report("stopped", self.error)
 
     def _go_on(self) -> None:
         """Raises _StoppedEarly if stop was requested.
@@ -171,7 +142,7 @@ class EngineThread(threading.Thread):
                 print(f"request failed: {event.error}", file=sys.stderr, flush=True)
         end = time.perf_counter()
         stats = {name: scheduler.stats() for name, scheduler in self._schedulers.items()}
-        self._post(self._listener.stepped, events, stats, end - begin if busy else 0.0, end)
+        self._report("stepped", events, stats, end - begin if busy else 0.0, end)
 
     def _next_commands(self) -> list[Command]:
         """Returns the commands to execute now; waits for one if all schedulers are idle."""
@@ -205,7 +176,7 @@ class EngineThread(threading.Thread):
                     for scheduler in self._schedulers.values():
                         scheduler.flush_prefix_cache()
                 case ReplaceWeights(path):
-                    self._post(self._listener.updated, self._update(path))
+                    self._report("updated", self._update(path))
                 case Profile(None):
                     jax.profiler.stop_trace()
                 case Profile(directory):

@@ -17,7 +17,7 @@ from dflash import errors
 from dflash.serving import connection, guard
 from dflash.serving.app import application
 from dflash.serving.backend import Backend
-from dflash.serving.engine_thread import EngineThread, Listener
+from dflash.serving.engine_thread import EngineThread
 from dflash.serving.metrics import Totals
 from dflash.serving.service import Service
 
@@ -81,7 +81,7 @@ def follow(backend: Backend) -> int:
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    thread = EngineThread(backend, Listener())
+    thread = EngineThread(backend)
     thread.run()
     return 0 if thread.error is None else _status_of(thread.error)
 

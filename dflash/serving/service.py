@@ -12,7 +12,7 @@ import enum
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash import errors
@@ -26,7 +26,6 @@ from dflash.serving.engine_thread import (
     Cancel,
     EngineThread,
     Flush,
-    Listener,
     Profile,
     ReplaceWeights,
     Stop,
@@ -53,7 +52,7 @@ class ServiceState(enum.Enum):
     FAILED = "failed"
 
 
-class Service(Listener):
+class Service:
     """Admits requests and delivers their events.
 
     Attributes:
@@ -89,12 +88,12 @@ class Service(Listener):
 
     def start(self) -> None:
         """Starts the engine's thread."""
-        self._thread = EngineThread(self._backend, self, self._post)
+        self._thread = EngineThread(self._backend, self._report)
         self._thread.start()
 
-    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _report(self, name: str, *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # The loop is closed during shutdown.
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(getattr(self, name), *arguments)
 
     @property
     def slots(self) -> int:
@@ -230,6 +229,7 @@ class Service(Listener):
     # --- reports of the engine's thread, on the event loop ----------------------------------------
 
     def ready(self, engines: Mapping[str, Engine]) -> None:
+        """Starts to serve requests, since all programs are compiled."""
         self._engines, self.model = engines, self._backend.model(engines)
         for mode, engine in engines.items():
             slots = engine.layout.batch_size
@@ -246,6 +246,12 @@ class Service(Listener):
         seconds: float,
         end: float,
     ) -> None:
+        """Records a step of the engine, and delivers its events.
+
+        Args:
+          seconds: Duration of the step; 0 if all schedulers were idle.
+          end: Time of its end, in seconds of time.perf_counter.
+        """
         self.stats = {
             mode: dataclasses.replace(
                 scheduler_stats, waiting=scheduler_stats.waiting + self._queues[mode].waiting
@@ -266,11 +272,13 @@ class Service(Listener):
         self._submit_next()
 
     def updated(self, problem: str | None) -> None:
+        """Ends a `ReplaceWeights`; `problem` is the reason if the old weights stay."""
         end = self._updates.popleft()
         if not end.done():  # The client may have disconnected.
             end.set_result(problem)
 
     def stopped(self, error: BaseException | None) -> None:
+        """Ends the service with its thread, whose exception is given if it has failed."""
         self.error = error
         for end in self._updates:
             if not end.done():
