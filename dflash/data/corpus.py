@@ -10,14 +10,13 @@ checksum, when a row needs them, so opening a corpus takes as long as reading it
 
 import array
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -77,16 +76,6 @@ class Corpus:
         if self.crc32 is not None and zlib.crc32(document) != self.crc32[index]:
             raise _damaged(self.directory / _TOKENS)
         return document
-
-
-def join(name: str, documents: Sequence[np.ndarray]) -> Corpus:
-    """Builds a corpus in memory."""
-    lengths = [len(document) for document in documents]
-    tokens = np.concatenate([np.zeros(0, np.uint32), *documents])
-    fingerprint = hashlib.sha256(tokens.tobytes() + repr(lengths).encode()).hexdigest()[:16]
-    offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    learned = np.array([_first_supervised(document) for document in documents], np.int32)
-    return Corpus(name, fingerprint, tokens, offsets, learned, _max_id(tokens))
 
 
 def is_whole(path: pathlib.Path) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
+from support.corpora import join
 
 from dflash import errors
 from dflash.config.train_schema import DataConfig
@@ -32,7 +33,7 @@ def make_corpus(shapes, first_id=1):
         document = np.array([next(ids) for _ in range(asked + answered)], np.uint32)
         document[asked:] |= corpora.SUPERVISED
         documents.append(document)
-    return corpora.join("toy", documents)
+    return join("toy", documents)
 
 
 def supervised_ids(rows):
@@ -88,7 +89,7 @@ def test_rows_hold_every_document_once(shapes, seed):
 def test_a_token_of_id_0_is_learned_like_any_other():
     """Only its supervision bit distinguishes token 0 from padding."""
     zero = corpora.SUPERVISED
-    corpus = corpora.join("toy", [np.array([5, zero], np.uint32), np.array([5, 6], np.uint32)])
+    corpus = join("toy", [np.array([5, zero], np.uint32), np.array([5, 6], np.uint32)])
     packed = packing.pack(corpus, LENGTH)
     assert packed.documents.tolist() == [0]
     row = packing.PackedRows(corpus, packed)[0]

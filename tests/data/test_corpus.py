@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import join
 
 from dflash.data import corpus as corpora
 from dflash.data import packing
@@ -82,7 +83,7 @@ def place_one_by_one(sizes, length):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=120), st.integers(30, 60))
 @settings(max_examples=80)
 def test_documents_are_placed_as_they_would_be_one_by_one(sizes, length):
-    corpus = corpora.join("x", [np.full(size, 2**31, np.uint32) for size in sizes])
+    corpus = join("x", [np.full(size, 2**31, np.uint32) for size in sizes])
     packed = packing.pack(corpus, length)
     parts = np.split(np.array(sizes)[packed.documents], packed.offsets[1:-1])
     assert sorted(part.tolist() for part in parts) == place_one_by_one(sizes, length)

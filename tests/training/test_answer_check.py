@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from support.corpora import join
 
-from dflash.data.corpus import SUPERVISED, join
+from dflash.data.corpus import SUPERVISED
 from dflash.training import answer_check
 
 END = 2
