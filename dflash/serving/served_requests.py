@@ -4,13 +4,10 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from dflash.inference.request import Event, Request, RequestOutput, Tokens
 from dflash.serving.validation import RequestError
-
-if TYPE_CHECKING:
-    from dflash.serving.metrics import Metrics
 
 CancelReason = Literal["stop", "abort"]
 
@@ -40,6 +37,19 @@ class ServedRequest:
         self.tokens += num_tokens
 
 
+class Recorder(Protocol):
+    """Receiver of what becomes of requests: `metrics.Metrics`, which imports this module."""
+
+    def tokens(self, served: ServedRequest, event: Tokens, now: float) -> None:
+        """Counts new tokens of a request."""
+
+    def finished(self, served: ServedRequest, done: RequestOutput, now: float) -> None:
+        """Records a request that the engine has finished."""
+
+    def cancelled(self, served: ServedRequest, reason: CancelReason) -> None:
+        """Records a request that a stop string ended, or whose client disconnected."""
+
+
 class RequestGroup:
     """The admitted requests of one HTTP request; leaving the context cancels unfinished ones.
 
@@ -53,7 +63,7 @@ class RequestGroup:
         *,
         timeout_s: float,
         cancel: Callable[[int], None],
-        metrics: "Metrics",
+        metrics: Recorder,
     ):
         now = time.perf_counter()
         self.requests = tuple(requests)
