@@ -67,8 +67,7 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect others
 def pytest_collection_modifyitems(config, items):
     """Marks tests by tier; deselects tiers that are not asked for by option, name or marker."""
-    # Side by side, so that most of them come to one worker and share its engines.
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/contract/", "tests/inference/")))
+    items.sort(key=_place)
     if config.args == config.getini("testpaths") and (
         stale := tiers.stale(item.nodeid for item in items)
     ):
@@ -85,6 +84,14 @@ def pytest_collection_modifyitems(config, items):
     if deselected:
         items[:] = [item for item in items if tier_of[item] not in left_out]
         config.hook.pytest_deselected(items=deselected)
+
+
+def _place(item) -> tuple[bool, str, str]:
+    """Returns a key that puts tests side by side which share engines: of a form, of a module."""
+    if not item.nodeid.startswith(("tests/contract/", "tests/inference/")):
+        return True, "", ""
+    form = item.callspec.params.get("form", "") if hasattr(item, "callspec") else ""
+    return False, item.nodeid.partition("::")[0], str(form)
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 from support.engines import decode, engine, expected, random_prompts
-from support.models import drafter, takes
+from support.models import drafter
 
-from dflash.config import registry
 from dflash.drafters.parts.bandit import Counts
 
-WINDOWED = [name for name in sorted(registry.DRAFTERS) if takes(name, "longest_context")]
 WAYS = {
     "whole": {},
     "sizes": {"adaptive_blocks": True},
@@ -16,14 +14,11 @@ WAYS = {
     "rejection": {"verify": "rejection"},
     "replicas": {"mesh": (2, 1, 1), "batch_size": 4, "num_pages": None},
 }
+# All strategies inherit their windows from DFlash; those of DSpark draft serially.
 CASES = [
-    (name, tree, way)
-    for name in WINDOWED
-    for tree in (False, True)
-    for way in WAYS
-    if takes(name, "tree") or not tree
-    if not (tree and way == "copies")
-    if name == "dflash" or way == "sizes"  # The others inherit the rest.
+    *(("dflash", False, way) for way in WAYS),
+    *(("dflash", True, way) for way in WAYS if way not in ("copies", "rejection")),
+    *(("dspark", tree, "sizes") for tree in (False, True)),
 ]
 PROMPTS, LIMITS = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
 
@@ -38,8 +33,6 @@ def test_output_is_that_of_plain_decoding(name, tree, way):
     mesh = options.get("mesh", (1, 1, 1))
     model = drafter(name, block_size=4, tree=tree, mesh=mesh)
     model.windows = (8, 24)
-    if way == "rejection" and not model.has_probs:
-        pytest.skip("drafts without probabilities")
     run = engine(model, **options)
     if way == "sizes":  # Plain cycles, whole blocks and divided rows take turns.
         sizes, means = len(run.block_sizes), len(run.rules.choices.mean_rows)

@@ -1,7 +1,8 @@
 """The contract of rows divided among sequences: whatever each verifies, plain decoding's output.
 
-Chains and trees of every strategy that states its confidence, in batches with mixed needs, with
-too few pages for all slots, over buckets of slots and over replicas.
+Chains and trees whose strategies state their confidence, in batches with mixed needs, with too few
+pages for all slots, over buckets of slots and over replicas. What a strategy states is a matter of
+test_strategy_contract.py; here is one of each kind.
 """
 
 import dataclasses
@@ -12,45 +13,30 @@ import numpy as np
 import pytest
 from support import grammars
 from support.engines import decode, engine, expected, make_requests, random_prompts
-from support.models import drafter, takes
+from support.forms import Form
+from support.models import drafter
 
-from dflash.config import registry
-from dflash.drafters.base import Drafter
 from dflash.drafters.parts.calibration import IDENTITY
 from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
 from dflash.offline import decoding
 
-
-def kind_of(name: str) -> type[Drafter]:
-    return registry.load(registry.DRAFTERS[name].implementation)
-
-
-CHOSEN = [name for name in sorted(registry.DRAFTERS) if takes(name, "block_size")]
-FORMS = [
-    (name, tree)
-    for name in CHOSEN
-    for tree in (False, True)
-    if takes(name, "tree") or not tree
-    if tree or kind_of(name).has_confidence is not Drafter.has_confidence
-]
-each_form = pytest.mark.parametrize(
-    ("name", "tree"), FORMS, ids=[f"{name}-tree" if tree else name for name, tree in FORMS]
-)
+# DFlash2 chains state their confidence if they are calibrated, and trees always.
+FORMS = [Form("dflash2"), Form("dspark"), Form("dflash", tree=True), Form("dspark", tree=True)]
 PROMPTS, LIMITS = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
 ALONE = (1, 1, 1)
 
 
-def make_engine(name: str, tree: bool, *, mesh=ALONE, verify: str = "coupled", **more) -> Engine:
+def make_engine(form: Form, *, mesh=ALONE) -> Engine:
     """Returns an engine whose sequences get in each other's way; see `test_drafter_contract`."""
-    model = drafter(name, block_size=4, tree=tree, mesh=mesh)
+    model = drafter(form.name, block_size=4, tree=form.tree, mesh=mesh)
     few = {"num_pages": 16 if mesh == ALONE else None, "partial_dispatches": mesh == ALONE}
     options = {"batch_size": 5 if mesh == ALONE else 4, "sync_every": 2, "max_length": 64} | few
-    if not model.has_confidence:  # Chains of some strategies state it if they are calibrated.
+    if not model.has_confidence:
         model.calibration = IDENTITY
     assert model.has_confidence
-    return engine(model, mesh=mesh, adaptive_blocks=True, verify=verify, **options | more)
+    return engine(model, mesh=mesh, adaptive_blocks=True, **options)
 
 
 def divide_always(run: Engine) -> None:
@@ -114,9 +100,9 @@ def check_mixed(run: Engine, temperature: float) -> list[RequestOutput]:
     return done
 
 
-@each_form
-def test_output_is_that_of_plain_decoding(name, tree):
-    run, sizes = make_engine(name, tree), []
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_output_is_that_of_plain_decoding(form):
+    run, sizes = make_engine(form), []
     for way in (divide_always, change_often):
         way(run)
         for temperature in (0.0, 0.8):
@@ -132,10 +118,9 @@ def test_output_is_that_of_plain_decoding(name, tree):
         assert [(one.output_ids, one.finish_reason) for one in done] == expected(PROMPTS, LIMITS)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize(("name", "tree"), [("dspark", False), ("dflash2", True)], ids=str)
-def test_replicas_divide_rows_of_their_own(name, tree, mesh):
-    run = make_engine(name, tree, mesh=mesh)
+@pytest.mark.parametrize("form", [Form("dspark"), Form("dflash2", tree=True)], ids=str)
+def test_replicas_divide_rows_of_their_own(form):
+    run = make_engine(form, mesh=(2, 1, 2))
     divide_always(run)
     for temperature in (0.0, 0.8):
         how = {"temperature": temperature, "logprobs": 2, "presence_penalty": 1.5}

@@ -27,7 +27,7 @@ from support.engines import (
     shared_engine,
     without_prefix_cache,
 )
-from support.forms import FORMS, Form, each_form, each_kind
+from support.forms import FORMS, KINDS, Form, each_form, each_kind
 from support.models import ARCHITECTURE, drafter, takes, target
 
 from dflash.inference.engine import Engine
@@ -65,7 +65,8 @@ CASES = [
 
 
 # Every case is one more program to compile. The loop is the same for all, so one drafter meets all
-# of them, and the others a ragged batch, which all further tests use too, and a single slot.
+# of them, every form a ragged batch, which all further tests use too, and each way to draft a
+# single slot.
 THOROUGH = Form("dflash")
 RAGGED = Case(4, 5, 2, ONE_BUCKET)  # that of `shared_engine`
 ALONE = Case(8, 1, 8, ONE_BUCKET, stop_ids=(3,))
@@ -75,7 +76,8 @@ def cases() -> list:
     """The cases of each form; for drafters without a block size what differs without it."""
     found = []
     for form in FORMS:
-        mine = [RAGGED, *(CASES if form == THOROUGH else [ALONE])]
+        alone = [ALONE] if form in KINDS else []
+        mine = [RAGGED, *(CASES if form == THOROUGH else alone)]
         mine = dict.fromkeys(fitting(form, case) for case in mine)
         found += [pytest.param(form, case, id=f"{form}-{case}") for case in mine]
     return found
@@ -165,7 +167,7 @@ def test_sixty_prompts_keep_five_slots_busy(form):
     assert len(watch.busy) - drained <= longest
 
 
-@each_form
+@each_kind
 def test_a_sequence_that_gives_way_says_what_it_would_have_said(form):
     """Too few pages for all slots: sequences are interrupted and prefilled again."""
     # What they have said counts again when they come back.
@@ -229,7 +231,7 @@ def test_a_cached_prefix_changes_no_token_no_draft_and_no_acceptance(form):
     assert finish(cached, first)[0].cached_tokens == 0
 
 
-@each_form
+@each_kind
 def test_greedy_rejection_is_plain_greedy_decoding(form):
     prompts = random_prompts(ONE_BUCKET)
     if not weighs_drafts(form.build()):

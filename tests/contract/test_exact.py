@@ -42,11 +42,9 @@ def outputs(job: jobs.Job) -> dict[int, list]:
     ("config", "overrides"),
     [
         (DFLASH2, ("decode.batch_size=3", "decode.temperature=0.8")),
-        (DFLASH2, ("decode.kv_dtype=int8",)),
+        (DFLASH2, ("decode.kv_dtype=int8", "target.quantization=int8")),
         (DFLASH2, ("drafter.block_size=auto", "decode.batch_size=4")),
-        (DFLASH2, ("target.quantization=int8",)),
         ("configs/tiny_eagle3.yml", ("decode.batch_size=2",)),
-        ("configs/tiny_dflash.yml", ("drafter={name: ngram}", "decode.batch_size=4")),
     ],
 )
 def test_drafting_changes_no_bit(config, overrides):

@@ -85,7 +85,7 @@ def test_targets_of_other_makes(family):
     """Recurrent state, rings of pages and experts, over a replica and half of the heads each."""
     prompts, limits = random_prompts([1, 35, 9, 4]), [12, 9, 15, 1]
     options = {"temperature": 0.8, "seed": 2}
-    names = ["none", "dflash", "ngram"]
+    names = ["dflash", "ngram"]
     task = {
         "family": family,
         "drafters": names,

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from support import engines, models
 from support.engines import count_compilations
-from support.forms import FORMS, Form
+from support.forms import Form, each_kind
 
 from dflash import errors
 from dflash.config.schema import DecodeConfig
@@ -33,7 +33,7 @@ def make_test(form: Form, answers, *config, **options) -> AnswersTest:
     return AnswersTest(models.target(), form.build(), answers, *config, **options)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@each_kind
 def test_greedy_answers_take_the_cycles_of_the_engine(form):
     run = engines.shared_engine(form.name, tree=form.tree)
     prompts = engines.random_prompts(LENGTHS)
