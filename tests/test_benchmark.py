@@ -337,16 +337,6 @@ def test_a_dry_run_plans_for_prompts_as_long_as_recorded(run, tmp_path):
     assert run("trace=gone.json", "study.name=verify", "--dry_run")[0] == 0
 
 
-def test_results_of_another_config_stay(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/config.yml").write_text("rounds: 7\n")
-    (tmp_path / "out/results.json").write_text("{}")
-    status, _, err = run("--workdir=out")
-    assert status == 1
-    assert "out/config.yml: target.checkpoint: required" in err
-    assert (tmp_path / "out/results.json").read_text() == "{}"
-
-
 def test_an_interrupted_run_leaves_the_rounds_that_are_done(tmp_path):
     (tmp_path / "c.yml").write_text(CONFIG)
     write_trace(tmp_path / "t.json")

@@ -4,10 +4,8 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -120,27 +118,6 @@ def test_workdir_holds_outputs_results_and_config(run):
     with pytest.raises(SystemExit) as caught:
         decode.main(["w/config.yml", "--print_config"])
     assert caught.value.code == 0
-
-
-def test_strategies_batches_and_blocks_agree(run):
-    """Greedy and sampled ids do not depend on drafter, batch, block size or cycles per dispatch."""
-    seen = {}
-    variants = {
-        "none": ["drafter.name=none"],
-        "batch": ["decode.batch_size=5", "decode.sync_every=1"],
-        "block": ["drafter.block_size=3"],
-        "tree": ["drafter.tree.budget=16", "decode.batch_size=2"],
-    }
-    for temperature in (0, 0.8):
-        for name, options in variants.items():
-            workdir = f"{name}{temperature}"
-            sampling = [f"decode.temperature={temperature}", "decode.seed=11"]
-            status, _, err = run(f"--workdir={workdir}", *sampling, *options)
-            assert status == 0, err
-            seen[name, temperature] = output_ids(workdir)
-        for name in variants:
-            assert seen[name, temperature] == seen["none", temperature]
-    assert seen["none", 0] != seen["none", 0.8]
 
 
 def test_baseline_is_decoded_beside_the_run_and_resumed_like_it(run):
@@ -273,23 +250,6 @@ def environment():
     return os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
 
-def test_kill_loses_no_finished_prompt(run):
-    """SIGKILL amid a run, then the same command: every prompt once, the same ids."""
-    assert run("--workdir=whole")[0] == 0
-    command = [sys.executable, "-m", "dflash.decode", "c.yml", "--workdir=killed"]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
-    deadline = time.time() + 300
-    path = "killed/outputs.jsonl"
-    while time.time() < deadline and not (os.path.exists(path) and os.path.getsize(path)):
-        assert process.poll() in (None, 0), process.stderr.read().decode()
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    status, _, err = run("--workdir=killed")
-    assert status == 0, err
-    assert output_ids("killed") == output_ids("whole")
-
-
 def test_an_interrupt_does_not_wait_for_the_compiler(run):
     command = [sys.executable, "-m", "dflash.decode", "c.yml", "--compilation_cache=off"]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
@@ -299,30 +259,6 @@ def test_an_interrupt_does_not_wait_for_the_compiler(run):
     process.send_signal(signal.SIGINT)
     printed += process.communicate()[1]
     assert (process.returncode, printed.splitlines()[-1]) == (130, "interrupted"), printed
-
-
-def test_two_processes_equal_one_and_only_the_first_writes(run):
-    assert run("--workdir=one", "decode.batch_size=2")[0] == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable, "-m", "dflash.decode", "c.yml", "decode.batch_size=2",
-                "mesh.data=2", f"--workdir=two{i}", f"--coordinator_address=127.0.0.1:{port}",
-                "--num_processes=2", f"--process_id={i}",
-            ],
-            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    texts = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
-    assert output_ids("two0") == output_ids("one")
-    assert not os.path.exists("two1")
-    assert "⟨" in texts[0][0]
-    assert "⟨" not in texts[1][0]
 
 
 def test_shards_decode_what_one_run_does(run, tmp_path):

@@ -2,12 +2,7 @@
 
 import csv
 import json
-import os
 import pathlib
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from support.models import BYTE_TARGET
@@ -128,39 +123,3 @@ def test_a_dry_run_lists_the_points(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "   1  decode.temperature=0.5,target.architecture.rope_theta=20000"
     assert len(lines) == 4
-
-
-# Sweeps in a process of its own, which stops after the first point.
-STUCK = """
-import sys, time
-from dflash import sweep
-from dflash.runs import sweeps
-record = sweeps._record
-def record_and_wait(*args):
-    record(*args)
-    time.sleep(600)
-sweeps._record = record_and_wait
-sweep.main(sys.argv[1:])
-"""
-
-
-def test_a_killed_sweep_goes_on(run):
-    """SIGKILL after the first point, then the same command: every point once."""
-    block = BLOCK.replace("[0.5, 0.9]", "[0.5]")
-    pathlib.Path("s.yml").write_text(f"base: [c.yml]{block}")
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", STUCK, "s.yml", "--workdir=w"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
-    deadline = time.time() + 240
-    while time.time() < deadline and not list(pathlib.Path("w/points").glob("*/point.json")):
-        assert process.poll() is None, process.stderr.read().decode()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    before = {path: path.read_text() for path in pathlib.Path("w/points").glob("*/point.json")}
-    assert len(before) == 1
-    status, err = run("--workdir=w")
-    assert status == 0, err
-    assert len(table()) == 2
-    assert err.count("loading the target") == 1
-    assert {path: path.read_text() for path in before} == before

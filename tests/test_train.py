@@ -158,12 +158,6 @@ def test_a_sharded_drafter_learns_as_on_one_device(config, tmp_path):
     assert one == eight
 
 
-@pytest.mark.parametrize(("name", "rule"), [("dpace", "muon"), ("kl", "adamw")])
-def test_every_loss_and_rule_trains(config, tmp_path, name, rule):
-    options = f"loss.name={name}", f"optimizer.name={rule}"
-    assert run(config, *DRAFTER, *options, "train.steps=2", "--workdir", tmp_path / "run") == 0
-
-
 def test_target_then_drafter_then_tau(config, data, tmp_path, capsys):
     """A target from scratch, a drafter against it, and τ as decode itself measures it."""
     target, drafter = tmp_path / "target", tmp_path / "drafter"

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from dflash.drafters.base import Drafter
-from dflash.drafters.none import NoDrafter
 
 
 class Unfinished(Drafter):
@@ -34,12 +33,3 @@ def test_clear_empties_the_sequences_that_are_fresh():
     after = Unfinished().clear(state, jnp.array([False, True, False]))
     assert after["rows"].sum(axis=(1, 2)).tolist() == [10, 0, 10]
     assert after["counts"].tolist() == [0, 0, 2]
-
-
-def test_none_proposes_nothing():
-    drafter = NoDrafter()
-    assert (drafter.block_size, drafter.feature_layers) == (1, ())
-    state = drafter.init_state(3, 10)
-    proposal, state = drafter.draft(state, jnp.array([4, 5, 6]), None, None, None)
-    assert (proposal.tokens.shape, proposal.tokens.dtype) == ((3, 0), jnp.int32)
-    assert drafter.observe(state, *[None] * 5) == ()

@@ -138,13 +138,6 @@ def test_the_first_token_does_not_wait_for_cycles():
     assert len(one._pending) == 1, "the cycles behind it run already"
 
 
-def test_prompts_are_served_in_the_order_of_arrival():
-    one = Scheduler(run())
-    for request in make_requests(random_prompts([40, 3, 50, 2, 7]), 3):
-        one.submit(request)
-    assert list(dict.fromkeys(heard(drain(one)))) == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("beside_a_stream", [False, True])
 def test_a_request_is_cancelled_while_it_is_prefilled(beside_a_stream):
     one = Scheduler(run())
@@ -239,19 +232,6 @@ def test_soak(temperature):
     assert stats.preemptions > 0, "the pool was never dry"
     assert stats.prefix_hits_tokens > 0
     assert len(cancelled) > 3
-
-
-def test_a_cached_prompt_leaves_its_last_token_to_compute():
-    """Even where the prompt fills its pages: the first output token needs a row of logits."""
-    one = Scheduler(shared_engine("dflash"))
-    (prompt,) = random_prompts([32])
-    wanted = expected([prompt], [9], temperature=0.0)[0]
-    for cached in (0, 16):
-        (request,) = make_requests([prompt], 9)
-        one.submit(request)
-        events = drain(one)
-        assert outputs(events) == {request.id: wanted}
-        assert [e.cached_tokens for e in completions(events)] == [cached]
 
 
 @pytest.mark.parametrize("waiting", [0, 1])

@@ -27,7 +27,6 @@ from support.parity import WEIGHTS, check_rows, make_pair, pad, reference, save_
 from dflash import errors
 from dflash.config import registry
 from dflash.config.schema import RopeScaling
-from dflash.inference.cycle import tree as trees
 from dflash.models.dense import Qwen3
 
 FAMILIES = {name: registry.load(entry.implementation) for name, entry in registry.TARGETS.items()}
@@ -252,52 +251,6 @@ def test_no_features_unless_asked_for():
     target = make_target()
     _, features, _, _ = step(target, [[1, 2]], [0], make_cache(target, 1, 8))
     assert features.shape == (1, 2, 0)
-
-
-# A tree of two branches and a twig; row r + 1 continues row PARENTS[r].
-PARENTS = [0, 0, 1, 2, 4, 2]
-PATHS = [[0, 1, 3], [0, 2, 4, 5], [0, 2, 6]]
-PREFIX = [11, 4, 30, 7, 19]
-ROWS = [8, 21, 22, 23, 24, 25, 26]
-
-
-def run_chain(target, tokens):
-    hidden, features, _, _ = step(
-        target, [tokens], [0], make_cache(target, 1, 24), feature_layers=(0, 1)
-    )
-    return np.asarray(hidden[0]), np.asarray(features[0])
-
-
-@pytest.fixture(scope="module")
-def tree_run():
-    """A tree verified after a prefix: the target, the mask, the outputs and the cache."""
-    target, tree = make_target(), trees.from_parents(jnp.array([PARENTS]))
-    _, _, _, cache = step(target, [PREFIX], [0], make_cache(target, 1, 24))
-    output = jax.jit(
-        lambda rows, positions, cache: target(
-            rows, positions, cache, feature_layers=(0, 1), tree_mask=tree.ancestry
-        )
-    )(jnp.array([ROWS]), len(PREFIX) + tree.depth, cache)
-    return target, output, *map(np.asarray, (output.hidden, output.features))
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_each_path_of_a_tree_is_a_chain(tree_run, path):
-    target, _, of_tree, features_of_tree = tree_run
-    hidden, features = run_chain(target, PREFIX + [ROWS[row] for row in path])
-    np.testing.assert_allclose(of_tree[0, path], hidden[len(PREFIX) :], atol=1e-5)
-    np.testing.assert_allclose(features_of_tree[0, path], features[len(PREFIX) :], atol=1e-4)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_decoding_goes_on_after_an_accepted_path(tree_run, path):
-    target, output, *_ = tree_run
-    padded = np.array([path + [path[-1]] * (len(ROWS) - len(path))])
-    compact = jax.jit(lambda cache: cache.compact(np.array([len(PREFIX)]), padded, target.sharding))
-    cache = compact(output.cache)
-    tokens = PREFIX + [ROWS[row] for row in path]
-    hidden, _, _, _ = step(target, [[40]], [len(tokens)], cache)
-    np.testing.assert_allclose(hidden[0, 0], run_chain(target, [*tokens, 40])[0][-1], atol=1e-5)
 
 
 @pytest.mark.parametrize(

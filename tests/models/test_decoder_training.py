@@ -58,15 +58,6 @@ def test_equals_the_pass_with_a_cache(family, changes):
     assert features.shape == (2, LENGTH, 2 * 32)
 
 
-def test_no_taps_no_features():
-    target, batch = make_target(), make_batch([[LENGTH]])
-    hidden, features = jax.eval_shape(
-        target.forward, batch.tokens, batch.positions, batch.segment_ids
-    )
-    assert features.shape == (1, LENGTH, 0)
-    assert hidden.shape == (1, LENGTH, 32)
-
-
 def test_packed_documents_do_not_see_each_other():
     target, lengths = make_target(), [5, 1, 11]
     batch = make_batch([lengths])

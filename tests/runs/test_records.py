@@ -1,7 +1,6 @@
 """The records of a decode run: in a file that survives a kill, or in memory."""
 
 import contextlib
-import errno
 import json
 import os
 
@@ -178,22 +177,6 @@ def test_a_full_disk(tmp_path, monkeypatch):
         work.append(make_record(1))  # where the torn line was
     with open_records(tmp_path) as work:
         assert list(work.completed()) == [0, 1]
-
-
-def test_results_are_never_half_written(tmp_path, monkeypatch):
-    with open_records(tmp_path) as work:
-        summary = outputs.summarize([make_record(0)], block_size=2)
-        work.write_results(summary, run=1)
-        before = (tmp_path / "results.json").read_bytes()
-
-        def fsync(descriptor):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", fsync)
-        with pytest.raises(errors.WorkdirError, match="No space left on device"):
-            work.write_results(summary, run=2)
-        assert (tmp_path / "results.json").read_bytes() == before
-        assert len(list(tmp_path.iterdir())) == 4  # no temporary file either
 
 
 def test_records_in_memory_write_nothing(tmp_path, monkeypatch):

@@ -69,15 +69,6 @@ def test_acceptance_of_a_request(server):
     assert server.post(TEXT, body | {"n": 2})[1]["error"]["param"] == "include_metrics"
 
 
-def test_a_chat(server):
-    messages = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
-    _, answer = server.post(CHAT, {"messages": messages, "max_completion_tokens": 5})
-    (choice,) = answer["choices"]
-    assert choice["message"]["role"] == "assistant"
-    # Without a checkpoint there is no template: contents are lines.
-    assert choice["message"]["content"] == server.plain("abc\n", max_tokens=5)
-
-
 @pytest.mark.parametrize("by", ["the server", "LLM"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_output_is_that_of_plain_decoding(server, temperature, by):

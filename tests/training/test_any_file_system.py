@@ -10,9 +10,7 @@ import pytest
 from support import toy
 
 from dflash.checkpoints import files as checkpoint_files
-from dflash.config import loader, schema
 from dflash.data import corpus
-from dflash.runs import directory as directories
 from dflash.storage import files
 
 
@@ -91,10 +89,3 @@ def test_corpora_are_stored(poor, tmp_path):
     assert stored.max_id == 4
     assert stored.document(1).tolist() == [0, 1, 2]
     assert [path.name for path in (tmp_path / "encoded").iterdir()] == ["one"]
-
-
-def test_a_work_directory_is_taken(poor, tmp_path):
-    config = loader.load("configs/random_tiny_dflash.yml", (), schema.DecodeRun)
-    with directories.RunDirectory(tmp_path / "w", config, is_used=lambda path: False) as held:
-        held.write_json("results.json", {"x": 1})
-    assert (tmp_path / "w" / "results.json").exists()

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import random
 import signal
 import socket
 import subprocess
@@ -74,24 +73,6 @@ def test_a_run_in_legs_equals_one_run(uninterrupted, tmp_path, first_leg):
     outcome = second.go()
     assert second.started_at == first_leg
     toy.assert_identical(toy.arrays(outcome), uninterrupted)
-
-
-def test_kill_9_at_random_moments_costs_nothing(uninterrupted, tmp_path):
-    """Each kill comes while a checkpoint is being written, or just after."""
-    rng = random.Random(0)
-    for _ in range(2):
-        before = saved_steps(tmp_path)
-        process = start(tmp_path, PAUSE_S)
-        wait_for(lambda before=before: saved_steps(tmp_path) != before, process)
-        time.sleep(rng.uniform(0, 3 * PAUSE_S))
-        process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        assert not (tmp_path / "final.npz").exists()
-    process = start(tmp_path)
-    _, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stderr
-    toy.assert_identical(final(tmp_path), uninterrupted)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

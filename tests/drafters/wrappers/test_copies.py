@@ -1,8 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.engines import decode, engine, expected, random_prompts
-from support.models import drafter, make_sharding, zeros
+from support.models import make_sharding, zeros
 
 from dflash.drafters.base import Drafter, Proposal
 from dflash.drafters.wrappers.copies import WithCopies
@@ -93,17 +92,3 @@ def test_cached_rows_bring_their_history():
     np.testing.assert_array_equal(rows[1], [3, 4, 5, 1])
     copy = DRAFTER.write_rows(zeros(DRAFTER.init_state(1, 32)), jnp.int32(0), jnp.int32(2), rows)
     np.testing.assert_array_equal(copy.outer.token_ids[0, :6], [0, 0, 3, 4, 5, 1])
-
-
-def test_output_is_that_of_plain_decoding():
-    """The tiny target repeats itself, so an untrained drafter gives way to copies."""
-    prompts = [prompt * 2 for prompt in random_prompts([9, 4, 12, 1])]
-    run = engine(
-        drafter("dflash", block_size=5), batch_size=3, max_length=64, lookup=True, page_size=8,
-        prefix_cache=True,
-    )  # fmt: skip
-    for temperature in (0.0, 0.8):
-        done = decode(run, prompts, 32, temperature=temperature)
-        wanted = expected(prompts, [32] * 4, temperature=temperature)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-        assert max(length for one in done for length in one.acceptance_lengths) == 5

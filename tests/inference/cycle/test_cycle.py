@@ -54,21 +54,6 @@ def check(base: Engine, script: Script, *, temperature: float, index: int, stop_
 
 
 @few
-@given(
-    index=indices, rate=st.sampled_from([0.0, 0.3, 1.0]), temperature=st.sampled_from([0.0, 0.8])
-)
-@pytest.mark.parametrize(("block_size", "batch_size"), [(5, 3), (2, 3), (16, 1)])
-def test_chains_right_here_and_wrong_there(block_size, batch_size, index, rate, temperature):
-    """Drafts of a chain are always right, always wrong, or wrong in part."""
-    wrong = np.random.default_rng(index).random((LENGTH, block_size)) < rate
-    script = Script.chain(LENGTH, block_size - 1, wrong)
-    base = scripted_engine(block_size, False, batch_size)
-    check(base, script, temperature=temperature, index=index)
-    if rate in (0.0, 1.0):
-        assert set(script.acceptance_lengths(1, 20)[:-1]) == {1 if rate else block_size}
-
-
-@few
 @given(index=indices, temperature=st.sampled_from([0.0, 0.8]))
 @pytest.mark.parametrize(
     ("block_size", "batch_size", "depth"), [(8, 3, None), (5, 1, None), (8, 3, 3)]

@@ -79,27 +79,6 @@ def test_filters_against_numpy(rows, chosen):
 
 
 @pytest.mark.parametrize(
-    ("option", "kept"),
-    [
-        ((1.0, 0, 0.5), 2),  # 0.4 does not reach 0.5; the token that crosses it stays
-        ((1.0, 2, 0.5), 1),  # of the two that top-k leaves, the first has more than a half
-        ((3.0, 2, 0.5), 1),
-        ((3.0, 0, 0.5), 2),
-        ((1.0, 3, 1.0), 3),
-        ((1.0, 0, 0.0), 1),
-        ((1.0, 9, 0.95), 4),
-        ((1.0, 0, 1.0, 0.4), 3),  # at least 0.16
-        ((3.0, 0, 1.0, 0.4), 4),  # of what temperature has made of it
-        ((1.0, 0, 0.75, 0.4), 3),  # of all before top-p: the mass before the third is 0.7
-        ((1.0, 0, 0.72, 0.6), 2),
-    ],
-)
-def test_filters_come_in_their_order(option, kept):
-    logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1]]], np.float32))
-    assert np.count_nonzero(probabilities(logits, make_params(option))) == kept
-
-
-@pytest.mark.parametrize(
     ("option", "kept"), [((1.0, 3, 1.0), [1, 2, 4]), ((1.0, 0, 0.6), [1, 2, 4])]
 )
 def test_of_equals_the_lower_number_stays(option, kept):
@@ -123,14 +102,6 @@ def test_neighbours_do_not_change_what_a_sequence_may_draw():
     beside = filter_logits(both, make_params((1.0, 0, 1.0), (1.0, 5, 0.9)))
     np.testing.assert_array_equal(alone[0], beside[0])
     assert np.isfinite(beside[1]).sum() == 5
-
-
-@given(logit_rows, st.integers(0, 10_000), st.integers(0, 100))
-def test_greedy_takes_the_largest_logit(row, position, seed):
-    logits = np.array(row, np.float32).reshape(1, 1, VOCAB)
-    position = np.array([[position]], np.int32)
-    token = sample(logits, position, make_params((0.0, 0, 1.0), seed=seed), sampling.COUPLED)
-    assert token[0, 0] == np.argmax(row)
 
 
 def test_noise_belongs_to_seed_position_and_stream_alone():
