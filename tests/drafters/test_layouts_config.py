@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
+from support import failure
 from support.dflash_cases import FULL, SLIDE, WHOLE, make_shape
 from support.models import (
     check_same_weights,
@@ -15,7 +16,6 @@ from support.models import (
     make_sharding,
 )
 
-from dflash import errors
 from dflash.checkpoints import checkpoint, files
 from dflash.drafters import layouts_config
 from dflash.drafters.dflash import DFlash
@@ -133,9 +133,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_files_of_speculators_may_not_say(message):
     config = speculators("dflash", BASE, **REFUSED[message])
-    with pytest.raises(errors.CheckpointError) as caught:
-        DFlash.architecture_from_hf(config)
-    assert str(caught.value) == f"config.json: {message}"
+    assert failure(DFlash.architecture_from_hf, config) == f"config.json: {message}"
 
 
 @pytest.mark.parametrize(("name", "drafted"), [("dflash", None), ("dflash", 20), ("dspark", None)])
@@ -180,9 +178,7 @@ def test_factors_of_the_embedding_and_of_the_logits(name, is_grouped):
 @pytest.mark.parametrize("kind", [UBTree, LiLiCorr])
 def test_strategies_whose_anchor_does_not_draft(kind):
     config = kind.config_to_hf(kind.architecture_for(make_architecture(vocab_size=600), None))
-    with pytest.raises(errors.CheckpointError) as caught:
-        kind.architecture_from_hf(config | {"sample_from_anchor": True})
-    assert str(caught.value) == (
+    assert failure(kind.architecture_from_hf, config | {"sample_from_anchor": True}) == (
         "config.json: sample_from_anchor: true is not supported, only false"
     )
 
@@ -234,9 +230,7 @@ UNREAD = {
 def test_fields_of_the_group_that_are_not_read_are_refused(message):
     config = DFlash.config_to_hf(BASE)
     config["dflash_config"] |= UNREAD[message] | {"training_block_size": 16}
-    with pytest.raises(errors.CheckpointError) as caught:
-        DFlash.architecture_from_hf(config)
-    assert str(caught.value) == f"config.json: {message}"
+    assert failure(DFlash.architecture_from_hf, config) == f"config.json: {message}"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import failure
 from support.dflash_cases import FULL, make_shape
 from support.models import check_same_weights, greedy, make_sharding, make_target, zeros
 
-from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.lilicorr import LiLiCorr
@@ -295,6 +295,4 @@ def test_files_come_back_under_published_names(shape, tmp_path):
 def test_unusable_fields_are_named(change, message):
     config = LiLiCorr.config_to_hf(SHAPE)
     config["dflash_config"] |= change
-    with pytest.raises(errors.CheckpointError) as caught:
-        LiLiCorr.architecture_from_hf(config)
-    assert str(caught.value) == f"config.json: {message}"
+    assert failure(LiLiCorr.architecture_from_hf, config) == f"config.json: {message}"

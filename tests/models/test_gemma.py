@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import failure
 from support.models import family_architecture, make_sharding
 
 from dflash import errors
@@ -41,9 +42,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_field_is_named(message):
     config = Gemma4Text.config_to_hf(family_architecture("gemma4_text")) | BAD[message]
-    with pytest.raises(errors.CheckpointError) as caught:
-        Gemma4Text.architecture_from_hf(config)
-    assert str(caught.value) == f"config.json: {message}"
+    assert failure(Gemma4Text.architecture_from_hf, config) == f"config.json: {message}"
     with pytest.raises(errors.CheckpointError, match=r"^config\.json: missing text_config$"):
         Gemma4.architecture_from_hf(config)
 

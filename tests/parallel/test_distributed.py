@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from support import free_port
+from support import failure, free_port
 
 from dflash import errors
 from dflash.parallel import distributed
@@ -71,9 +71,7 @@ def test_a_failure_to_join_names_the_address(monkeypatch):
         raise RuntimeError("DEADLINE_EXCEEDED:\n  barrier timed out")
 
     monkeypatch.setattr(distributed.jax.distributed, "initialize", refuse)
-    with pytest.raises(errors.UserError) as caught:
-        distributed.initialize("host:1", 2, 0)
-    assert str(caught.value) == (
+    assert failure(distributed.initialize, "host:1", 2, 0, kind=errors.UserError) == (
         "--coordinator_address=host:1: cannot join: DEADLINE_EXCEEDED: barrier timed out"
     )
 

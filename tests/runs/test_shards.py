@@ -1,6 +1,7 @@
 """Shards: what the flag may say, and the names of files."""
 
 import pytest
+from support import failure
 
 from dflash import errors
 from dflash.runs import shards
@@ -54,9 +55,7 @@ def test_the_flag(text, environment, expected):
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_one_line(text, environment, message):
-    with pytest.raises(errors.ConfigError) as caught:
-        shards.parse(text, environment)
-    assert str(caught.value) == message
+    assert failure(shards.parse, text, environment, kind=errors.ConfigError) == message
 
 
 def test_shards_divide_a_list():

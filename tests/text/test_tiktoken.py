@@ -2,6 +2,7 @@ import base64
 import json
 
 import pytest
+from support import failure
 
 from dflash import errors
 from dflash.text.tokenizer_loading import load_tokenizer
@@ -115,9 +116,7 @@ def test_the_fingerprint_follows_the_ranks(directory):
 )
 def test_damaged_files(directory, content, message):
     (directory / "tiktoken.model").write_bytes(content)
-    with pytest.raises(errors.InputError) as caught:
-        load_tokenizer(directory)
-    assert str(caught.value) == f"{directory}/{message}"
+    assert failure(load_tokenizer, directory, kind=errors.InputError) == f"{directory}/{message}"
 
 
 def test_configs_that_are_not_read(directory):

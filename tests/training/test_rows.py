@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from support import pods
+from support import failure, pods
 
 from dflash import errors
 from dflash.config.schema import SHARDING_RULES
@@ -64,9 +64,7 @@ def test_slices_split_the_data_axis():
     placed = place(TWO_SLICES, {"data": 4, "tensor": 4})
     slices = [[one.slice_index for one in replica.flat] for replica in placed.mesh.devices]
     assert slices == [[0] * 4, [0] * 4, [1] * 4, [1] * 4]
-    with pytest.raises(errors.ConfigError) as caught:
-        place(TWO_SLICES, {"fsdp": 16})
-    assert str(caught.value) == (
+    assert failure(place, TWO_SLICES, {"fsdp": 16}, kind=errors.ConfigError) == (
         "mesh.data: 1 does not divide over 2 slices, which split the data axis, the only one with "
         "little enough traffic for the data center network"
     )
