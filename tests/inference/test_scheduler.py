@@ -126,25 +126,6 @@ def test_a_request_of_one_token_takes_no_cycle():
     assert events[1].decode_ms == 0
 
 
-def test_every_request_has_its_own_sampling_stops_and_noise():
-    """One batch, five ways to decode, one set of programs."""
-    prompts = random_prompts([5, 9, 3, 12, 7])
-    ways = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "seed": 4},
-        {"temperature": 0.8, "seed": 5, "stop_ids": (1,)},
-        {"temperature": 1.5, "top_k": 3, "top_p": 0.9},
-        {"temperature": 0.0, "stop_ids": (0, 3, 8)},
-    ]
-    mixed, alone = [], []
-    for i, (prompt, how) in enumerate(zip(prompts, ways, strict=True)):
-        (one,) = make_requests([prompt], 20, **how)
-        mixed.append(dataclasses.replace(one, id=i))
-        alone += expected([prompt], [20], **how)
-    assert outputs(completions(decode(run(), mixed))) == alone
-    assert len({reason for _, reason in alone}) == 2
-
-
 def test_requests_come_in_while_others_run():
     one, (first, second, third, *_) = Scheduler(run()), requests()
     one.submit(first)

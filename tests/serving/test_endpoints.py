@@ -42,18 +42,6 @@ def test_new_weights_are_off_by_default(server):
     assert (status, "serve.update_weights=true" in answer["error"]["message"]) == (404, True)
 
 
-def test_a_completion(server):
-    status, answer = server.post(TEXT, {"model": "tiny", "prompt": PROMPT, "max_tokens": 9})
-    (choice,) = answer["choices"]
-    expected = server.plain(PROMPT, max_tokens=9)
-    assert (status, answer["object"], choice["index"]) == (200, "text_completion", 0)
-    assert choice["text"] == expected
-    assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
-    usage = answer["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), 9)
-    assert usage["total_tokens"] == len(PROMPT) + 9
-
-
 def test_acceptance_of_a_request(server):
     body = {"prompt": PROMPT, "max_tokens": 24, "include_metrics": True}
     _, answer = server.post(TEXT, body)
