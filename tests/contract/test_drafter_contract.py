@@ -59,9 +59,11 @@ class Case:
 
 
 CASES = [
-    Case(2, 5, 8, LONG), Case(3, 1, 1, SHORT), Case(5, 5, 1, SHORT, stop_ids=(2, 9)),
-    Case(8, 1, 8, SHORT, stop_ids=(3,)), Case(11, 5, 1, SHORT), Case(16, 5, 8, SHORT),
-]  # fmt: skip
+    Case(2, 5, 8, LONG),
+    Case(5, 5, 1, SHORT, stop_ids=(2, 9)),
+    Case(8, 1, 1, SHORT, stop_ids=(3,)),
+    Case(16, 5, 8, SHORT),
+]
 
 
 # Every case is one more program to compile. The loop is the same for all, so one drafter meets all

@@ -45,8 +45,7 @@ def test_greedy_answers_take_the_cycles_of_the_engine(form):
     )
 
 
-@pytest.mark.parametrize("verify", ["coupled", "rejection"])
-@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+@pytest.mark.parametrize(("name", "verify"), [("dflash", "coupled"), ("dflash2", "rejection")])
 def test_drawn_answers_take_the_cycles_that_are_expected_of_the_engine(name, verify):
     options = {"temperature": 0.8, "top_k": 8}
     prompts = engines.random_prompts([9 + n % 7 for n in range(400)])

@@ -93,22 +93,19 @@ def test_a_run_begins_with_what_the_run_before_has_found_out():
     assert drafted[1] <= 1, "and not every time anew"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(
-    ("name", "batch_size"),
-    [("dflash", 1), ("dflash", 3), ("autoregressive", 5), ("dspark", 3), ("ngram", 3)],
-)
-def test_output_is_that_of_plain_decoding(name, batch_size, temperature):
+@pytest.mark.parametrize(("name", "batch_size"), [("dflash", 1), ("ngram", 3)])
+def test_output_is_that_of_plain_decoding(name, batch_size):
     """With a real drafter; with the table that is measured in one case, which compiles more."""
     model = drafter(name, block_size=2)
     run = engine(model, batch_size=batch_size, max_length=64, adaptive_blocks=True)
     if (name, batch_size) != ("dflash", 1):
         run.cycle_seconds = whole_rows(run, SECONDS[: len(run.block_sizes)])
     limits = [20, 9, 1, 18, 2, 23]
-    done = decode(run, PROMPTS, limits, temperature=temperature)
-    wanted = expected(PROMPTS, limits, temperature=temperature)
-    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-    assert max(sizes_of(done)) <= 2
+    for temperature in (0.0, 0.8):
+        done = decode(run, PROMPTS, limits, temperature=temperature)
+        wanted = expected(PROMPTS, limits, temperature=temperature)
+        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+        assert max(sizes_of(done)) <= 2
 
 
 def test_from_the_longest_context_on_sequences_decode_plainly():
