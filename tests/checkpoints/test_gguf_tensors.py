@@ -8,13 +8,12 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from support import failure, gguf_files
-from support.models import make_sharding
+from support.golden import build_target
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.checkpoints.gguf import architecture, file_header, hf_tensors, layouts, tokenizer_files
-from dflash.config import schema
-from dflash.loading import models, quantization
+from dflash.loading import quantization
 from dflash.models.dense import Llama3
 
 FAMILIES = ["llama3", "qwen2", "qwen3", "qwen3_moe"]
@@ -149,7 +148,7 @@ def test_experts_in_mxfp4_stay_in_eight_bits(tmp_path):
     gguf_files.make_model(tmp_path / "m", "gpt_oss", hidden_size=64, intermediate_size=32)
     mxfp4 = gguf.GGMLQuantizationType.MXFP4
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m", kind=mxfp4)
-    model = build(str(tmp_path / "m.gguf"), None)
+    model = build_target(str(tmp_path / "m.gguf"), None)
     reader = gguf.GGUFReader(str(tmp_path / "m.gguf"))
     stacks = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
     experts = model.layers[0].mlp.experts
@@ -173,7 +172,7 @@ def test_a_hybrid_in_q8_0_stays_in_eight_bits(tmp_path):
         gguf_files.make_model(directory, "qwen3_5_text", **sizes)
         file = f"{directory}.gguf"
         gguf_files.write(file, directory, kind=q8_0)
-        plain, eight = (build(file, scheme).layers[0].self_attn for scheme in (None, "q8_0"))
+        plain, eight = (build_target(file, scheme).layers[0].self_attn for scheme in (None, "q8_0"))
         x = np.zeros((1, 1), np.float32)
         for name in ("q_proj", "v_proj", "z_proj", "out_proj"):
             kernel = getattr(eight, name)
@@ -360,7 +359,9 @@ def test_q8_0_stays_in_eight_bits(tmp_path, family, tensor):
     gguf_files.make_model(tmp_path / "m", family, **sizes)
     file = tmp_path / "m.gguf"
     gguf_files.write(file, tmp_path / "m", kind=gguf.GGMLQuantizationType.Q8_0)
-    plain, kept = (build(f"{file}", quantization, tensor=tensor) for quantization in (None, "q8_0"))
+    plain, kept = (
+        build_target(f"{file}", quantization, tensor=tensor) for quantization in (None, "q8_0")
+    )
     projections = dict(quantization.projections(kept))
     plain_ones = {path for path, kernel in projections.items() if kernel.format is None}
     assert all(".experts.down_proj" in path for path in plain_ones)  # Rows of 24 numbers.
@@ -373,19 +374,11 @@ def test_q8_0_stays_in_eight_bits(tmp_path, family, tensor):
         )
 
 
-def build(file, scheme, **mesh):
-    config = schema.TargetConfig(checkpoint=file, quantization=scheme)
-    source = models.find_target(config)
-    model = models.build_target(config, source, dtype="float32", sharding=make_sharding(**mesh))
-    models.load_weights(model, source)
-    return model
-
-
 def test_what_cannot_stay_in_q8_0_is_named(tmp_path):
     gguf_files.make_model(tmp_path / "m")
     gguf_files.write(tmp_path / "m.gguf", tmp_path / "m")
     for place in ("m", "m.gguf"):
         with pytest.raises(errors.ConfigError) as caught:
-            build(str(tmp_path / place), "q8_0")
+            build_target(str(tmp_path / place), "q8_0")
         message = "target.quantization: q8_0 keeps the projections of a GGUF file in Q8_0, and "
         assert message in str(caught.value)

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.golden import import_transformers
+from support.golden import build_target, import_transformers, whole_logits
 from support.models import family_architecture, make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.config import registry
-from dflash.config.schema import TargetConfig
-from dflash.loading import models
 from dflash.parallel import parameters
 
 EXPERTS, WIDTH, HIDDEN = 4, 64, 96
@@ -59,37 +57,20 @@ def directories(tmp_path_factory):
     return plain, packed
 
 
-def build(directory, quantization=None, **mesh):
-    config = TargetConfig(checkpoint=str(directory), quantization=quantization)
-    source = models.find_target(config)
-    model = models.build_target(config, source, dtype="float32", sharding=make_sharding(**mesh))
-    models.load_weights(model, source)
-    return model
-
-
-def logits(model):
-    @jax.jit
-    def run(rows):
-        hidden, _ = model.forward(rows, jnp.arange(12)[None], jnp.ones_like(rows))
-        return model.unembed(hidden)[0]
-
-    return np.asarray(run(jnp.arange(12)[None]))
-
-
 @pytest.mark.parametrize("mesh", [{}, {"expert": 2, "tensor": 1}], ids=str)
 def test_experts_are_those_that_transformers_dequantizes(directories, mesh):
-    plain, packed = (build(directory, **mesh) for directory in directories)
+    plain, packed = (build_target(directory, **mesh) for directory in directories)
     for name in ("interleaved_proj", "down_proj"):
         kept, other = (getattr(one.layers[0].mlp.experts, name) for one in (packed, plain))
         assert kept.kernel.get_value().dtype == jnp.int8
         np.testing.assert_array_equal(kept.plain(jnp.zeros(1)), other.kernel.get_value())
     assert packed.layers[0].self_attn.q_proj.format is None
-    np.testing.assert_allclose(logits(packed), logits(plain), atol=1e-5)
+    np.testing.assert_allclose(whole_logits(packed), whole_logits(plain), atol=1e-5)
 
 
 def failure(directory, **mesh):
     with pytest.raises((errors.CheckpointError, errors.ConfigError)) as caught:
-        build(directory, **mesh)
+        build_target(directory, **mesh)
     return str(caught.value)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import four_bits
+from support.golden import build_target, whole_logits
 from support.models import family_architecture, make_sharding
 
 from dflash import errors
@@ -24,7 +25,6 @@ from dflash.parallel import parameters
 from dflash.text import tokenizer_loading
 
 VOCABULARY = 20
-TOKENS = np.arange(12) % VOCABULARY
 FOUR_BITS = "int4"
 LARGEST = {np.int8: 127, FOUR_BITS: 7, ml_dtypes.float8_e4m3fn: 448}
 CODES = {
@@ -49,22 +49,6 @@ def checkpoints(tmp_path_factory):
         found[family] = tmp_path_factory.mktemp(family) / "target"
         checkpoint.save(model, found[family], kind.config_to_hf(arch))
     return found
-
-
-def build(directory, quantization=None, **mesh):
-    config = TargetConfig(checkpoint=str(directory), quantization=quantization)
-    source = models.find_target(config)
-    model = models.build_target(config, source, dtype="float32", sharding=make_sharding(**mesh))
-    models.load_weights(model, source)
-    return model
-
-
-def logits(model, tokens=TOKENS):
-    def run(rows):
-        hidden, _ = model.forward(rows, jnp.arange(rows.shape[1])[None], jnp.ones_like(rows))
-        return model.unembed(hidden)[0]
-
-    return np.asarray(jax.jit(run)(jnp.asarray(tokens)[None]))
 
 
 def write_tensors(path, tensors):
@@ -144,7 +128,7 @@ FORMATS = {
 def test_four_packed_bits_become_eight(foreign):
     """Experts alone are packed, as in Kimi K2.5; the rest is plain."""
     directory, plain = foreign("deepseek_v3", "four packed bits")
-    narrow, plain = build(directory), build(plain)
+    narrow, plain = build_target(directory), build_target(plain)
     others = dict(narrowing.projections(plain))
     found = {path: one for path, one in narrowing.projections(narrow) if one.format is not None}
     assert len(found) == 3
@@ -152,7 +136,7 @@ def test_four_packed_bits_become_eight(foreign):
         assert kernel.kernel[...].dtype == jnp.int8
         expected = others[path].kernel[...]
         np.testing.assert_array_equal(kernel.plain(jnp.ones((1, 1))), expected, err_msg=path)
-    spread = dict(narrowing.projections(build(directory, expert=4, tensor=2)))
+    spread = dict(narrowing.projections(build_target(directory, expert=4, tensor=2)))
     for path, kernel in found.items():
         np.testing.assert_array_equal(kernel.kernel[...], spread[path].kernel[...], err_msg=path)
 
@@ -198,7 +182,7 @@ def foreign(tmp_path, checkpoints):
     + [("minimax_m2", "fp8 by blocks")],
 )
 def test_foreign_formats_are_read_to_the_weights_they_stand_for(foreign, family, name):
-    narrow, plain = (build(directory) for directory in foreign(family, name))
+    narrow, plain = (build_target(directory) for directory in foreign(family, name))
     others = dict(narrowing.projections(plain))
     rows = jnp.ones((1, 1))
     found = dict(narrowing.projections(narrow))
@@ -206,14 +190,14 @@ def test_foreign_formats_are_read_to_the_weights_they_stand_for(foreign, family,
     for path, kernel in found.items():
         assert kernel.kernel[...].dtype.itemsize == 1
         np.testing.assert_array_equal(kernel.plain(rows), others[path].kernel[...], err_msg=path)
-    np.testing.assert_allclose(logits(narrow), logits(plain), atol=2e-4)
+    np.testing.assert_allclose(whole_logits(narrow), whole_logits(plain), atol=2e-4)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "qwen3_5_text"])
 @pytest.mark.parametrize("name", [name for name in FORMATS if "packed" not in name])
 def test_projections_in_one_tensor_have_their_part_of_its_scales(foreign, family, name):
     """Blocks of two rows divide between projections; those of six do not, and are read plain."""
-    narrow, plain = (build(directory) for directory in foreign(family, name))
+    narrow, plain = (build_target(directory) for directory in foreign(family, name))
     expected = dict(parameters.named_parameters(plain))
     formats = {}
     for path, kernel in narrowing.projections(narrow):
@@ -246,7 +230,7 @@ def test_four_bits_of_awq_and_gptq_become_eight(checkpoints, tmp_path, name):
             config["quantization_config"] = four_bits.CONFIGS[name]
         (directory / "config.json").write_text(json.dumps(config))
         write_tensors(directory / "model.safetensors", tensors)
-        models_of[kind] = build(directory)
+        models_of[kind] = build_target(directory)
     expected = dict(narrowing.projections(models_of["plain"]))
     for path, kernel in narrowing.projections(models_of["packed"]):
         assert kernel.kernel[...].dtype == jnp.int8
@@ -266,15 +250,17 @@ def test_a_dry_run_checks_shapes_of_scales(foreign):
 
 def test_spread_over_eight_devices(foreign):
     directory, _ = foreign("qwen3_moe", "compressed int8 by output")
-    spread = build(directory, expert=4, tensor=2)
-    np.testing.assert_allclose(logits(spread), logits(build(directory)), atol=2e-4)
+    spread = build_target(directory, expert=4, tensor=2)
+    np.testing.assert_allclose(
+        whole_logits(spread), whole_logits(build_target(directory)), atol=2e-4
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "form"), [("qwen3", "int8"), ("qwen3_moe", "float8_e4m3fn"), ("deepseek_v3", "w8a8")]
 )
 def test_plain_weights_are_narrowed_as_they_are_read(checkpoints, family, form):
-    model, plain = build(checkpoints[family], form), build(checkpoints[family])
+    model, plain = build_target(checkpoints[family], form), build_target(checkpoints[family])
     others = dict(narrowing.projections(plain))
     for path, kernel in narrowing.projections(model):
         weight = np.asarray(others[path].kernel[...])
@@ -286,11 +272,11 @@ def test_plain_weights_are_narrowed_as_they_are_read(checkpoints, family, form):
 
 
 def test_joined_projections_multiply_alike(checkpoints):
-    model = build(checkpoints["qwen3"], "int8")
-    before = logits(model)
+    model = build_target(checkpoints["qwen3"], "int8")
+    before = whole_logits(model)
     join_projections(model)
     assert model.layers[0].mlp.is_joined
-    np.testing.assert_allclose(logits(model), before, atol=2e-4)
+    np.testing.assert_allclose(whole_logits(model), before, atol=2e-4)
 
 
 def test_random_weights_in_eight_bits_resemble_plain_ones():
@@ -332,7 +318,7 @@ def test_formats_that_cannot_be_read_are_named(checkpoints, tmp_path, words):
     config = json.loads(path.read_text()) | {"quantization_config": WRONG[words]}
     path.write_text(json.dumps(config))
     with pytest.raises(errors.CheckpointError) as caught:
-        build(tmp_path / "target")
+        build_target(tmp_path / "target")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -348,16 +334,16 @@ def test_scales_that_are_missing_or_misshapen(foreign):
     name = "model.layers.0.mlp.experts.5.up_proj.weight_scale"
     damaged(directory, lambda tensors: tensors.update({name: tensors[name][:3]}))
     with pytest.raises(errors.CheckpointError, match=f"{name}' has shape .3, 1., expected .24, 1."):
-        build(directory)
+        build_target(directory)
     damaged(directory, lambda tensors: tensors.pop(name))
     with pytest.raises(errors.CheckpointError, match=f"is I8, but '{name}' is missing"):
-        build(directory)
+        build_target(directory)
 
 
 def test_weights_are_not_narrowed_twice(foreign):
     directory, _ = foreign("qwen3", "compressed int8 by output")
     with pytest.raises(errors.ConfigError, match=r"target.quantization: int8, but the weights in"):
-        build(directory, "int8")
+        build_target(directory, "int8")
 
 
 def test_rows_in_eight_bits_multiply_as_integers():
@@ -381,9 +367,10 @@ def test_logits_of_the_shipped_target_stay_close():
         "Fatima has 38 coins and gives away 12. 38 - 12 = 26.\ndef add(a, b):\n    return a + b\n"
     )
     tokens = np.array(tokenizer_loading.load_tokenizer(directory).encode(text))
-    exact = logits(build(directory), tokens)
+    exact = whole_logits(build_target(directory), tokens)
     errors = {
-        form: np.sqrt(np.mean((logits(build(directory, form), tokens) - exact) ** 2)) / exact.std()
+        form: np.sqrt(np.mean((whole_logits(build_target(directory, form), tokens) - exact) ** 2))
+        / exact.std()
         for form in ("int8", "float8_e4m3fn", "w8a8")
     }
     assert 1e-4 < errors["int8"] < 0.015

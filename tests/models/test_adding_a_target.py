@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 from support import TESTS
 from support.distributions import install
+from support.golden import build_target
 from support.models import make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.config import loader, registry
-from dflash.config.schema import TargetConfig
 from dflash.loading import models
 from dflash.parallel import parameters
 
@@ -78,15 +78,6 @@ def save(target, directory, **changes):
     checkpoint.save(target, directory, config)
 
 
-def load(directory):
-    """Reads a checkpoint, whose family follows from its config.json."""
-    config = TargetConfig(checkpoint=str(directory))
-    source = models.find_target(config)
-    target = models.build_target(config, source, dtype="float32", sharding=make_sharding())
-    models.load_weights(target, source)
-    return target
-
-
 def test_the_command_decodes_losslessly(capsys):
     (command,) = re.findall(r"^    dflash decode (.*)$", PAGE, re.MULTILINE)
     with pytest.raises(SystemExit) as caught:
@@ -109,7 +100,7 @@ def test_its_keys_are_checked():
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
     written = make_target()
     save(written, tmp_path / "checkpoint")
-    read = load(tmp_path / "checkpoint")
+    read = build_target(tmp_path / "checkpoint")
     assert read.arch == written.arch
     tokens = np.arange(12)[None]
     outputs = [
@@ -125,11 +116,11 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
 def test_other_names_in_config_json_are_read(tmp_path):
     target = make_target()
     save(target, tmp_path / "checkpoint", num_experts=None, n_experts=target.arch.num_experts)
-    assert load(tmp_path / "checkpoint").arch == target.arch
+    assert build_target(tmp_path / "checkpoint").arch == target.arch
 
 
 def test_an_error_names_the_field(tmp_path):
     save(make_target(), tmp_path / "checkpoint", num_dense_layers=-1)
     with pytest.raises(errors.CheckpointError) as caught:
-        load(tmp_path / "checkpoint")
+        build_target(tmp_path / "checkpoint")
     assert str(caught.value) == "config.json: num_dense_layers: expected an integer >= 0, got -1"

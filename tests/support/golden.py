@@ -4,12 +4,14 @@ import functools
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflash.checkpoints import checkpoint
 from dflash.config import registry
+from dflash.config.schema import TargetConfig
 from dflash.drafters.dflash import DFlash
 from dflash.loading import models
 from dflash.models.decoder import Decoder
@@ -55,6 +57,26 @@ def load_target(directory: pathlib.Path, **options) -> Decoder:
     hf = checkpoint.read_config(directory)
     _, kind = models.find_class(hf, directory, registry.TARGETS)
     return load(kind, directory, **options)
+
+
+def build_target(place, quantization: str | None = None, **mesh) -> Decoder:
+    """The target of a checkpoint, built and loaded as commands do, in float32."""
+    config = TargetConfig(checkpoint=str(place), quantization=quantization)
+    source = models.find_target(config)
+    model = models.build_target(config, source, dtype="float32", sharding=make_sharding(**mesh))
+    models.load_weights(model, source)
+    return model
+
+
+def whole_logits(model: Decoder, tokens=range(12)) -> np.ndarray:
+    """The logits [T, V] after each token of one text, by a pass without a cache."""
+
+    @jax.jit
+    def run(rows):
+        hidden, _ = model.forward(rows, jnp.arange(rows.shape[1])[None], jnp.ones_like(rows))
+        return model.unembed(hidden)[0]
+
+    return np.asarray(run(jnp.asarray(np.array(tokens))[None]))
 
 
 class TableHeads:
