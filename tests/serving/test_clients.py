@@ -5,8 +5,6 @@ import pathlib
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the openai package")
-
 RECORDED = json.loads(pathlib.Path(__file__).with_name("requests.json").read_text())
 TOOL = {
     "type": "function",
@@ -33,7 +31,13 @@ MESSAGES = [{"role": "user", "content": "abcabc"}]
 
 
 @pytest.fixture(scope="module")
-def client(server):
+def openai():
+    """The package, whose import takes seconds: not while tests are collected."""
+    return pytest.importorskip("openai", reason="needs the openai package")
+
+
+@pytest.fixture(scope="module")
+def client(server, openai):
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0
     ) as openai_client:
@@ -109,7 +113,7 @@ def test_openai_responses(client):
     assert call.parsed_arguments["x"] in (1, 2)
 
 
-def test_openai_exceptions_name_the_field(client):
+def test_openai_exceptions_name_the_field(client, openai):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=MESSAGES, reasoning_effort="low")
     assert (caught.value.param, caught.value.code) == ("reasoning_effort", "unsupported_parameter")

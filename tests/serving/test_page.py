@@ -6,13 +6,20 @@ import shutil
 import pytest
 from support import served
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 
+def expect(locator):
+    """Playwright's assertions; its import takes seconds, so tests are collected without it."""
+    from playwright import sync_api
+
+    return sync_api.expect(locator)
+
+
 @pytest.fixture(scope="module")
 def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     with playwright.sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield running
@@ -27,7 +34,7 @@ def page(browser, server, request):
     opened.on("console", lambda one: problems.append(one.text) if "policy" in one.text else None)
     opened.on("pageerror", lambda error: problems.append(str(error)))
     opened.goto(server.url)
-    playwright.expect(opened.locator("#model")).to_contain_text("tiny")
+    expect(opened.locator("#model")).to_contain_text("tiny")
     yield opened
     assert problems == []
     opened.close()
@@ -36,7 +43,7 @@ def page(browser, server, request):
 def send(page, text):
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
-    done = playwright.expect(page.locator("#turns"))
+    done = expect(page.locator("#turns"))
     done.to_have_attribute("aria-busy", "false", timeout=60_000)
 
 
@@ -88,9 +95,9 @@ def test_examples_are_offered_until_one_talks(page):
     examples = page.locator("#examples button")
     assert examples.count() == 3
     shortest = examples.first.text_content()
-    playwright.expect(examples.first).to_be_visible()
+    expect(examples.first).to_be_visible()
     examples.first.click()
-    done = playwright.expect(page.locator("#turns"))
+    done = expect(page.locator("#turns"))
     done.to_have_attribute("aria-busy", "false", timeout=60_000)
     assert page.locator(".user .said").text_content() == shortest
     assert not examples.first.is_visible()
@@ -116,7 +123,7 @@ def test_a_chat_with_a_real_template(browser, tmp_path):
     with served.serving(tmp_path, config_text=served.REAL_CONFIG) as own:
         opened = browser.new_page(viewport={"width": 390, "height": 500})
         opened.goto(own.url)
-        playwright.expect(opened.locator("#single")).to_be_visible()
+        expect(opened.locator("#single")).to_be_visible()
         assert not opened.locator("#compare").is_visible(), "this server compares nothing"
         for count in (1, 2, 3):
             send(opened, "Tom has 3 pens and finds 4 more. How many pens does Tom have?")

@@ -99,11 +99,11 @@ def test_malformed_tool_requests_have_an_error_of_one_line():
     pytest.importorskip("llguidance", reason="pip install 'dflash-jax[grammar]'")
     served = [model(name) for name in BYTES_ONLY]
     problems = []
-    for seed in range(1200):
+    for seed in range(400):
         chance = random.Random(seed)
         problems.append(problem_of(spoiled.chat(chance), chance.choice(served)))
     rejected = [problem for problem in problems if problem is not None]
-    assert len(rejected) > 300
+    assert len(rejected) > 100
     for problem in rejected:
         assert "\n" not in str(problem)
         if isinstance(problem, RequestError):
@@ -111,7 +111,7 @@ def test_malformed_tool_requests_have_an_error_of_one_line():
             assert problem.param is not None
 
 
-@pytest.mark.parametrize("name", BYTES_ONLY)
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])  # Other formats have JSON, too.
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
