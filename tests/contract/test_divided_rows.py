@@ -13,17 +13,26 @@ import numpy as np
 import pytest
 from support import grammars
 from support.engines import decode, engine, expected, make_requests, random_prompts
-from support.forms import Form
-from support.models import drafter
+from support.forms import KINDS, Form
+from support.models import drafter, takes
 
+from dflash.config import registry
+from dflash.drafters.base import Drafter
 from dflash.drafters.parts.calibration import IDENTITY
 from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
 from dflash.offline import decoding
 
-# DFlash2 chains state their confidence if they are calibrated, and trees always.
-FORMS = [Form("dflash2"), Form("dspark"), Form("dflash", tree=True), Form("dspark", tree=True)]
+
+def states_confidence(form: Form) -> bool:
+    kind = registry.load(registry.DRAFTERS[form.name].implementation)
+    states = form.tree or kind.has_confidence is not Drafter.has_confidence
+    return states and takes(form.name, "block_size")
+
+
+# Chains of DFlash2 state it if they are calibrated.
+FORMS = [Form("dflash2"), *filter(states_confidence, KINDS)]
 PROMPTS, LIMITS = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
 ALONE = (1, 1, 1)
 
