@@ -16,9 +16,9 @@ WAYS = {
 }
 # All strategies inherit their windows from DFlash; those of DSpark draft serially.
 CASES = [
-    *(("dflash", False, way) for way in WAYS),
-    *(("dflash", True, way) for way in WAYS if way not in ("copies", "rejection")),
-    *(("dspark", tree, "sizes") for tree in (False, True)),
+    *(("dflash", False, way) for way in WAYS if way != "sizes"),
+    ("dflash", True, "sizes"),
+    ("dspark", False, "sizes"),
 ]
 PROMPTS, LIMITS = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
 

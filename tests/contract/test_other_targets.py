@@ -17,32 +17,17 @@ PROMPTS = random_prompts((16, 9, 31, 12, 13, 30))
 LIMITS = (20, 1, 24, 7, 2, 13)
 HOW = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1})
 OPTIONS = {"batch_size": 4, "sync_every": 4, "max_length": 64}
-# The strategies that meet a family on one device, and at once with a mesh, preemption and short
-# dispatches.
-PAIRS = {
-    "gpt_oss": ("dflash", "eagle3", "ngram"),
-    "gemma4": ("dflash", "eagle3", "ngram"),
-    "gemma4 with experts": ("dflash",),
-    "muse_glimmer": ("dflash", "ngram"),
-    "minimax_m2": ("dflash", "ngram"),
-    "qwen3_5": ("dflash", "ngram"),
-    "qwen3_next": ("dflash", "eagle3", "ngram"),
-}
+OTHERS = [family for family in ARCHITECTURES if family not in ("deepseek_v3", "qwen3_next")]
 MESH = {"tensor": 2, "expert": 2}
 # Fewer pages than the sequences grow to need.
 PREEMPTED = {"sync_every": 1, "page_size": 8, "num_pages": 10, "partial_dispatches": True}
-# Each way to draft meets latent attention on one device, and recurrent state on a mesh.
-ALONE = [
-    (family, name, tree)
-    for family in ARCHITECTURES
-    for name, tree in FORMS
-    if family == "deepseek_v3" or name in PAIRS.get(family, ("dflash", "ngram"))
-]
+# Each way to draft meets latent attention on one device, and recurrent state on a mesh. Other
+# families meet a tree and a chain, at once with a mesh, preemption and short dispatches.
+ALONE = [("deepseek_v3", *form) for form in FORMS]
 GRID = [
-    (family, name, tree)
-    for family, names in PAIRS.items()
-    for name, tree in FORMS
-    if name in names or family == "qwen3_next"
+    *(("qwen3_next", *form) for form in FORMS),
+    *((family, "dflash", True) for family in OTHERS),
+    *((family, "ngram", False) for family in OTHERS if family != "gemma4 with experts"),
 ]
 
 
@@ -75,17 +60,18 @@ def test_eight_devices_equal_one(family):
     assert [outputs(run, how) for how in HOW] == plain(family)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "gemma4", "gpt_oss"])
 @pytest.mark.parametrize(
-    ("name", "tree", "choice"),
+    ("family", "name", "tree", "choice"),
     [
-        ("dflash", True, "all sizes"),
-        ("ngram", False, "all sizes"),
-        ("dflash", True, "divided rows"),
-        ("dspark", False, "divided rows"),
+        ("qwen3_next", "dflash", True, "all sizes"),
+        ("qwen3_next", "ngram", False, "all sizes"),
+        ("qwen3_next", "dflash", True, "divided rows"),
+        ("qwen3_next", "dspark", False, "divided rows"),
+        ("gemma4", "dflash", True, "all sizes"),
+        ("gpt_oss", "dspark", False, "divided rows"),
     ],
 )
-def test_chosen_block_sizes_change_nothing(family, choice, name, tree):
+def test_chosen_block_sizes_change_nothing(family, name, tree, choice):
     """One size for all sequences of a cycle, or a number of rows that is divided among them."""
     form = {"block_size": 4} if takes(name, "block_size") else {}
     model = drafter(name, arch=SHAPES[family], tree=tree, **form)
