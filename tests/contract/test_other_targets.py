@@ -17,17 +17,20 @@ PROMPTS = random_prompts((16, 9, 31, 12, 13, 30))
 LIMITS = (20, 1, 24, 7, 2, 13)
 HOW = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1})
 OPTIONS = {"batch_size": 4, "sync_every": 4, "max_length": 64}
-OTHERS = [family for family in ARCHITECTURES if family not in ("deepseek_v3", "qwen3_next")]
 MESH = {"tensor": 2, "expert": 2}
 # Fewer pages than the sequences grow to need.
 PREEMPTED = {"sync_every": 1, "page_size": 8, "num_pages": 10, "partial_dispatches": True}
-# Each way to draft meets latent attention on one device, and recurrent state on a mesh. Other
-# families meet a tree and a chain, at once with a mesh, preemption and short dispatches.
-ALONE = [("deepseek_v3", *form) for form in FORMS]
+# Each way to draft meets latent attention on one device, and recurrent state on a mesh with
+# preemption and short dispatches. Other families meet a tree, and some a chain.
+ALONE = [
+    *(("deepseek_v3", *form) for form in FORMS),
+    *((family, "dflash", True) for family in ("qwen3_moe", "gemma3")),
+]
 GRID = [
     *(("qwen3_next", *form) for form in FORMS),
-    *((family, "dflash", True) for family in OTHERS),
-    *((family, "ngram", False) for family in OTHERS if family != "gemma4 with experts"),
+    *((family, "dflash", True) for family in ("minimax_m2", "gemma4 with experts", "muse_glimmer")),
+    *((family, "dflash", True) for family in ("gpt_oss", "gemma4", "qwen3_5")),
+    *((family, "ngram", False) for family in ("gpt_oss", "gemma4", "qwen3_5")),
 ]
 
 
