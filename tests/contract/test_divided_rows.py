@@ -18,7 +18,6 @@ from support.models import drafter, takes
 
 from dflash.config import registry
 from dflash.drafters.base import Drafter
-from dflash.drafters.parts.calibration import IDENTITY
 from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
@@ -31,8 +30,7 @@ def states_confidence(form: Form) -> bool:
     return states and takes(form.name, "block_size")
 
 
-# Chains of DFlash2 state it if they are calibrated.
-FORMS = [Form("dflash2"), *filter(states_confidence, KINDS)]
+FORMS = [*filter(states_confidence, KINDS)]
 PROMPTS, LIMITS = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
 ALONE = (1, 1, 1)
 
@@ -42,8 +40,6 @@ def make_engine(form: Form, *, mesh=ALONE) -> Engine:
     model = drafter(form.name, block_size=4, tree=form.tree, mesh=mesh)
     few = {"num_pages": 16 if mesh == ALONE else None, "partial_dispatches": mesh == ALONE}
     options = {"batch_size": 5 if mesh == ALONE else 4, "sync_every": 2, "max_length": 64} | few
-    if not model.has_confidence:
-        model.calibration = IDENTITY
     assert model.has_confidence
     return engine(model, mesh=mesh, adaptive_blocks=True, **options)
 
