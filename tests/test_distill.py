@@ -182,8 +182,3 @@ def test_problems_are_one_line_each(config, override, problem, capsys):
     err = capsys.readouterr().err
     assert status == 2
     assert problem in err
-
-
-def test_no_workdir_is_one_line(config, capsys):
-    assert run(config) == 2
-    assert "--workdir: required" in capsys.readouterr().err
