@@ -63,12 +63,12 @@ class RunAssumptions:
             "if_sampled": self.sampled,
             "if_shaped": self.shaped,
             "if_logprobs": False,
-            # The branches of `cycle.conclude`: greedy, with noise, and from all logits.
+            # The branches of `cycle.conclude`: greedy, with noise if it pays, from all logits.
             "if_logits": 2 if self.filtered or self.shaped else self.sampled,
         }
         for scope, taken in branches.items():
             if components.has_word(conditional.op_name, scope):
-                return int(taken)
+                return min(int(taken), len(conditional.called["branch_computations"]) - 1)
         return None
 
 

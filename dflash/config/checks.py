@@ -150,8 +150,8 @@ def _lengths(config: Any) -> Iterator[Problem]:
 
 
 def _exact(config: Any) -> Iterator[Problem]:
-    """Checks that nothing lets a token's computation depend on other sequences or on drafts."""
-    decode, drafter = config.decode, config.drafter
+    """Checks that no key of decoding lets a token's computation depend on sequences or drafts."""
+    decode = config.decode
     if not decode.exact:
         return
     if decode.verify != "coupled":
@@ -164,10 +164,6 @@ def _exact(config: Any) -> Iterator[Problem]:
         if getattr(decode, key):
             keys = f"decode.{key}", "decode.exact"
             yield keys, "changes how many rows are computed at once; leave it out"
-    if getattr(drafter, "tree", None) is not None:
-        yield ("drafter.tree", "decode.exact"), "decode.exact is for chains; leave the tree out"
-    if drafter.overlaps:
-        yield ("drafter.overlap", "decode.exact"), "verifies fewer rows; leave it out"
 
 
 def _prompts(config: Any) -> Iterator[Problem]:
@@ -287,7 +283,7 @@ def _distillation(config: Any) -> Iterator[Problem]:
     yield from _test_sets("test.tasks", config.test.tasks)
     for key in ("answers", "test"):
         alone = types.SimpleNamespace(target=config.target, decode=getattr(config, key).decode)
-        for keys, message in (*_stop_ids(alone), *_lengths(alone)):
+        for keys, message in (*_stop_ids(alone), *_lengths(alone), *_exact(alone)):
             renamed = (re.sub(r"^decode\b", f"{key}.decode", dotted) for dotted in keys)
             yield tuple(renamed), re.sub(r"\bdecode\.", f"{key}.decode.", message)
 
@@ -448,6 +444,8 @@ def _overlap(config: Any) -> Iterator[Problem]:
     if config.decode.lookup:
         keys = "decode.lookup", "drafter.overlap"
         yield keys, f"is not supported with {kind}; leave one of the two out"
+    if config.decode.exact:
+        yield ("drafter.overlap", "decode.exact"), "verifies fewer rows; leave it out"
 
 
 # Groups that a config must have, and their check.
@@ -465,9 +463,9 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("drafter", "decode"), _block_verification),
     (("drafter", "decode"), _lookup),
     (("drafter",), _overlap),
-    (("drafter", "decode"), _exact),
     (("target", "decode"), _stop_ids),
     (("decode",), _lengths),
+    (("decode",), _exact),
     (("prompts",), _prompts),
     (("strategies", "target"), _strategies),
     (("tasks", "trace", "acceptance"), _tasks),

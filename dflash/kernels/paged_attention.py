@@ -107,8 +107,8 @@ def _reference(*arrays, scale, window, attend=None):
     length = queries.shape[1]
     # Write the pages before reading them, so that the loop below reads a single version of them and
     # XLA updates them in place.
-    key_pages, value_pages = _append(*arrays[1:7])
     keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
+    key_pages, value_pages = _append(keys, values, *arrays[3:7])
 
     if tree_mask is None:
         tree_mask = jnp.tril(jnp.ones((1, length, length), bool))
@@ -125,7 +125,8 @@ def _reference(*arrays, scale, window, attend=None):
 def _kernel_by_position(*arrays, **options):
     """Runs the kernel by position, on pages that hold the new rows already."""
     queries, keys, values, *_, page_table, start, tree_mask, sinks = arrays
-    pages = _append(*arrays[1:7])
+    rows = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
+    pages = _append(*rows, *arrays[3:7])
     rest = page_table, start, tree_mask, sinks
     return tpu.paged_attention_tpu(
         queries, keys, values, *pages, *rest, by_position=True, **options
@@ -133,11 +134,10 @@ def _kernel_by_position(*arrays, **options):
 
 
 def _append(keys, values, key_pages, value_pages, page_table, start):
-    """Returns the pages with new rows [B, K, T, H], in stored form, from position `start` on."""
+    """Returns the pages with new rows [K, B, T, H], in stored form, from position `start` on."""
     position = start[:, None] + jnp.arange(keys.shape[2])
     index = row_index(page_table, position, key_pages.shape[2])
-    new = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
-    return write_rows(key_pages, index, new[0]), write_rows(value_pages, index, new[1])
+    return write_rows(key_pages, index, keys), write_rows(value_pages, index, values)
 
 
 def _attend(arrays, visible_rows, first_visible, sinks, scale):

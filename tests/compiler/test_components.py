@@ -100,6 +100,9 @@ def test_attention_loops_over_its_context(context, turns):
         ("a/sample/if_sampled/cond/branch_1_fun/if_filtered/cond", RunAssumptions(1, sampled=True),
          0),
         ("a/if_sampled/if_filtered/cond", RunAssumptions(1, sampled=True, filtered=True), 1),
+        ("a/if_logits/cond", RunAssumptions(1), 0),
+        ("a/if_logits/cond", RunAssumptions(1, sampled=True), 1),
+        ("a/if_logits/cond", RunAssumptions(1, shaped=True), 1),  # The last of two.
         ("a/cond", RunAssumptions(1), None),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 from dflash import errors
 from dflash.config import loader
+from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DecodeRun
 from dflash.inference.request import Tokens
 from dflash.loading import job as jobs
@@ -58,7 +59,7 @@ def test_drafting_changes_no_bit(config, overrides):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("drafter.tree.budget=8", "drafter.tree.*chains"),
+        ("drafter.tree.budget=8", "decode.exact: for chains.*leave the tree out"),
         ("decode.verify=rejection", "needs coupled"),
         ("decode.prefix_cache=true", "decode.prefix_cache: changes"),
         ("decode.num_pages=64", "decode.num_pages: preempted"),
@@ -67,6 +68,14 @@ def test_drafting_changes_no_bit(config, overrides):
 def test_what_would_break_it_is_refused(override, said):
     with pytest.raises(errors.ConfigError, match=said):
         prepare(DFLASH2, override)
+
+
+@pytest.mark.parametrize(
+    "override", ["decode.verify=rejection", "decode.num_pages=64", "decode.prefix_cache=true"]
+)
+def test_benchmarks_refuse_the_same_settings(override):
+    with pytest.raises(errors.ConfigError, match=override.partition("=")[0]):
+        loader.load("configs/benchmark/tiny.yml", ["decode.exact=true", override], BenchmarkRun)
 
 
 def test_targets_whose_rows_depend_on_their_block_are_refused():

@@ -111,7 +111,9 @@ class Block:
 
     def unpack(self, rows: Any) -> Any:
         """Returns the rows [B, R, …] of what the target has computed."""
-        return rows if self.packing is None else self.packing.unpack(rows)
+        if self.packing is not None:
+            return self.packing.unpack(rows)
+        return rows[:, : self.tokens.shape[1]]  # Without those of `padded`.
 
     def sample(self, sampler: SequenceSampler, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Samples the target's token after every row.

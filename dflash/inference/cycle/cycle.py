@@ -128,9 +128,8 @@ def conclude(
       allowed: int32 [B, R, ceil(V / 32)] or None; bit mask of the tokens that may follow each row,
         see `controls.shape_logits`.
     """
-    output, logits = _forward(target, drafter, state, block, rules.choices.computed)
-    how = {"logits": logits, "rules": rules, "allowed": allowed}
-    result, finite, scores = _verify(target, state, block, output.hidden, **how)
+    output = _forward(target, drafter, state, block, rules.choices.computed)
+    result, finite, scores = _verify(target, state, block, output.hidden, rules, allowed)
     drafter_state, result = _review(drafter, state.drafter, block, result, rules)
     committed = result.following(block.tokens)
     count, active, nonfinite_at = _commit(state, committed, result.along(finite), result)
@@ -162,17 +161,9 @@ def conclude(
     return state, outcome
 
 
-def _forward(
-    target, drafter, state, block, computed: int | None
-) -> tuple[TargetOutput, jax.Array | None]:
-    """Runs the target over the rows of a block; returns its output, and logits if `computed`.
-
-    If `computed` is a number, it runs over that many rows of each sequence, the head included, and
-    the barrier keeps XLA from computing fewer.
-    """
-    rows = block.tokens, block.positions
-    if computed is not None:
-        rows = block.padded(computed)
+def _forward(target, drafter, state, block, computed: int | None) -> TargetOutput:
+    """Runs the target over the rows of a block, or over `computed` rows of each sequence."""
+    rows = (block.tokens, block.positions) if computed is None else block.padded(computed)
     with jax.named_scope("target"):
         output = target(
             *rows,
@@ -182,27 +173,24 @@ def _forward(
             packing=block.packing,
             adapters=state.adapter,
         )
-    if computed is None:
-        return output, None
-    logits = target.unembed(output.hidden)
-    output, logits = jax.lax.optimization_barrier((output, logits))
-    own = slice(block.tokens.shape[1])
-    features = output.features[:, own]
-    return output._replace(hidden=output.hidden[:, own], features=features), logits[:, own]
+    # The barriers here and in `_verify` keep XLA from computing fewer rows.
+    return output if computed is None else jax.lax.optimization_barrier(output)
 
 
 def _verify(
-    target, state, block, hidden, *, logits, rules, allowed
+    target, state, block, hidden, rules, allowed
 ) -> tuple[VerifyResult, jax.Array, Logprobs]:
     """Returns the results of `judge` and `_scores`, from logits only where a sequence needs them.
 
     The logits of a batch are larger than all else that a cycle computes. A program for greedy
     requests has no room for them; another one has, but writes them only in the last branch.
     """
-    sampler = rules.sampler(state)
+    sampler, exact = rules.sampler(state), rules.choices.exact
 
-    def from_logits(logits=None):
-        logits = target.unembed(hidden) if logits is None else logits
+    def from_logits():
+        logits = target.unembed(hidden)
+        if exact:
+            logits = block.unpack(jax.lax.optimization_barrier(logits))
         result, finite = judge(state, block, logits, rules, allowed)
         return result, finite, _scores(state, block, result, logits, rules, allowed)
 
@@ -212,22 +200,22 @@ def _verify(
         shape = result.following(block.tokens).shape
         return result, finite, logprobs.zeros(shape, target.arch.vocab_size)
 
-    if logits is not None or allowed is not None or block.proposal.probs is not None:
-        return from_logits(logits)
+    if exact or allowed is not None or block.proposal.probs is not None:
+        return from_logits()
     if not target.unembeds_in_tiles(hidden):
         return from_logits()
     greedy = functools.partial(from_tiles, dataclasses.replace(sampler, greedy=True))
     if rules.greedy:
         return greedy()
+    branches = [greedy, from_logits]
+    if unembed_tiles.noise_pays(target.sharding):
+        branches.insert(1, functools.partial(from_tiles, sampler))
     needs_logits = state.controls.shapes(state.length, state.active)
     needs_logits |= jnp.any(state.active & (state.controls.logprobs | sampler.params.filters))
     samples = jnp.any(state.active & (sampler.params.temperature > 0))
     branch = jnp.where(needs_logits, 2, samples.astype(jnp.int32))
     with jax.named_scope("if_logits"):
-        sampled = functools.partial(from_tiles, sampler)
-        if not unembed_tiles.noise_pays(target.sharding):
-            sampled = from_logits
-        return jax.lax.switch(branch, (greedy, sampled, from_logits))
+        return jax.lax.switch(branch, branches)  # It takes the last branch for larger numbers.
 
 
 def judge(

@@ -63,6 +63,17 @@ def test_sampled_and_greedy_sequences(tree, traced):
     check(run, greedy, {"logprobs": 2}, sampled)
 
 
+def test_sampling_from_logits_where_tiles_with_noise_do_not_pay(traced, monkeypatch):
+    monkeypatch.setattr(unembed_tiles, "noise_pays", lambda *_: False)
+    judged, judge = [], cycle.judge
+    monkeypatch.setattr(cycle, "judge", lambda *how: judged.append(1) or judge(*how))
+    run = engine(drafter("dflash", block_size=4), batch_size=3, max_length=64)
+    run.program("generate")
+    assert (traced, judged) == ([False], [1])
+    check(run, {}, {"temperature": 0.8}, {})
+    check(run, {}, {"temperature": 0.8, "top_k": 5}, {"presence_penalty": 1.0})
+
+
 def test_greedy_programs_have_no_logits(traced, monkeypatch):
     run = engine(drafter("dflash", block_size=4), batch_size=3, max_length=64)
     monkeypatch.setattr(cycle, "judge", None)
