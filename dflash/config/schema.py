@@ -251,7 +251,7 @@ class DecodeConfig(SamplingConfig):
 
     max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
     min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # Minimum before a stop token.
-    verify: Literal["coupled", "rejection", "block"] = "coupled"
+    verify: Literal["coupled", "rejection"] = "coupled"
     # Copy what followed an earlier occurrence of the last tokens, in place of the drafter's block,
     # while copies are accepted more often.
     lookup: bool = False

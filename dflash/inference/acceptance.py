@@ -127,10 +127,6 @@ def check_config(config: DecodeConfig, drafter: Drafter) -> None:
         for name in _UNSHAPED
         if getattr(config, name) != getattr(SamplingConfig, name)
     ]
-    if config.verify not in _CHANCES:
-        problems.append(
-            f"decode.verify: {config.verify} is not supported when τ is computed; use coupled"
-        )
     if drafter.drafts_trees:
         problems.append(
             "decode.temperature: τ of trees is computed at temperature 0 only; set it to 0, or "

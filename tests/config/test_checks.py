@@ -63,8 +63,10 @@ def load(tmp_path, monkeypatch):
          "supported with drafter.overlap=ssd; give a number, or leave it out"),
         ("drafter.overlap=ssd drafter.tree.budget=8", "drafter.tree: drafter.overlap=ssd drafts "
          "chains; leave one of the two out"),
-        ("drafter.overlap=ssd decode.verify=block", "decode.verify: block is not supported with "
-         "drafter.overlap=ssd; use coupled"),
+        ("drafter.overlap=ssd decode.verify=rejection", "decode.verify: rejection is not "
+         "supported with drafter.overlap=ssd; use coupled"),
+        ("drafter.overlap=ssd decode.exact=true",
+         "drafter.overlap: verifies fewer rows; leave it out"),
         ("drafter.overlap=ssd decode.lookup=true", "decode.lookup: is not supported with "
          "drafter.overlap=ssd; leave one of the two out"),
         ("decode.lookup=true drafter.tree.budget=8", "decode.lookup: "
@@ -73,8 +75,6 @@ def load(tmp_path, monkeypatch):
          "needs drafter.block_size=auto, which can decode plainly"),
         ("drafter.divide_rows=false", "drafter.divide_rows: "
          "false has a meaning with drafter.block_size=auto only; leave it out"),
-        ("decode.verify=block drafter.tree.budget=8", "decode.verify: "
-         "block is a rule for chains; leave drafter.tree out, or use rejection"),
         ("drafter.block_size=aut", "drafter.block_size: "
          "expected an integer in [2, 1024] or auto or null, got 'aut'; did you mean 'auto'?"),
         ("drafter.name=autoregressive drafter.checkpoint=d drafter.family=qwen33",

@@ -89,7 +89,6 @@ def test_unusable_answers(answer, message):
     ("options", "tree", "message"),
     [
         ({}, True, "τ of trees is computed at temperature 0 only"),
-        ({"verify": "block"}, False, "decode.verify: block is not supported"),
         ({"repetition_penalty": 1.1}, False, "decode.repetition_penalty: is not supported"),
     ],
 )

@@ -40,7 +40,6 @@ FORMS = {
     ),
     "beams": beams,
 }
-FORMS["block"] = FORMS["chain"]
 
 
 @functools.cache
@@ -48,9 +47,8 @@ def full_engine(form: str):
     """An engine, its slots all holding one prompt, and the token after it."""
     small = models.target(vocab_size=VOCAB)
     model = FORMS[form](small.arch)
-    rule = "block" if form == "block" else "rejection"
     run = engines.engine(
-        model, on=small, batch_size=SLOTS, sync_every=2, max_length=16, verify=rule
+        model, on=small, batch_size=SLOTS, sync_every=2, max_length=16, verify="rejection"
     )
     request = Request(0, PROMPT, 16 - len(PROMPT), RequestSampling(temperature=TEMPERATURE))
     state = run.new_state()

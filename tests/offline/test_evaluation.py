@@ -86,5 +86,5 @@ def test_without_cycles_there_is_no_tau():
 def test_what_is_unusable_is_found_before_training():
     with pytest.raises(errors.InputError, match="outside the vocabulary"):
         make_test({"bad": [(1, 999)]})
-    with pytest.raises(errors.ConfigError, match=r"decode\.verify: block is not supported"):
-        make_test(temperature=1.0, verify="block")
+    with pytest.raises(errors.ConfigError, match=r"decode\.repetition_penalty: is not supp"):
+        make_test(temperature=1.0, repetition_penalty=1.1)

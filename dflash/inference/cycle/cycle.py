@@ -273,7 +273,7 @@ def apply_rule(
       ValueError: A rejection rule, but the proposal has no probabilities.
     """
     if block.proposal.probs is not None:
-        result = _reject(block, logits, sampler.params, rules)
+        result = _reject(block, logits, sampler.params)
         # `sampling.probabilities` takes the same argmax, so XLA computes it only once.
         return result, nonfinite.finite_rows(logits, argmax(logits))
     if sampler.with_probs and block.num_drafts:
@@ -290,12 +290,11 @@ def _couple(block: Block, sampled: jax.Array) -> VerifyResult:
     return verify.coupled_tree(drafts, sampled, block.tree)
 
 
-def _reject(block, logits, params, rules) -> VerifyResult:
+def _reject(block, logits, params) -> VerifyResult:
     """Verifies a chain or a tree by the probabilities of its drafts."""
     drafts, probs, positions = block.proposal.tokens, block.proposal.probs, block.positions + 1
     if block.tree is None:
-        rule = verify.block_chain if rules.verify == "block" else verify.rejection_chain
-        return rule(drafts, probs, logits, positions, params)
+        return verify.rejection_chain(drafts, probs, logits, positions, params)
     drawn_from = block.proposal.drawn_from
     if drawn_from is None:
         drawn_from = jnp.broadcast_to(jnp.arange(drafts.shape[1]), drafts.shape)

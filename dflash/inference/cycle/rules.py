@@ -32,7 +32,7 @@ class Rules:
 
     choices: Choices
     longest_context: int | None = None
-    verify: Literal["coupled", "rejection", "block"] = "coupled"
+    verify: Literal["coupled", "rejection"] = "coupled"
     greedy: bool = False
     revise: Revise | None = None
 
@@ -61,7 +61,5 @@ class Rules:
 
     def sampler(self, state: DecodeState) -> SequenceSampler:
         """Returns the sampler that drafts and verifies the next block of every sequence."""
-        params = state.sampling
-        if self.verify == "block":
-            params = params.of_block(state.length)
-        return SequenceSampler(params, with_probs=self.verify != "coupled", greedy=self.greedy)
+        with_probs = self.verify != "coupled"
+        return SequenceSampler(state.sampling, with_probs=with_probs, greedy=self.greedy)

@@ -2,7 +2,7 @@
 
 Coupled verification accepts a draft iff it equals the token that the target itself draws with the
 noise of that position; the output is then the same, token for token, as without drafting. Rejection
-and block verification follow the target's distribution without fixing the tokens.
+follows the target's distribution without fixing the tokens.
 
 A draft of -1 stands for one that the target has not verified, as do all drafts after it. Every rule
 ends the draft before it, and the bonus token follows. A rejection rule then needs that the number
@@ -124,89 +124,6 @@ def rejection_chain(
       ValueError: G differs between the arguments.
     Source: Leviathan et al. 2023, algorithm 1.
     """
-    target_probs, rest, p, q = chain_probabilities(draft, draft_probs, logits, params)
-    threshold = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
-    accepted = threshold * q < p
-    num_accepted = jnp.cumprod(accepted, axis=1, dtype=jnp.int32).sum(axis=1)
-    return _redraw_after(num_accepted, _residual(target_probs, rest), positions, params)
-
-
-def block_chain(
-    draft: jax.Array,
-    draft_probs: jax.Array,
-    logits: jax.Array,
-    positions: jax.Array,
-    params: SamplingParams,
-) -> VerifyResult:
-    """Accepts the longest prefix of each draft that passes a test of the prefix as a whole.
-
-    The weight of a prefix is the running product of p / q, capped at 1 after every factor. A prefix
-    of weight w is accepted with probability e / (e + 1 - w), where e is the mass of
-    max(0, w · p - q) over the tokens after it, and all mass w after the whole draft. The token
-    after the longest accepted prefix follows that excess, renormalised. At no position is the
-    expected number of accepted drafts below that of `rejection_chain`.
-
-    Drafts past the accepted prefix take part in the decision. The noise of `params` and the noise
-    that drew the drafts must therefore not be used for another block.
-
-    The arguments and errors are those of `rejection_chain`.
-
-    Source: block verification, Sun et al. 2024, arXiv 2403.10444, algorithm 2.
-    """
-    probs = chain_probabilities(draft, draft_probs, logits, params)
-    chance, scaled = prefix_chances(*probs)
-    threshold = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
-    lengths = jnp.arange(1, draft.shape[1] + 1)
-    num_accepted = jnp.max(jnp.where(threshold < chance, lengths, 0), axis=1, initial=0)
-    return _redraw_after(num_accepted, _residual(scaled, probs.drafter), positions, params)
-
-
-class ChainProbabilities(NamedTuple):
-    """Probabilities that a rule for chains compares.
-
-    Attributes:
-      target: float32 [B, G + 1, V]; the target's distributions after each row.
-      drafter: float32 [B, G + 1, V]; the drafter's after the same rows, which are zero where no
-        draft was verified.
-      p: float32 [B, G]; the target's probability of each draft, zero where it was not verified.
-      q: float32 [B, G]; the drafter's, also zero there.
-    """
-
-    target: jax.Array
-    drafter: jax.Array
-    p: jax.Array
-    q: jax.Array
-
-
-def prefix_chances(
-    target: jax.Array, drafter: jax.Array, p: jax.Array, q: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the chances of `block_chain`, given `ChainProbabilities`.
-
-    Returns:
-      The chance that the prefix up to each draft passes its test, float32 [B, G], and the target's
-      distributions after each row times the weight of the prefix, float32 [B, G + 1, V].
-    """
-    ratio = p / jnp.maximum(q, jnp.finfo(q.dtype).tiny)
-
-    def extend(weight, ratio):
-        weight = jnp.minimum(weight * ratio, 1.0)
-        return weight, weight
-
-    _, weights = jax.lax.scan(extend, jnp.ones_like(ratio[:, 0]), ratio.T)
-    weights = jnp.concatenate([jnp.ones_like(ratio[:, :1]), weights.T], axis=1)
-    scaled = weights[..., None] * target
-    excess = jnp.maximum(scaled - drafter, 0.0).sum(axis=-1)
-    # A prefix of weight 1 is as likely under the target as under the drafter, or likelier.
-    certain = weights >= 1.0
-    chance = jnp.where(certain, 1.0, excess / jnp.where(certain, 1.0, excess + 1.0 - weights))
-    return chance[:, 1:], scaled
-
-
-def chain_probabilities(
-    draft: jax.Array, draft_probs: jax.Array, logits: jax.Array, params: SamplingParams
-) -> ChainProbabilities:
-    """Returns the probabilities that a rule for chains compares; see `rejection_chain`."""
     batch, drafts = draft.shape
     if draft_probs.shape[:2] != (batch, drafts) or logits.shape[1] != drafts + 1:
         raise ValueError(
@@ -221,15 +138,14 @@ def chain_probabilities(
 
     p = jnp.where(verified, of_drafts(target_probs[:, :-1]), 0.0)
     q = of_drafts(rest)
+    threshold = sampling.uniform(positions[:, :-1], params, sampling.ACCEPT)
+    accepted = threshold * q < p
+    num_accepted = jnp.cumprod(accepted, axis=1, dtype=jnp.int32).sum(axis=1)
     # The bonus token after the whole draft was not drafted.
     rest = jnp.pad(rest, ((0, 0), (0, 1), (0, 0)))
-    return ChainProbabilities(target_probs, rest, p, q)
-
-
-def _redraw_after(num_accepted, residual, positions, params) -> VerifyResult:
-    """Returns the result on a chain whose next token follows residual[b, num_accepted[b]]."""
-    chosen = jnp.take_along_axis(residual, num_accepted[:, None, None], axis=1)[:, 0]
-    next_token = _redraw(chosen, _pick(positions, num_accepted), params)
+    last = num_accepted[:, None, None]
+    after = (jnp.take_along_axis(probs, last, axis=1)[:, 0] for probs in (target_probs, rest))
+    next_token = _redraw(_residual(*after), _pick(positions, num_accepted), params)
     return VerifyResult(num_accepted, None, next_token)
 
 

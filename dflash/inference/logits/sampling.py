@@ -21,9 +21,8 @@ from dflash.kernels.packing import Packing
 from dflash.kernels.unembed_tiles import Noise
 
 # Streams of noise. Rejection verification needs independent noise for its three uses; coupled
-# verification needs the same noise everywhere, and uses only COUPLED. BLOCK derives the seeds of
-# blocks that share no noise; see `SamplingParams.of_block`.
-COUPLED, DRAFT, ACCEPT, RESIDUAL, BLOCK = range(5)
+# verification needs the same noise everywhere, and uses only COUPLED.
+COUPLED, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 
 @jax.tree_util.register_dataclass
@@ -67,14 +66,6 @@ class SamplingParams:
             return jax.random.key_data(jax.random.fold_in(key, words[2]))
 
         return dataclasses.replace(self, seed=jax.vmap(key_data)(self.seed))
-
-    def of_block(self, start: jax.Array) -> "SamplingParams":
-        """Returns the parameters with noise for the block at position `start` alone, int32 [B].
-
-        Noise then depends on where a block starts, and no block shares noise with another one.
-        """
-        keys = position_keys(self.seed, start[:, None], BLOCK)[:, 0]
-        return dataclasses.replace(self, seed=jax.random.key_data(keys))
 
     @property
     def ranks(self) -> jax.Array:

@@ -57,8 +57,8 @@ def test_shapes_that_do_not_fit_are_named():
 SAMPLES = 40_000
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
-def two_tokens(rule, target_logits, draft_logits, params, verified, noise_of_blocks=False):
+@jax.jit
+def two_tokens(target_logits, draft_logits, params, verified):
     """The first two tokens of each sequence: of one cycle, or of two if the first ends early.
 
     Also returns how many drafts of the first cycle were accepted.
@@ -70,12 +70,10 @@ def two_tokens(rule, target_logits, draft_logits, params, verified, noise_of_blo
     """
     batch = params.temperature.shape[0]
     start = jnp.zeros((batch,), jnp.int32)
-    whole = params
 
     def cycle(so_far, position):
         """One cycle of two drafts after no token or one: `so_far` is the row of the logits."""
         position = jnp.full(so_far.shape, position)
-        params = whole.of_block(position) if noise_of_blocks else whole
         positions = position[:, None] + jnp.arange(3)
         before = draft_logits[so_far][:, None]
         first = sampling.sample(before, positions[:, :1], params, sampling.DRAFT)
@@ -89,7 +87,7 @@ def two_tokens(rule, target_logits, draft_logits, params, verified, noise_of_blo
         # The second cycle looks past two tokens, at what does not count.
         logits = target_logits[jnp.minimum(rows, target_logits.shape[0] - 1)]
         with_row = jnp.where(jnp.arange(2) < verified[:, None], draft, -1)
-        result = rule(with_row, probs, logits, positions, params)
+        result = verify.rejection_chain(with_row, probs, logits, positions, params)
         is_next = jnp.arange(2) == result.num_accepted[:, None]
         tokens = jnp.where(is_next, result.next_token[:, None], draft)
         return 1 + tokens[:, 0], (tokens, result.num_accepted)
@@ -100,7 +98,7 @@ def two_tokens(rule, target_logits, draft_logits, params, verified, noise_of_blo
 
 
 @functools.cache
-def joint_pvalue(rule, *, parts: bool = False) -> tuple[float, float]:
+def joint_pvalue(*, parts: bool = False) -> tuple[float, float]:
     """How well the joint distribution of two tokens fits the target's, by chi-square.
 
     Also returns the mean number of drafts of the first cycle that were accepted.
@@ -113,38 +111,31 @@ def joint_pvalue(rule, *, parts: bool = False) -> tuple[float, float]:
     draft_logits = rng.normal(size=(1 + VOCAB, VOCAB)).astype(np.float32)
     verified = np.arange(SAMPLES) % 3 if parts else np.full(SAMPLES, 2)
     given = target_logits, draft_logits, make_params(SAMPLES), verified
-    first, second, accepted = two_tokens(rule, *given, rule is verify.block_chain)
+    first, second, accepted = two_tokens(*given)
     p_first = scipy.special.softmax(target_logits[0].astype(np.float64))
     p_second = scipy.special.softmax(target_logits[1 : 1 + VOCAB].astype(np.float64), axis=-1)
     pvalue = chi_square(np.asarray(first), np.asarray(second), p_first[:, None] * p_second)
     return pvalue, float(np.mean(accepted))
 
 
-def test_rejection_and_blocks_follow_the_target_and_blocks_accept_more():
-    pvalue, accepted = joint_pvalue(verify.rejection_chain)
+def test_rejection_follows_the_target():
+    pvalue, _ = joint_pvalue()
     assert pvalue > 1e-3
-    pvalue, accepted_by_block = joint_pvalue(verify.block_chain)
+
+
+def test_drafts_that_are_not_verified_end_a_chain():
+    pvalue, accepted = joint_pvalue(parts=True)
     assert pvalue > 1e-3
-    assert accepted_by_block > 1.01 * accepted
+    assert 0.1 < accepted < joint_pvalue()[1] - 0.1
 
 
-@pytest.mark.parametrize(
-    "rule", [verify.rejection_chain, verify.block_chain], ids=lambda rule: rule.__name__
-)
-def test_drafts_that_are_not_verified_end_a_chain(rule):
-    pvalue, accepted = joint_pvalue(rule, parts=True)
-    assert pvalue > 1e-3
-    assert 0.1 < accepted < joint_pvalue(rule)[1] - 0.1
-
-
-@pytest.mark.parametrize("rule", [verify.rejection_chain, verify.block_chain])
-def test_greedy_rejection_is_greedy_decoding(rule):
+def test_greedy_rejection_is_greedy_decoding():
     rng = np.random.default_rng(1)
     batch, drafts = 64, 3
     logits = rng.normal(size=(batch, drafts + 1, VOCAB)).astype(np.float32)
     best = np.argmax(logits, axis=-1)
     draft = np.where(rng.random((batch, drafts)) < 0.7, best[:, :-1], (best[:, :-1] + 1) % VOCAB)
-    result = jax.jit(rule)(
+    result = jax.jit(verify.rejection_chain)(
         draft,
         np.eye(VOCAB, dtype=np.float32)[draft],
         logits,
