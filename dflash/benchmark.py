@@ -38,15 +38,15 @@ SUBCOMMAND = cli.Subcommand(
     "benchmark",
     "Measures drafting strategies against plain decoding, in turns, on held-out prompts, and "
     "writes results.json, results.csv, plots and report.html to --workdir. With study.name=… it "
-    "measures single costs instead, such as that of a cycle or of verification.",
+    "answers a single question instead, such as what verification costs.",
     examples=(
         "dflash benchmark configs/benchmark/tiny.yml --workdir runs/tiny_benchmark",
         "dflash benchmark configs/benchmark/tiny.yml tasks=math rounds=1",
-        "dflash benchmark configs/benchmark/tiny.yml study.name=cycle",
+        "dflash benchmark configs/benchmark/tiny.yml study.name=verify",
         "dflash benchmark configs/benchmark/qwen3_4b_trace.yml --acceptance math500",
     ),
     schema=benchmark_schema.BenchmarkRun,
-    shared=(*cli.RUN_FLAGS, "shard"),
+    shared=cli.RUN_FLAGS,
     define_flags=_define_flags,
     overrides=_overrides,
 )
@@ -98,7 +98,6 @@ def _run(command: cli.Command) -> dict[str, Any]:
     return benchmark_run.run(
         command.config,
         workdir=command.workdir,
-        shard=command.shard,
         profile_dir=command.profile_dir,
         wide=command.flags["wide"],
     )

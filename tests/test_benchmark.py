@@ -247,7 +247,7 @@ def test_a_sweep_has_the_figures_of_every_cell_and_runs_each_point_once(swept):
 
 def test_a_sweep_runs_no_studies(tmp_path):
     (tmp_path / "s.yml").write_text(SWEEP)
-    status, _, err = command(["study.name=cycle", "--workdir=w"], tmp_path, sweep, "s.yml")
+    status, _, err = command(["study.name=verify", "--workdir=w"], tmp_path, sweep, "s.yml")
     assert status == 2
     assert err == "error: study: sweeps do not run studies; use dflash benchmark for this one\n"
     assert not (tmp_path / "w").exists()
@@ -257,7 +257,6 @@ def test_a_sweep_runs_no_studies(tmp_path):
     ("study", "options", "rows", "keys"),
     [
         ("verify", ["study.values=[1, 4]", "study.contexts=[16, 64]"], 4, "rows over_roofline"),
-        ("cycle", ["study.contexts=[32]"], 2, "cycle_over_parts roofline_ms"),
         ("load", ["study.values=[1]", "drafter.block_size=16"], 2, "task tau over_fixed"),
     ],
 )
@@ -271,7 +270,7 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
     assert (values["schema"], values["study"]) == ("dflash.study/1", study)
     assert values["complete"]
     # Where nothing is decoded, what is accepted plays no part.
-    assert ("forced" in out) == (study not in ("verify", "cycle"))
+    assert ("forced" in out) == (study != "verify")
     assert max(map(len, out.splitlines())) <= 80
     assert len(values["rows"]) == rows
     assert set(keys.split()) <= set(values["rows"][0])
@@ -373,34 +372,3 @@ def test_short_flags_become_overrides(argv, overrides):
     values = benchmark.SUBCOMMAND.flag_values()
     values(["dflash", *argv])
     assert benchmark.SUBCOMMAND.overrides(values) == overrides
-
-
-def test_shards_measure_what_one_run_does(tmp_path):
-    """Each prompt of a task is measured by one of them, and the last one sums up."""
-    write_trace(tmp_path / "trace.json")
-    options = ["trace=trace.json", "rounds=1", "prompts_per_task=3", "replay_tokens=0"]
-    options.append("decode.max_new_tokens=24")
-    for shard in ("1/2", "2/2", "0/3"):
-        status, _, err = command([*options, "--workdir=w", f"--shard={shard}"], tmp_path)
-        if shard != "1/2":
-            assert status in (1, 2), err
-            continue
-        assert (status, err.splitlines()[-1]) == (0, "shard 1/2 is done; not finished yet: 0/2")
-        assert not (tmp_path / "w" / "results.json").exists()
-    status, _, err = command([*options, "--workdir=w"], tmp_path)
-    assert (status, err) == (
-        1,
-        "error: w: not all shards have finished: 0/2: run each of these with --shard\n",
-    )
-    status, out, err = command([*options, "--workdir=w", "--shard=0/2"], tmp_path)
-    assert status == 0, err
-    assert command([*options, "--workdir=whole"], tmp_path)[0] == 0
-    summed, whole = (
-        json.loads((tmp_path / name / "results.json").read_text()) for name in ("w", "whole")
-    )
-    assert summed["complete"]
-    for one, other in zip(summed["cells"], whole["cells"], strict=True):
-        for key in ("task", "strategy", "prompts", "output_tokens", "cycles", "tau"):
-            assert one[key] == other[key], key
-    assert (tmp_path / "w" / "report.html").exists()
-    assert "gsm8k" in out

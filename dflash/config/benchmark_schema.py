@@ -12,10 +12,10 @@ from dflash.config.schema import location, option
 class StudyConfig:
     """Measurement of costs over several values of one quantity."""
 
-    name: Literal["cycle", "verify", "draft", "load", "serve", "answers", "calibration"] = "cycle"
+    name: Literal["verify", "load", "answers", "calibration"] = "verify"
     # Values of the quantity; an empty list uses the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
-    # Tokens in the cache, for the studies verify and draft.
+    # Tokens in the cache, for the study verify.
     contexts: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
     # Timings per value; the report gives the median.
     repeats: int = option(15, minimum=1, maximum=100_000)

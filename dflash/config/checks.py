@@ -211,7 +211,7 @@ def _fixed_sizes(config: Any) -> str | None:
     """Returns the key, if any, because of which acceptance is not measured."""
     if hasattr(config, "tpu"):
         return "tpu"
-    if config.study is not None and config.study.name not in ("load", "serve"):
+    if config.study is not None and config.study.name != "load":
         return "study"
     return "acceptance" if config.forced else None
 
@@ -405,13 +405,6 @@ def _divide_rows(config: Any) -> Iterator[Problem]:
         yield keys, "false has a meaning with drafter.block_size=auto only; leave it out"
 
 
-def _block_verification(config: Any) -> Iterator[Problem]:
-    """Checks that drafts which are verified as a block form a chain."""
-    if config.decode.verify == "block" and getattr(config.drafter, "tree", None) is not None:
-        keys = "decode.verify", "drafter.tree"
-        yield keys, "block is a rule for chains; leave drafter.tree out, or use rejection"
-
-
 def _lookup(config: Any) -> Iterator[Problem]:
     """Checks that drafts which copies may replace form a chain."""
     if config.decode.lookup and getattr(config.drafter, "tree", None) is not None:
@@ -460,7 +453,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("drafter",), _initial_weights),
     (("drafter", "decode"), _longest_context),
     (("drafter", "decode"), _divide_rows),
-    (("drafter", "decode"), _block_verification),
     (("drafter", "decode"), _lookup),
     (("drafter",), _overlap),
     (("target", "decode"), _stop_ids),

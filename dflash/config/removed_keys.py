@@ -19,6 +19,7 @@ class Removed(NamedTuple):
 
 _TEST_ONLY = Removed("data sets are measured on their split test", ("test",))
 _ONE_SERVER = Removed("start one server")
+_PARTS = Removed("a benchmark times the draft, the verification and the cycle of each strategy")
 _SHAPES = Removed("use configs/sweeps/drafter_shape.yml")
 _FORECAST = Removed("use experiments/forecast of the repository", None)
 _TINY_FAMILY = Removed("use experiments/tiny_family of the repository")
@@ -48,7 +49,11 @@ REMOVED: dict[str, Removed] = {
     "train.feature_cache": Removed("the target runs in every step", None),
     "drafter.name=lookahead": Removed("use ngram"),
     "drafter.overlap=pingpong": Removed("use ssd or leave it out"),
+    "decode.verify=block": Removed("use rejection"),
     "sweep.run=distill": _TINY_FAMILY,
+    "study.name=cycle": _PARTS,
+    "study.name=draft": _PARTS,
+    "study.name=serve": Removed("vllm bench serve and AIPerf measure the server"),
     "study.name=batch": Removed("use load"),
     "study.name=block": Removed("sweep drafter.block_size"),
     "study.name=layers": _SHAPES,

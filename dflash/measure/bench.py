@@ -22,7 +22,6 @@ from dflash.measure.workload import Item, Workload
 from dflash.models.decoder import Decoder
 from dflash.offline import decode_run
 from dflash.offline.decoding import decode
-from dflash.runs.shards import Shard
 
 BASELINE = DrafterConfig()  # The default strategy drafts nothing.
 
@@ -70,18 +69,6 @@ class Bench:
     def longest_paths(self) -> dict[str, int]:
         """Returns the most tokens that a cycle may commit, by strategy."""
         return {name: job.drafter.longest_path for name, job in self.jobs.items()}
-
-    def divide(self, shard: Shard) -> None:
-        """Keeps only a shard's prompts of every task; raises ConfigError if there are too few."""
-        self.workload = self.workload.of_shard(shard)
-        if not self.workload.tasks:
-            raise errors.ConfigError(
-                f"--shard={shard}: no task has that many prompts; use fewer shards"
-            )
-        prompts = self.workload.prompts
-        self.jobs = {
-            name: dataclasses.replace(job, prompts=prompts) for name, job in self.jobs.items()
-        }
 
     def load(self) -> None:
         """Reads all weights: the target's once, or not at all if a loaded target was given."""
@@ -262,9 +249,7 @@ class Bench:
         return probes
 
 
-def make_engine(
-    job: jobs.Job, *, script: tuple[int, int] | None = None, num_stop_ids: int = NUM_STOP_IDS
-) -> MeasuredEngine:
+def make_engine(job: jobs.Job, *, script: tuple[int, int] | None = None) -> MeasuredEngine:
     """Builds an engine over a job's models.
 
     Args:
@@ -283,7 +268,7 @@ def make_engine(
         max_length=job.max_length,
         adaptive_blocks=job.config.drafter.adaptive,
         divide_rows=job.config.drafter.divides_rows,
-        num_stop_ids=max(num_stop_ids, len(job.stop_ids)),
+        num_stop_ids=max(NUM_STOP_IDS, len(job.stop_ids)),
     )
 
 

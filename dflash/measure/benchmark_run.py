@@ -1,19 +1,15 @@
-"""Runs of benchmarks, their shards, studies and sweep points: measurements, files and figures."""
+"""Runs of benchmarks, studies and sweep points: measurements, files and figures."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.inference import difference
-from dflash.inference.request import RequestOutput
 from dflash.loading import job as jobs
 from dflash.measure import bench as benches
 from dflash.measure import (
@@ -28,19 +24,13 @@ from dflash.measure import (
     workload,
 )
 from dflash.measure.bench import Bench
-from dflash.measure.engine import Parts
-from dflash.measure.samples import Sample, TaskRound
+from dflash.measure.samples import TaskRound
 from dflash.models.decoder import Decoder
-from dflash.parallel import distributed
-from dflash.runs import frame, shards
+from dflash.runs import frame
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
 from dflash.runs.processor_load import Load, LoadMeter
-from dflash.runs.shards import Shard
 from dflash.runs.sweeps import Runner
-from dflash.storage import files, paths
-
-ROUNDS = "rounds.json"
 
 
 def plan(config: BenchmarkRun) -> list[str]:
@@ -67,44 +57,21 @@ def run(
     config: BenchmarkRun,
     *,
     workdir: str | os.PathLike | None = None,
-    shard: Shard | None = None,
     profile_dir: str | os.PathLike | None = None,
     wide: bool = False,
 ) -> dict[str, Any]:
-    """Runs a benchmark, a shard of one, or a study, and prints its figures.
-
-    The run that finishes the last shard also combines the figures of all shards.
+    """Runs a benchmark or a study, and prints its figures.
 
     Args:
-      shard: Part to measure. None measures everything, or combines the shards in `workdir`.
       wide: Print all figures, not only those that fit into 80 columns.
     Returns:
-      The content of results.json, or of study.json; of the shard's results.json if other shards
-      have not finished.
+      The content of results.json, or of study.json.
     """
-    if shard is not None and config.study is not None:
-        raise errors.ConfigError("--shard: studies cannot be divided; remove it or study.name")
-    path = paths.to_path(workdir) if workdir else None
-    if path is not None and shard is not None and jax.process_index() == 0:
-        shards.check_count(path, ROUNDS, shard)
-        shards.check_count(path, results.RESULTS, shard)
-    directory = results.open_directory(path, config, shard)
+    directory = results.open_directory(workdir, config)
     with frame.open_run(directory, profile_dir=profile_dir) as display:
         if config.study is not None:
             return run_study(config, directory, display, wide=wide)
-        divided = distributed.compute_on_first(lambda: shards.is_divided(path, ROUNDS))
-        if shard is None and divided:
-            return sum_up(benches.prepare(config), directory, display, wide=wide)
-        values = measure(benches.prepare(config), directory, display, wide=wide, shard=shard)
-    if shard is None or workdir is None:
-        return values
-    missing = distributed.compute_on_first(lambda: shards.missing(path, ROUNDS, shard.count))
-    if missing:
-        display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
-        return values
-    directory = results.open_directory(path, config)
-    with frame.open_run(directory) as display:
-        return sum_up(benches.prepare(config), directory, display, wide=wide)
+        return measure(benches.prepare(config), directory, display, wide=wide)
 
 
 def measure(
@@ -113,21 +80,16 @@ def measure(
     display: Display,
     *,
     wide: bool = False,
-    shard: Shard | None = None,
 ) -> dict[str, Any]:
     """Measures every cell, and saves the results so far after each round of each task.
 
     Args:
       bench: Prepared benchmark, nothing loaded.
-      shard: Part to measure; plots, tables and page are then left to `sum_up`.
     Raises:
       UnequalError: Rounding does not explain a difference from the baseline's outputs.
     """
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)
-    if shard is not None:
-        bench.divide(shard)
-    file = str if shard is None else shard.file
     with display.status("loading weights"):
         bench.load()
     if bench.workload.has_later_turns:
@@ -145,42 +107,14 @@ def measure(
             done.append(round_)
             so_far = figures_of(bench, done, machine, meter.read())
             values = so_far.values(bench, complete=len(done) == total)
-            directory.write_json(file(results.RESULTS), values)
+            directory.write_json(results.RESULTS, values)
     differences = bench.differences(done)
     values["differences"] = difference.lines(differences)
-    directory.write_json(file(results.RESULTS), values)
-    if shard is None:
-        _finish(bench, so_far, done, values, directory, display, wide=wide)
-    else:
-        save_shard(directory, shard, done)
+    directory.write_json(results.RESULTS, values)
+    _finish(bench, so_far, done, values, directory, display, wide=wide)
     for line in values["differences"]:
         display.note(line)
     difference.refuse_faults(differences)
-    return values
-
-
-def sum_up(
-    bench: Bench, directory: RunDirectory, display: Display, *, wide: bool = False
-) -> dict[str, Any]:
-    """Combines the figures of all shards, then writes and prints them.
-
-    Args:
-      bench: Prepared benchmark with the prompts of all shards, nothing loaded.
-      directory: Directory of the shards; only the first process has a path.
-    Returns:
-      The content of results.json; empty on all processes but the first.
-    Raises:
-      WorkdirError: Some shards have not finished.
-    """
-    if not directory.writes:
-        return {}
-    done, meter = read_shards(directory.path), LoadMeter()
-    with display.status("measuring the machine"):
-        machine = roofline.machine_of(bench.target.sharding)
-    figures = figures_of(bench, done, machine, meter.read())
-    values = figures.values(bench, complete=True)
-    directory.write_json(results.RESULTS, values)
-    _finish(bench, figures, done, values, directory, display, wide=wide)
     return values
 
 
@@ -239,46 +173,6 @@ def figures_of(
     all_cells = cells.cells(done, setting)
     averages = cells.averages(all_cells, done, baseline=bench.baseline)
     return Figures(all_cells, averages, machine, load)
-
-
-def save_shard(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
-    """Writes the measurements of shard i of n: prompts i, i + n, … of every task."""
-    rounds = [dataclasses.asdict(round_) for round_ in done]
-    directory.write(shard.file(ROUNDS), json.dumps({"rounds": rounds}))
-
-
-def read_shards(directory: pathlib.Path) -> list[TaskRound]:
-    """Reads all shards' measurements, by round; raises WorkdirError if one is unfinished."""
-    count = shards.shards_in(directory, ROUNDS)[0].count
-    shards.check_count(directory, ROUNDS, Shard(0, count))
-    shards.check_finished(directory, shards.missing(directory, ROUNDS, count))
-    rounds = []
-    for shard in Shard(0, count).all():
-        path = directory / shard.file(ROUNDS)
-        with files.explained(path):
-            text = path.read_text(encoding="utf-8")
-        try:
-            rounds += [_round(values) for values in json.loads(text)["rounds"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise errors.WorkdirError(
-                f"{path}: damaged: delete it and run --shard={shard} again"
-            ) from error
-    return sorted(rounds, key=lambda round_: round_.round)
-
-
-def _round(values: Mapping[str, Any]) -> TaskRound:
-    samples = []
-    for sample in values["samples"]:
-        completions = tuple(RequestOutput(**_tuples(output)) for output in sample["completions"])
-        samples.append(Sample(**_tuples(sample) | {"completions": completions}))
-    parts = {name: Parts(**times) for name, times in values["parts"].items()}
-    return TaskRound(values["task"], values["round"], tuple(samples), parts)
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-    }
 
 
 def run_study(

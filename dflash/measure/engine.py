@@ -222,12 +222,6 @@ class Probe:
         self._restore(dataclasses.replace(state, drafter=drafter))
         return 1e3 * seconds / max(int(report.cycles), 1)
 
-    def cycle_ms(self) -> float:
-        """Returns the milliseconds of a whole cycle."""
-        seconds, (state, report) = seconds_of(self._engine.dispatch, self._state)
-        self._restore(state)
-        return 1e3 * seconds / max(int(report.cycles), 1)
-
     def _restore(self, state: DecodeState) -> None:
         self._state = jax.block_until_ready(dataclasses.replace(state, **_copy(self._small)))
 

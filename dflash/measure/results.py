@@ -19,30 +19,26 @@ from dflash.config import loader
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure import warnings
 from dflash.measure.cells import Average, Cell
-from dflash.runs import outputs, shards
+from dflash.runs import outputs
 from dflash.runs.directory import RunDirectory
-from dflash.runs.shards import Shard
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
 RESULTS, STUDY = "results.json", "study.json"
 CATEGORIES = "categories.json"  # Written if questions have categories; see `speed_bench`.
 
 
-def open_directory(
-    path: str | os.PathLike | None, config: BenchmarkRun, shard: Shard | None = None
-) -> RunDirectory:
+def open_directory(path: str | os.PathLike | None, config: BenchmarkRun) -> RunDirectory:
     """Opens a directory for a benchmark; results of the same config are replaced.
 
     Raises:
       WorkdirError: The directory cannot be written, is in use, or belongs to a run with another
         config.
     """
-    return RunDirectory(path, config, is_used=_has_results, shard=shard)
+    return RunDirectory(path, config, is_used=_has_results)
 
 
 def _has_results(directory: pathlib.Path) -> bool:
-    is_undivided = any((directory / name).exists() for name in (RESULTS, STUDY))
-    return is_undivided or bool(shards.shards_in(directory, RESULTS))
+    return any((directory / name).exists() for name in (RESULTS, STUDY))
 
 
 def as_values(

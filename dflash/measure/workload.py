@@ -16,7 +16,6 @@ from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import named_tasks, task_prompts
 from dflash.loading import job as jobs
 from dflash.measure import published
-from dflash.runs.shards import Shard
 from dflash.storage import paths
 from dflash.text import jsonl
 from dflash.text.prompts import Prompt
@@ -112,13 +111,6 @@ class Workload:
         most = max(map(len, self.tasks.values()))
         mix = tuple(itertools.islice(filter(None, alternating), most))
         return dataclasses.replace(self, tasks={**self.tasks, MIX: mix})
-
-    def of_shard(self, shard: Shard) -> "Workload":
-        """Returns a shard's part of every task; tasks without any prompt of it are left out."""
-        parts = {task: tuple(shard.of(items)) for task, items in self.tasks.items()}
-        return dataclasses.replace(
-            self, tasks={task: items for task, items in parts.items() if items}
-        )
 
     def queues(self, task: str, slots: int) -> list[tuple[Item, ...]]:
         """Returns the task's prompts as queues, which are decoded one after the other.

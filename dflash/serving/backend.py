@@ -27,10 +27,10 @@ DRAFTED, PLAIN = "drafted", "plain"  # Decoding modes: with the drafter and with
 class Backend:
     """Engines behind a server, and the facts about the model that they serve."""
 
-    def __init__(self, job: Job, config: ServeRun, display: Display, *, loaded: bool = False):
+    def __init__(self, job: Job, config: ServeRun, display: Display):
         """Creates the backend without loading anything."""
         self.config = config
-        self._job, self._display, self._loaded = job, display, loaded
+        self._job, self._display = job, display
 
     def start(self, go_on: Callable[[], None]) -> Mapping[str, Engine]:
         """Loads the weights, and compiles all programs that any request may need.
@@ -43,9 +43,8 @@ class Backend:
           CheckpointError: A checkpoint is damaged.
         """
         job, config = self._job, self.config
-        if not self._loaded:
-            with self._display.status("loading weights"):
-                job.load_weights()
+        with self._display.status("loading weights"):
+            job.load_weights()
         stops = len(job.target.arch.eos_token_id) + len(config.decode.stop_ids) + NUM_STOP_IDS
         engines = {DRAFTED: job.engine(num_stop_ids=stops)}
         if config.serve.compare:

@@ -7,11 +7,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from dflash import errors
 from dflash.serving import connection, guard
@@ -141,34 +139,6 @@ async def serve(
 
 def _keys(text: str) -> list[str]:
     return [key for part in text.split(",") if (key := part.strip())]
-
-
-@contextlib.contextmanager
-def in_background(backend: Backend) -> Iterator[str]:
-    """Runs a server on a thread, at a free port, and yields its URL; raises the engine's error."""
-    listener, ready = listen("127.0.0.1", 0), threading.Event()
-    shared: dict[str, Any] = {}
-
-    async def serving() -> None:
-        service, stop = Service(backend), asyncio.Event()
-        shared.update(service=service, stop=stop, loop=asyncio.get_running_loop())
-        try:
-            await serve(service, listener, stop, lambda url: ready.set())
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serving()), name="server", daemon=True)
-    thread.start()
-    ready.wait()
-    try:
-        if shared["service"].error is None:
-            yield address(listener)
-    finally:
-        with contextlib.suppress(RuntimeError):  # The loop has ended already.
-            shared["loop"].call_soon_threadsafe(shared["stop"].set)
-        thread.join()
-    if shared["service"].error is not None:
-        raise shared["service"].error
 
 
 async def _announce(service: Service, url: str, on_ready: Callable[[str], None]) -> None:

@@ -83,7 +83,7 @@ def test_what_was_resolved_loads_again(tmp_path):
         ("{x: {blok_size: 4}}", "unknown key; did you mean 'strategies.x.block_size'?"),
         ("{x: {name: dflsh}}", "strategies.x.name: unknown name 'dflsh'; did you mean 'dflash'?"),
         ("{x: {block_size: 9}}", "9 exceeds strategies.x.architecture.block_size=8"),
-        ("{x: {block_size: auto}}\nstudy: {name: draft}",
+        ("{x: {block_size: auto}}\nstudy: {name: verify}",
          "strategies.x.block_size: auto depends on"),
         ("{x: {block_size: auto}}\nacceptance: [gsm8k]",
          "strategies.x.block_size: auto depends on"),

@@ -6,7 +6,7 @@ import collections
 import pytest
 from support import scripts, served
 
-pytest.importorskip("httpx2", reason="needs the extra serve")
+pytest.importorskip("httpx2", reason="needs the extra test")
 REQUESTS = 120
 
 
