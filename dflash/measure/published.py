@@ -1,4 +1,4 @@
-"""Published acceptance lengths, for forced acceptance and for comparison."""
+"""Published acceptance lengths, for forced acceptance."""
 
 from collections.abc import Mapping
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from dflash.loading.job import Job
-from dflash.measure import published
 from dflash.measure.pair.alternatives import mask_candidates
 from dflash.measure.pair.diagnosis import Acceptance, Reading
 
@@ -39,9 +38,6 @@ def acceptance_lines(job: Job, acceptance: Acceptance) -> Iterator[str]:
     yield f"acceptance over {acceptance.cycles.total()} cycles, up to {tokens} tokens per prompt"
     yield _shares("draft position", range(1, positions + 1), "d")
     yield _shares("accepted", acceptance.survival(positions), ".2f")
-    if hasattr(getattr(job.drafter, "shape", None), "views"):
-        yield _shares("usual", _usual(positions), ".2f")
-        yield "  usual: mean of nine data sets, Qwen3-4B with its published DFlash drafter"
     yield f"  τ {acceptance.tau:.2f}"
 
 
@@ -115,15 +111,6 @@ def _views(views: Any) -> str:
         texts.append(f"{seen}, {'causal' if view.causal else 'bidirectional'}")
     counted = [f"{texts.count(text)} × {text}" for text in dict.fromkeys(texts)]
     return "; ".join(counted)
-
-
-def _usual(positions: int) -> list[float]:
-    """Returns published shares of accepted drafts by position; see `published.HISTOGRAMS`."""
-    tables = published.HISTOGRAMS.values()
-    return [
-        sum(sum(table[position:]) for table in tables) / len(tables)
-        for position in range(1, positions + 1)
-    ]
 
 
 def _shares(name: str, values: Any, form: str) -> str:
