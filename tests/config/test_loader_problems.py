@@ -41,7 +41,7 @@ SEED = "decode.seed: expected an integer in [-9223372036854775808, 9223372036854
         ("decode.temperature=hot", "decode.temperature: expected a number >= 0, got 'hot'"),
         ("decode.ignore_eos=yes", "decode.ignore_eos: expected true or false, got 'yes'"),
         ("decode.ignore_eos=1", "decode.ignore_eos: expected true or false, got 1"),
-        ("decode.verify=coupld", "decode.verify: expected one of coupled, rejection, block, "
+        ("decode.verify=coupld", "decode.verify: expected one of coupled, rejection, "
          "got 'coupld'; did you mean 'coupled'?"),
         ("dtype=float23", "dtype: expected one of float32, bfloat16, got 'float23'; "
          "did you mean 'float32'?"),
