@@ -1,5 +1,6 @@
 """Probes of the installation for `dflash doctor`, which work whatever is missing."""
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -135,18 +136,12 @@ def cache_directories() -> dict[str, pathlib.Path]:
 
 
 def size_bytes(directory: pathlib.Path) -> int:
-    """Returns the bytes of all files below a directory; skips links and unreadable folders."""
-    total, waiting = 0, [directory]
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(pathlib.Path(entry.path))
-                    elif entry.is_file(follow_symlinks=False):
-                        total += entry.stat(follow_symlinks=False).st_size
-        except OSError:
-            continue
+    """Returns the bytes of all files below a directory; follows no links."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
     return total
 
 

@@ -2,8 +2,8 @@ r"""Values of LaTeX expressions, exact where possible, in bounded time and memor
 
 Supported are numbers, letters, \pi, + - * / \times \cdot \div, powers, \frac, \sqrt, mixed numbers
 (5\frac{1}{2}), parentheses and implicit products (2x). An expression is rewritten in Python's
-syntax, and its tree is evaluated at two points, at which each letter has a fixed value. Expressions
-with equal values at both points count as equal.
+syntax, and its tree is evaluated at a point, at which each letter has a fixed value. Expressions
+with equal values there count as equal.
 """
 
 import ast
@@ -17,7 +17,6 @@ Value = fractions.Fraction | float
 
 MAX_TOKENS = 200
 MAX_BITS = 4000  # size of a numerator or denominator
-POINTS = 2
 _TOLERANCE = 1e-12  # relative; for irrational values
 
 # Four letters or more are a word, and so are two that stand alone.
@@ -46,23 +45,18 @@ class _NoValue(Exception):
     """The expression is unsupported, ambiguous or too large."""
 
 
-def evaluate(text: str) -> tuple[Value, ...] | None:
-    """Evaluates an expression at the two points; returns None if it is not supported."""
+def evaluate(text: str) -> Value | None:
+    """Evaluates an expression at the point; returns None if it is not supported."""
     try:
-        tree = ast.parse(_as_python(text), mode="eval").body
-        return tuple(_value(tree, point) for point in range(POINTS))
+        return _value(ast.parse(_as_python(text), mode="eval").body)
     except (_NoValue, ArithmeticError, SyntaxError, MemoryError):
         return None
 
 
-def equal(first: tuple[Value, ...] | None, second: tuple[Value, ...] | None) -> bool:
+def equal(first: Value | None, second: Value | None) -> bool:
     """Returns whether both expressions have values and these are equal."""
     if first is None or second is None:
         return False
-    return all(map(_equal, first, second))
-
-
-def _equal(first: Value, second: Value) -> bool:
     if isinstance(first, float) or isinstance(second, float):
         return math.isclose(first, second, rel_tol=_TOLERANCE)
     return first == second
@@ -108,20 +102,20 @@ def _sum(mixed: re.Match) -> str:
     return f"({whole}+{above}/{below})"
 
 
-def _value(node: ast.expr, point: int) -> Value:
+def _value(node: ast.expr) -> Value:
     match node:
         case ast.Constant(value=number):
             return _checked(fractions.Fraction(number))
         case ast.Name(id=name):
-            return math.pi if name == "pi" else _letter(name, point)
+            return math.pi if name == "pi" else _letter(name)
         case ast.UnaryOp(op=sign, operand=operand):
-            value = _value(operand, point)
+            value = _value(operand)
             return -value if isinstance(sign, ast.USub) else value
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left, point), _value(right, point))
+            return _power(_value(left), _value(right))
         case ast.BinOp(left=left, op=kind, right=right):
             apply = _OPERATORS[type(kind)]
-            return _checked(apply(_value(left, point), _value(right, point)))
+            return _checked(apply(_value(left), _value(right)))
     raise _NoValue
 
 
@@ -146,6 +140,6 @@ def _power(base: Value, exponent: Value) -> Value:
     return _checked(base ** int(exponent))
 
 
-def _letter(letter: str, point: int) -> fractions.Fraction:
-    digest = hashlib.sha256(f"{letter}{point}".encode()).digest()
-    return fractions.Fraction(int.from_bytes(digest[:3], "big") + 1, 2**20)
+def _letter(letter: str) -> fractions.Fraction:
+    digest = hashlib.sha256(letter.encode()).digest()
+    return fractions.Fraction(int.from_bytes(digest[:4], "big") + 1, 2**28)

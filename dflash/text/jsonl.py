@@ -142,31 +142,18 @@ def _place_of_not_finite(line: str) -> str:
     return ""
 
 
-def _walk(value: Any) -> Iterator[tuple[list[str | int], Any]]:
-    """Yields (path, value) of all nested values, outer ones first.
+def _walk(
+    value: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yields (path, value) of nested values, outer ones first, down to one beyond `MAX_DEPTH`.
 
-    The path is the list of keys and indices that lead to the value, valid until the next one.
+    The path has the keys and indices that lead to the value.
     """
-    path: list[str | int] = []
     yield path, value
-    waiting = [_items(value)]
-    while waiting:
-        path[len(waiting) - 1 :] = []
-        for key, item in waiting[-1]:
-            path.append(key)
-            yield path, item
-            if isinstance(item, dict | list):
-                waiting.append(_items(item))
-                break
-            path.pop()
-        else:
-            waiting.pop()
-
-
-def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
-    if isinstance(value, dict):
-        return iter(value.items())
-    return enumerate(value) if isinstance(value, list) else iter(())
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    for key, item in items if len(path) <= MAX_DEPTH else ():
+        yield from _walk(item, (*path, key))
 
 
 def place_of(path: Iterable[str | int]) -> str:
