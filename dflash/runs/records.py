@@ -43,15 +43,31 @@ def check_division(path: pathlib.Path, shard: shards.Shard) -> None:
 
 
 class Records(contextlib.AbstractContextManager):
-    """Finished prompts in memory, for runs without a work directory.
+    """Finished prompts of a run, in memory, and in files if the run has a work directory.
 
-    Only the first process of a run writes files, so the others use this class, too.
+    Only the first process of a run writes files.
     """
 
-    def __init__(self, records: Iterable[outputs.Record] = ()):
-        """Starts with the `records` of earlier runs."""
+    def __init__(
+        self,
+        records: Iterable[outputs.Record] = (),
+        *,
+        place: pathlib.Path | None = None,
+        file: growing.GrowingFile | None = None,
+        results: pathlib.Path | None = None,
+        config_hash: str = "",
+    ):
+        """Starts with the `records` of earlier runs.
+
+        Args:
+          place: File or directory that holds the records; None for memory.
+          file: File to which finished prompts are appended; None keeps them in memory.
+          results: File of the summary; None writes none.
+        """
         self._records = {record.index: record for record in records}
         self._clock_s = max((r.decode_clock_s for r in self._records.values()), default=0.0)
+        self._place, self._file = place, file
+        self._results, self._config_hash = results, config_hash
 
     def completed(self) -> dict[int, outputs.Record]:
         """Returns all finished prompts by index, in order, including those of earlier runs."""
@@ -68,14 +84,14 @@ class Records(contextlib.AbstractContextManager):
         for index, record in self.completed().items():
             if index not in turns:
                 raise errors.WorkdirError(
-                    f"{self._name()} holds prompt {index}, but now there are only "
+                    f"{self._name} holds prompt {index}, but now there are only "
                     f"{len(turns)} prompts: use the same prompts, or another --workdir"
                 )
             # Comparing first turns is enough, since later turns follow from them.
             prompt = first_turns.get(index)
             if prompt is not None and record.prompt_ids != tuple(prompt.ids):
                 raise errors.WorkdirError(
-                    f"{self._name()}: its prompt {index} differs from {prompt.source}: use the "
+                    f"{self._name}: its prompt {index} differs from {prompt.source}: use the "
                     "same prompts, or another --workdir"
                 )
         return [prompt for prompt in prompts if not self._records.keys() >= {*prompt.indices}]
@@ -89,28 +105,39 @@ class Records(contextlib.AbstractContextManager):
           WorkdirError: The record cannot be written.
         """
         record = dataclasses.replace(record, decode_clock_s=self._clock_s + record.decode_clock_s)
-        self._write(record)
+        if self._file is not None:
+            with files.explained(self._place):
+                self._file.append(outputs.encode(record))
+                self._file.sync()
         self._records[record.index] = record
         return record
 
     def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
         """Writes the summary and `facts` (devices, versions) as results.json, atomically."""
+        if self._results is not None:
+            values = {**dataclasses.asdict(summary), "config_hash": self._config_hash, **facts}
+            with files.explained(self._results):
+                files.write_whole(self._results, files.to_json(values))
 
     def results(self) -> dict[str, Any]:
         """Returns the content of results.json; empty if there is none."""
-        return {}
+        try:
+            return json.loads(self._results.read_text(encoding="utf-8")) if self._results else {}
+        except (FileNotFoundError, ValueError):  # The run was killed before it wrote them.
+            return {}
 
     def close(self) -> None:
         """Closes the file of records."""
+        if self._file is not None:
+            with files.explained(self._place):
+                self._file.close()
 
     def __exit__(self, *unused):
         self.close()
 
+    @property
     def _name(self) -> str:
-        return "the run"
-
-    def _write(self, record: outputs.Record) -> None:
-        pass
+        return "the run" if self._place is None else str(self._place)
 
 
 def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS) -> Records:
@@ -122,7 +149,24 @@ def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS
     Raises:
       WorkdirError: The file cannot be written, or holds damaged records.
     """
-    return _StoredRecords(directory, name, results) if directory.writes else Records()
+    if not directory.writes:
+        return Records()
+    path = directory.path / name
+    with files.explained(path):
+        file = growing.open_file(path)
+        try:
+            records, complete_bytes = _read_records(path, file.lines())
+            file.cut(complete_bytes)
+        except BaseException:
+            file.close()
+            raise
+    return Records(
+        records,
+        place=path,
+        file=file,
+        results=directory.path / results,
+        config_hash=directory.config_hash,
+    )
 
 
 def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Records:
@@ -146,60 +190,7 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
             for record in shard_records
         ]
         before_s += max(clocks, default=0.0)
-    return _JoinedRecords(directory, config_hash, joined)
-
-
-class _StoredRecords(Records):
-    def __init__(self, directory: RunDirectory, name: str, results: str):
-        self._directory, self._results = directory, results
-        self._path = directory.path / name
-        with files.explained(self._path):
-            self._file = growing.open_file(self._path)
-            try:
-                records, complete_bytes = _read_records(self._path, self._file.lines())
-                self._file.cut(complete_bytes)
-            except BaseException:
-                self.close()
-                raise
-        super().__init__(records)
-
-    def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
-        values = {**dataclasses.asdict(summary), "config_hash": self._directory.config_hash}
-        self._directory.write_json(self._results, values | facts)
-
-    def results(self) -> dict[str, Any]:
-        try:
-            return json.loads((self._directory.path / self._results).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # The run was killed before it wrote them.
-            return {}
-
-    def close(self) -> None:
-        with files.explained(self._path):
-            self._file.close()
-
-    def _name(self) -> str:
-        return str(self._path)
-
-    def _write(self, record: outputs.Record) -> None:
-        with files.explained(self._path):
-            self._file.append(outputs.encode(record))
-            self._file.sync()
-
-
-class _JoinedRecords(Records):
-    def __init__(
-        self, directory: pathlib.Path, config_hash: str, records: Iterable[outputs.Record]
-    ):
-        super().__init__(records)
-        self._directory, self._config_hash = directory, config_hash
-
-    def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
-        values = {**dataclasses.asdict(summary), "config_hash": self._config_hash, **facts}
-        with files.explained(self._directory / RESULTS):
-            files.write_whole(self._directory / RESULTS, files.to_json(values))
-
-    def _name(self) -> str:
-        return str(self._directory)
+    return Records(joined, place=directory, results=directory / RESULTS, config_hash=config_hash)
 
 
 def read(path: pathlib.Path) -> list[outputs.Record]:
