@@ -105,13 +105,9 @@ class Sampling:
         Raises:
           InputError: The grammar cannot be compiled.
         """
-        grammar = None
-        if self.json_schema is not None:
-            grammar = grammars.json_schema(self.json_schema, vocabulary())
-        elif self.regex is not None:
-            grammar = grammars.regex(self.regex, vocabulary())
-        elif self.lark is not None:
-            grammar = grammars.lark(self.lark, vocabulary())
+        sources = {kind: getattr(self, kind) for kind in _GRAMMARS}
+        stated = ((kind, source) for kind, source in sources.items() if source is not None)
+        grammar = next((grammars.of_source(*pair, vocabulary()) for pair in stated), None)
         bias = tuple((int(token), float(bias)) for token, bias in self.logit_bias.items())
         return [
             dataclasses.replace(

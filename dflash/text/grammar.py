@@ -1,7 +1,7 @@
 """Grammars that constrain an output: any JSON object, a JSON schema, a regular expression, or Lark.
 
     vocabulary = Vocabulary.of(tokenizer)             # once per tokenizer
-    grammar = json_schema({"type": "integer"}, vocabulary)
+    grammar = of_source("json_schema", {"type": "integer"}, vocabulary)
     matcher = grammar.matcher()                       # once per output
     matcher.fill(masks, tokens, parents, ends=ends)   # computes the allowed next tokens
     matcher.advance(tokens)                           # appends tokens to the output
@@ -161,37 +161,20 @@ class Budget:
         return now
 
 
-def json_object(vocabulary: Vocabulary) -> Grammar:
-    """Returns the grammar of any JSON object."""
-    return compiled(Grammar("json_object", "", vocabulary))
+def of_source(kind: Kind, source: Mapping[str, Any] | str, vocabulary: Vocabulary) -> Grammar:
+    """Returns the grammar of a source; see `compiled` for the errors.
 
-
-def json_schema(schema: Mapping[str, Any] | str, vocabulary: Vocabulary) -> Grammar:
-    """Returns the grammar of a JSON schema, given as a value or as text; raises like `regex`."""
-    if not isinstance(schema, str):
-        try:
-            schema = json.dumps(schema, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise grammar_compiler.unusable("json_schema", str(error)) from error
-    return compiled(Grammar("json_schema", schema, vocabulary))
-
-
-def regex(pattern: str, vocabulary: Vocabulary) -> Grammar:
-    """Returns the grammar of a regular expression (Rust syntax without look-around).
-
-    The expression must match the whole output.
-
-    Raises:
-      InputError: The expression is invalid or uses unsupported features, takes too much time or
-        memory to compile, or matches nothing that the tokenizer can write; or llguidance is not
-        installed.
+    Args:
+      kind: A regular expression has Rust's syntax without look-around, and must match the whole
+        output; Lark is llguidance's dialect.
+      source: Text; a JSON schema may also be a value, and "" is any JSON object.
     """
-    return compiled(Grammar("regex", pattern, vocabulary))
-
-
-def lark(text: str, vocabulary: Vocabulary) -> Grammar:
-    """Returns a context-free grammar in llguidance's dialect of Lark; raises like `regex`."""
-    return compiled(Grammar("lark", text, vocabulary))
+    if not isinstance(source, str):
+        try:
+            source = json.dumps(source, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise grammar_compiler.unusable(kind, str(error)) from error
+    return compiled(Grammar(kind, source, vocabulary))
 
 
 def compiled(grammar: Grammar, is_abandoned: Callable[[], bool] = lambda: False) -> Grammar:
@@ -200,7 +183,8 @@ def compiled(grammar: Grammar, is_abandoned: Callable[[], bool] = lambda: False)
     Args:
       is_abandoned: Returns True once nobody waits for the result, which ends the check.
     Raises:
-      InputError: See `regex`.
+      InputError: The grammar is invalid or uses unsupported features, takes too much time or memory
+        to compile, or matches nothing that the tokenizer can write; or llguidance is not installed.
       UserError: The check was abandoned, or ended for a reason that does not lie in the grammar.
     """
     # Lark grammars name tokens; others need no more than bytes.

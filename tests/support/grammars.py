@@ -32,12 +32,12 @@ def text_of(ids) -> str:
 
 @functools.cache
 def regex(pattern: str) -> Grammar:
-    return grammar.regex(pattern, vocabulary())
+    return grammar.of_source("regex", pattern, vocabulary())
 
 
 @functools.cache
 def json_schema(schema: str) -> Grammar:
-    return grammar.json_schema(schema, vocabulary())
+    return grammar.of_source("json_schema", schema, vocabulary())
 
 
 def decode_some(run, prompts, limits, **how) -> list[tuple[int, ...]]:

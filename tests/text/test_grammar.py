@@ -39,7 +39,7 @@ def names(ids) -> set:
 
 
 def test_rows_of_a_chain():
-    matcher = grammar.regex("(ab)+", VOCABULARY).matcher()
+    matcher = grammar.of_source("regex", "(ab)+", VOCABULARY).matcher()
     assert filled(matcher, [A, B, AB]) == [
         {"a", "ab"},
         {"b", "ba"},
@@ -65,7 +65,7 @@ def test_objects_of_many_optional_properties():
         "properties": {name: {"const": 0} for name in names},
         "additionalProperties": False,
     }
-    matcher = grammar.json_schema(schema, VOCABULARY).matcher(timed=False)
+    matcher = grammar.of_source("json_schema", schema, VOCABULARY).matcher(timed=False)
     first, second = names[3], names[800]
     text = f'{{"{first}":0,"{second}":0}}'
     matcher.advance([TEXTS.index(character) for character in text])
@@ -73,7 +73,7 @@ def test_objects_of_many_optional_properties():
 
 
 def test_rows_of_a_tree():
-    matcher = grammar.regex("a(b|0)?1|b", VOCABULARY).matcher()
+    matcher = grammar.of_source("regex", "a(b|0)?1|b", VOCABULARY).matcher()
     tokens = [A, B, B, TEXTS.index("0"), TEXTS.index("1"), TEXTS.index("01")]
     parents = [0, 0, 1, 1, 4, 1]
     rows = filled(matcher, tokens, parents)
@@ -84,41 +84,41 @@ def test_rows_of_a_tree():
 
 
 def test_ends():
-    matcher = grammar.regex("a*", VOCABULARY).matcher()
+    matcher = grammar.of_source("regex", "a*", VOCABULARY).matcher()
     assert filled(matcher) == [{"a", END}]
     assert filled(matcher, ends=(END, OTHER)) == [{"a", END, OTHER}]
     # A token of text that ends the output is no text.
     assert filled(matcher, ends=(A,)) == [{"a"}]
-    matcher = grammar.regex("b(a|b)*a", VOCABULARY).matcher()
+    matcher = grammar.of_source("regex", "b(a|b)*a", VOCABULARY).matcher()
     assert filled(matcher, ends=(A,)) == [{"b", "ba"}]
     assert filled(matcher, [BA], ends=(A,))[1] == {"a", "b", "ab", "ba"}
     # Not in the tokenizer, but in the target's vocabulary.
-    assert filled(grammar.regex("a*", VOCABULARY).matcher(), ends=(40,)) == [{"a", 40}]
+    assert filled(grammar.of_source("regex", "a*", VOCABULARY).matcher(), ends=(40,)) == [{"a", 40}]
 
 
 def test_a_least_length_gives_way_to_the_grammar():
-    matcher = grammar.regex("a{0,2}", VOCABULARY).matcher()
+    matcher = grammar.of_source("regex", "a{0,2}", VOCABULARY).matcher()
     assert filled(matcher, [A, A], first_end=9) == [{"a"}, {"a"}, {END}]
     assert filled(matcher, [A, A], first_end=1) == [{"a"}, {"a", END}, {END}]
 
 
 def test_special_tokens_are_no_text():
-    matcher = grammar.regex("(?s:.*)", VOCABULARY).matcher()
+    matcher = grammar.of_source("regex", "(?s:.*)", VOCABULARY).matcher()
     (row,) = filled(matcher)
     assert row == {text for text in TEXTS if text} | {END}
 
 
 def test_an_output_does_not_begin_with_a_space_that_nobody_sees():
     spaced = make_vocabulary(drops_space=True)
-    matcher = grammar.regex(" *a", spaced).matcher()
+    matcher = grammar.of_source("regex", " *a", spaced).matcher()
     assert filled(matcher, [A]) == [{"a"}, {END}]
-    matcher = grammar.regex("a *b", spaced).matcher()
+    matcher = grammar.of_source("regex", "a *b", spaced).matcher()
     assert filled(matcher, [A])[1] == {" ", "b"}
-    assert "no token of the target can begin" in failure(grammar.regex, " a", spaced)
+    assert "no token of the target can begin" in failure(grammar.of_source, "regex", " a", spaced)
 
 
 def test_where_nothing_fits_the_output_ends_unfinished():
-    matcher = grammar.regex("ax", VOCABULARY).matcher()
+    matcher = grammar.of_source("regex", "ax", VOCABULARY).matcher()
     assert filled(matcher, [A]) == [{"a"}, {END}]
     matcher.advance([A])
     assert not matcher.may_end
@@ -140,84 +140,84 @@ def test_json():
         "additionalProperties": False,
     }
     for given in (schema, json.dumps(schema)):
-        matcher = grammar.json_schema(given, VOCABULARY).matcher()
+        matcher = grammar.of_source("json_schema", given, VOCABULARY).matcher()
         matcher.advance([TEXTS.index(one) for one in ('{"', "a", '":', "-")])
         assert filled(matcher) == [{"0", "1"}]
     matcher.advance([TEXTS.index(one) for one in ("1", " ")])
     assert filled(matcher) == [{"}"}], "one space is enough"
-    matcher = grammar.json_object(VOCABULARY).matcher()
+    matcher = grammar.of_source("json_object", "", VOCABULARY).matcher()
     assert filled(matcher) == [{"{", '{"'}]
     matcher.advance([TEXTS.index("{"), TEXTS.index("}")])
     assert filled(matcher) == [{END}]
-    matcher = grammar.lark('start: "a" start "b" | "ab"', VOCABULARY).matcher()
+    matcher = grammar.of_source("lark", 'start: "a" start "b" | "ab"', VOCABULARY).matcher()
     matcher.advance([A, AB])
     assert filled(matcher, [B]) == [{"b"}, {END}]
 
 
 @pytest.mark.parametrize(
-    ("make", "source", "message"),
+    ("kind", "source", "message"),
     [
-        (grammar.regex, "(a", "regex: "),
-        (grammar.regex, "a(?=b)", "look-around, including look-ahead and look-behind, is not"),
-        (grammar.regex, "\ud800", "regex: contains an unpaired surrogate"),
-        (grammar.regex, "a" * 70_000, "regex: 70000 bytes, expected at most 65536"),
-        (grammar.json_schema, "{", "json_schema: EOF while parsing"),
-        (grammar.json_schema, "[]", "json_schema: "),
-        (grammar.json_schema, {"type": "text"}, "json_schema: Invalid type: text"),
-        (grammar.json_schema, {"$ref": "#/x"}, "json_schema: Pointer '/x' does not exist"),
-        (grammar.json_schema, {"$ref": "http://x.org/y"}, "json_schema: Resource"),
-        (grammar.json_schema, {"enum": []}, "json_schema: Unsatisfiable schema"),
-        (grammar.json_schema, {"uniqueItems": True, "type": "array"}, 'keys: ["uniqueItems"]'),
+        ("regex", "(a", "regex: "),
+        ("regex", "a(?=b)", "look-around, including look-ahead and look-behind, is not"),
+        ("regex", "\ud800", "regex: contains an unpaired surrogate"),
+        ("regex", "a" * 70_000, "regex: 70000 bytes, expected at most 65536"),
+        ("json_schema", "{", "json_schema: EOF while parsing"),
+        ("json_schema", "[]", "json_schema: "),
+        ("json_schema", {"type": "text"}, "json_schema: Invalid type: text"),
+        ("json_schema", {"$ref": "#/x"}, "json_schema: Pointer '/x' does not exist"),
+        ("json_schema", {"$ref": "http://x.org/y"}, "json_schema: Resource"),
+        ("json_schema", {"enum": []}, "json_schema: Unsatisfiable schema"),
+        ("json_schema", {"uniqueItems": True, "type": "array"}, 'keys: ["uniqueItems"]'),
         (
-            grammar.json_schema,
+            "json_schema",
             {"uniqueItems": True, "type": "array", "x-guidance": {"lenient": True}},
             'keys: ["uniqueItems"]',
         ),
-        (grammar.json_schema, {"a": {1, 2}}, "json_schema: Object of type set is not JSON"),
-        (grammar.lark, "start: nothing", "lark: "),
-        (grammar.lark, "", "lark: "),
-        (grammar.regex, "x", "no token of the target can begin what it matches"),
+        ("json_schema", {"a": {1, 2}}, "json_schema: Object of type set is not JSON"),
+        ("lark", "start: nothing", "lark: "),
+        ("lark", "", "lark: "),
+        ("regex", "x", "no token of the target can begin what it matches"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_one_line(make, source, message):
-    assert message in failure(make, source, VOCABULARY)
+def test_what_cannot_be_used_is_refused_in_one_line(kind, source, message):
+    assert message in failure(grammar.of_source, kind, source, VOCABULARY)
 
 
 def test_deep_schemas_are_refused():
     schema: dict = {}
     for _ in range(100_000):
         schema = {"items": schema}
-    assert "json_schema: " in failure(grammar.json_schema, schema, VOCABULARY)
+    assert "json_schema: " in failure(grammar.of_source, "json_schema", schema, VOCABULARY)
     text = '{"items":' * 2_000 + "{}" + "}" * 2_000
-    assert "recursion limit" in failure(grammar.json_schema, text, VOCABULARY)
+    assert "recursion limit" in failure(grammar.of_source, "json_schema", text, VOCABULARY)
 
 
 @pytest.mark.parametrize(
-    ("make", "source"),
+    ("kind", "source"),
     [
-        (grammar.json_schema, {"type": "integer", "multipleOf": 999_983}),  # minutes
-        (grammar.regex, "a{100000000}"),
+        ("json_schema", {"type": "integer", "multipleOf": 999_983}),  # minutes
+        ("regex", "a{100000000}"),
     ],
     ids=["time", "automaton"],
 )
-def test_what_takes_too_long_is_refused(make, source):
-    assert failure(make, source, VOCABULARY)
+def test_what_takes_too_long_is_refused(kind, source):
+    assert failure(grammar.of_source, kind, source, VOCABULARY)
 
 
 def test_the_library_may_be_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(errors.InputError, match=r"pip install 'dflash-jax\[grammar\]'"):
-        grammar.regex("a", VOCABULARY)
+        grammar.of_source("regex", "a", VOCABULARY)
 
 
 def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch, tmp_path):
     """A small grammar takes long in wall-clock time on a busy machine."""
     replace_check(monkeypatch, tmp_path, "sleeps", "time.sleep(1.5)", "grammar_check.main()")
-    assert grammar.regex("1{2,7}", VOCABULARY).source == "1{2,7}"
+    assert grammar.of_source("regex", "1{2,7}", VOCABULARY).source == "1{2,7}"
     spin = "grammar_check.limit_time(1)", "while True: pass"
     replace_check(monkeypatch, tmp_path, "spins", *spin)
     with pytest.raises(errors.InputError, match="regex: takes more than 1 s to compile"):
-        grammar.regex("1{2,9}", VOCABULARY)
+        grammar.of_source("regex", "1{2,9}", VOCABULARY)
 
 
 def test_memory_to_compile_is_limited(monkeypatch, tmp_path):
@@ -228,7 +228,7 @@ def test_memory_to_compile_is_limited(monkeypatch, tmp_path):
         monkeypatch, tmp_path, "hungry", "try:", *(f"  {line}" for line in hungry), caught
     )
     with pytest.raises(errors.InputError, match="regex: takes more than 512 MiB to compile"):
-        grammar.regex("1{3,9}", VOCABULARY)
+        grammar.of_source("regex", "1{3,9}", VOCABULARY)
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(1)", "raise OSError"])
@@ -237,9 +237,9 @@ def test_an_interrupted_check_is_not_the_grammars_fault(end, monkeypatch, tmp_pa
     with monkeypatch.context() as patches:
         replace_check(patches, tmp_path, "interrupted", end)
         with pytest.raises(errors.UserError, match="cannot be checked now: ") as caught:
-            grammar.regex(pattern, VOCABULARY)
+            grammar.of_source("regex", pattern, VOCABULARY)
         assert not isinstance(caught.value, errors.InputError)
-    assert grammar.regex(pattern, VOCABULARY).source == pattern
+    assert grammar.of_source("regex", pattern, VOCABULARY).source == pattern
 
 
 def test_an_abandoned_check_ends(monkeypatch, tmp_path):
@@ -258,7 +258,7 @@ c: | c c | "a"
 
 def test_an_ambiguous_grammar_exceeds_the_limits_soon():
     masks = np.zeros((33, 1), np.int32)
-    matcher = grammar.lark(AMBIGUOUS, VOCABULARY).matcher(timed=False)
+    matcher = grammar.of_source("lark", AMBIGUOUS, VOCABULARY).matcher(timed=False)
     for _ in range(100):
         matcher.fill(masks, [A] * 32, ends=(END,))
         if not masks[0, 0] >> A & 1:
