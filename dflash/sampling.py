@@ -64,26 +64,24 @@ class Sampling:
 
     def __post_init__(self):
         """Raises InputError if a value has the wrong type; ranges are checked with the request."""
-        for names, kind, expected in (
-            (_INTEGERS, numbers.Integral, "an integer"),
-            (_NUMBERS, numbers.Real, "a number"),
-            (("ignore_eos",), bool, "True or False"),
-            (("regex", "lark"), str, "a string"),
-        ):
-            for name in names:
-                _check_type(name, getattr(self, name), kind, expected)
-        _check_type("first_sequence", self.first_sequence, numbers.Integral, "an integer", False)
-        _check_type("logit_bias", self.logit_bias, Mapping, "biases by token id", False)
-        _check_type("stop_token_ids", self.stop_token_ids, Collection, "token ids", False)
+        for name, (kind, expected) in _KINDS.items():
+            self._check(name, getattr(self, name), kind, expected)
         for token in self.stop_token_ids:
-            _check_type("stop_token_ids", token, numbers.Integral, "token ids", False)
+            self._check("stop_token_ids", token, numbers.Integral, "token ids")
         for token, bias in self.logit_bias.items():
-            _check_type("logit_bias", token, numbers.Integral, "token ids that are integers", False)
-            _check_type("logit_bias", bias, numbers.Real, "biases that are numbers", False)
+            self._check("logit_bias", token, numbers.Integral, "token ids that are integers")
+            self._check("logit_bias", bias, numbers.Real, "biases that are numbers")
         constraints = [name for name in _GRAMMARS if getattr(self, name) is not None]
         if len(constraints) > 1:
             names = " and ".join(constraints)
             raise errors.InputError(f"Sampling: {names}: expected at most one of them")
+
+    def _check(self, name: str, value: Any, kind: type, expected: str) -> None:
+        is_absent = value is None and getattr(self, name) is self.__dataclass_fields__[name].default
+        # Python counts True and False as integers.
+        is_number = not isinstance(value, bool) or kind is bool
+        if not is_absent and not (isinstance(value, kind) and is_number):
+            raise errors.InputError(f"Sampling: {name}: expected {expected}, got {value!r}")
 
     def applied_to(self, config: DecodeConfig) -> DecodeConfig:
         """Returns the config with these parameters in place of its own."""
@@ -126,18 +124,13 @@ class Sampling:
 
 _GRAMMARS = ("json_schema", "regex", "lark")
 _SAMPLING = {field.name: field.type for field in dataclasses.fields(SamplingConfig)}
-_INTEGERS = (
-    *(name for name, kind in _SAMPLING.items() if kind is int),
-    "max_tokens",
-    "min_tokens",
-    "logprobs",
-)
-_NUMBERS = tuple(name for name, kind in _SAMPLING.items() if kind is float)
-
-
-def _check_type(name: str, value: Any, kind: type, expected: str, is_optional: bool = True) -> None:
-    if value is None and is_optional:
-        return
-    # Python counts True and False as integers.
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise errors.InputError(f"Sampling: {name}: expected {expected}, got {value!r}")
+_INTEGER, _NUMBER = (numbers.Integral, "an integer"), (numbers.Real, "a number")
+# Type of each parameter, with its name in errors; a JSON schema is checked by its grammar.
+_KINDS = {
+    **{name: _INTEGER if kind is int else _NUMBER for name, kind in _SAMPLING.items()},
+    **dict.fromkeys(("max_tokens", "min_tokens", "logprobs", "first_sequence"), _INTEGER),
+    **dict.fromkeys(("regex", "lark"), (str, "a string")),
+    "ignore_eos": (bool, "True or False"),
+    "logit_bias": (Mapping, "biases by token id"),
+    "stop_token_ids": (Collection, "token ids"),
+}

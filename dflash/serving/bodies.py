@@ -221,6 +221,15 @@ class OpenAIBody(SamplingBody):
     user: Any = None
 
 
+# Fields that messages of Anthropic and responses of OpenAI have as chats have them.
+OF_CHATS = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "stop_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "min_tokens"),
+    *("stream", "cache_salt", "drafting", "priority", "chat_template_kwargs"),
+    *("allowed_token_ids", "bad_words"),
+)
+
+
 class OutputBody(OpenAIBody):
     """Fields that OpenAI's completions and chats share."""
 

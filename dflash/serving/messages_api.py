@@ -16,7 +16,7 @@ from pydantic import Field
 
 from dflash import errors
 from dflash.serving import responses
-from dflash.serving.bodies import Body, Limit, Stops
+from dflash.serving.bodies import OF_CHATS, Body, Limit, Stops
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.output import Output, OutputDelta
 from dflash.serving.responses import Json
@@ -60,15 +60,6 @@ class MessagesBody(Body):
     mcp_servers: only([]) = None
 
 
-# Fields that chats have under the same name, those of vLLM among them.
-_SAME = (
-    *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
-    *("ignore_eos", "min_tokens", "stream", "cache_salt", "drafting", "priority"),
-    *("chat_template_kwargs", "allowed_token_ids", "bad_words"),
-)
-
-
 def chat_of(fields: MessagesBody, body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     """Returns the body of the chat that a request stands for.
 
@@ -78,7 +69,7 @@ def chat_of(fields: MessagesBody, body: Mapping[str, Any], model: ServedModel) -
       RequestError: A block or a tool is of a kind that is not supported; the error names it.
     """
     messages = _messages(fields)
-    chat = {name: body.get(name) for name in _SAME}
+    chat = {name: body.get(name) for name in (*OF_CHATS, "max_tokens")}
     chat |= {"messages": messages, "stop": list(fields.stop_sequences)}
     if messages and messages[-1]["role"] == "assistant":
         chat["continue_final_message"] = True
@@ -228,13 +219,7 @@ def renamed(error: RequestError) -> RequestError:
     for name, here in NAMES.items():
         if re.match(rf"{name}\b", error.param or ""):
             message = message.replace(name, here, 1)
-    return RequestError(
-        message,
-        param=error.param,
-        status=error.status,
-        code=error.code,
-        retry_after_s=error.retry_after_s,
-    )
+    return error.renamed(message, error.param)
 
 
 class MessageAnswer(responses.Answer):

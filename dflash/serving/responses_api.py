@@ -13,7 +13,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from dflash.serving import responses, validation
-from dflash.serving.bodies import Body, Limit, OpenAIBody, listed
+from dflash.serving.bodies import OF_CHATS, Body, Limit, OpenAIBody, listed
 from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.output import Output, OutputDelta
 from dflash.serving.responses import Json
@@ -209,13 +209,7 @@ class ResponsesBody(OpenAIBody):
 
 
 # Fields that chats have under the same name.
-_SAME = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "stop"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
-    *("ignore_eos", "min_tokens", "stream", "parallel_tool_calls", "max_thinking_tokens"),
-    *("enable_thinking", "chat_template_kwargs", "cache_salt", "drafting", "priority"),
-    *("allowed_token_ids", "bad_words"),
-)
+_SAME = (*OF_CHATS, "stop", "parallel_tool_calls", "max_thinking_tokens", "enable_thinking")
 
 
 def chat_of(fields: ResponsesBody, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,8 +243,7 @@ def renamed(error: RequestError) -> RequestError:
     """Returns the error of a chat with the names of the fields of /v1/responses."""
     for name, here in _NAMES.items():
         if error.param and error.param.startswith(name):
-            message = error.message.replace(error.param, here, 1)
-            return RequestError(message, param=here, status=error.status, code=error.code)
+            return error.renamed(error.message.replace(error.param, here, 1), here)
     return error
 
 

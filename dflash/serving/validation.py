@@ -71,6 +71,11 @@ class RequestError(Exception):
             return {}
         return {"Retry-After": str(self.retry_after_s)}
 
+    def renamed(self, message: str, param: str | None) -> "RequestError":
+        """Returns the same error with another message and name of the field."""
+        facts = {"status": self.status, "code": self.code, "retry_after_s": self.retry_after_s}
+        return RequestError(message, param=param, **facts)
+
     def body(self) -> dict[str, Any]:
         """Returns the JSON object of the response."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
