@@ -3,26 +3,97 @@
 The model has random weights, so a grammar makes it call, and chance makes it stop.
 """
 
+import dataclasses
 import json
+import re
 
 import pytest
-from support import served
+from support import llama_cpp, served
+from support.trained_tokenizers import train_byte_level
 
-BIAS = {str(ord(one)): -100 for one in " \t\n"}  # JSON may have any number of them
-EXTRA = {"logit_bias": BIAS, "stop_token_ids": [0]}
+from dflash.text.chat_formats import table
+
 PROMPT = "a"
+# Published templates by the format that the server finds in them.
+TEMPLATES = {
+    "deepseek_v3": "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "deepseek_v31": "deepseek-ai-DeepSeek-V3.1",
+    "gemma4": "google-gemma-4-31B-it",
+    "mistral_v13": "mistralai-Ministral-3-14B-Reasoning-2512",
+    "qwen3_coder": "Qwen3.5-4B",
+}
+MARKER = re.compile(
+    r"<[|｜][^<>{}'\n ]+[|｜]>|<[|][a-z_]+>|<[a-z_]+[|]>|\[/?[A-Z_]+\]|</?s>|</?think>"
+)
+END = "<end>"
+# Biases that keep answers from reasoning, which ends by chance alone.
+REASONING = {
+    "<think>": -100, "</think>": 100, "[THINK]": -100, "[/THINK]": 100, "<|channel>": -100,
+    "<channel|>": 100,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    text = served.CONFIG.replace("max_length: 128", "max_length: 512")
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """A served model of random weights.
+
+    Attributes:
+      url: With "/v1".
+      extra: Fields of requests that keep answers from blanks and reasoning without end.
+    """
+
+    url: str
+    extra: dict
+
+
+@pytest.fixture(scope="module", params=["hermes", *TEMPLATES])
+def endpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("agents")
-    with served.serving(directory, "serve.tool_format=hermes", config_text=text) as server:
-        yield f"{server.url}/v1"
+    text = served.CONFIG.replace("max_length: 128", "max_length: 8192")
+    text = text.replace("prefill_chunk: 16", "prefill_chunk: 256")
+    text = text.replace("max_position_embeddings: 512", "max_position_embeddings: 8192")
+    overrides, end = ["serve.tool_format=hermes"], 0
+    bias = dict.fromkeys(map(ord, " \t\n"), -100)
+    if request.param in TEMPLATES:
+        files = llama_cpp.files("models/templates", f"{TEMPLATES[request.param]}.jinja")
+        (template,) = (content.decode() for content in files.values())
+        chat_format = table.format_of(template)
+        assert chat_format.name == request.param
+        model, bias, end = make_model(directory / "model", template)
+        overrides = [f"target.checkpoint={model}"]
+        if not chat_format.shows_tools:  # Then users describe them, and name the format.
+            overrides += [f"serve.tool_format={request.param}"]
+        text = re.sub(r", architecture: \{.*?\}", "", text, flags=re.DOTALL)
+    with served.serving(directory, *overrides, config_text=text) as server:
+        yield Endpoint(f"{server.url}/v1", {"logit_bias": bias, "stop_token_ids": [end]})
         assert "Traceback" not in server.log.read_text()
 
 
-def test_langchain(url):
+def make_model(directory, template: str):
+    """Writes a model with a chat template; returns it, a logit bias, and the end of its texts."""
+    transformers = pytest.importorskip("transformers", reason="pip install '.[parity]'")
+    directory.mkdir()
+    specials = [END, *sorted(set(MARKER.findall(template)))]
+    tokenizer = train_byte_level(directory, specials=specials)
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = {"bos_token": END, "eos_token": END}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    end = tokenizer.token_to_id(END)
+    config = transformers.Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        max_position_embeddings=8192, eos_token_id=end,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+    texts = {token: tokenizer.decode([token]) for token in range(config.vocab_size)}
+    blanks = (token for token, text in texts.items() if text and not text.strip())
+    marks = {
+        tokenizer.token_to_id(mark): bias for mark, bias in REASONING.items() if mark in specials
+    }
+    return directory, dict.fromkeys(blanks, -100) | marks, end
+
+
+def test_langchain(endpoint):
     langchain_openai = pytest.importorskip("langchain_openai", reason="pip install '.[clients]'")
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
@@ -33,9 +104,10 @@ def test_langchain(url):
         return f"by {amount}"
 
     options = {
-        "model": "tiny", "base_url": url, "api_key": "x", "temperature": 1, "max_tokens": 200,
+        "model": "tiny", "base_url": endpoint.url, "api_key": "x", "temperature": 1,
+        "max_tokens": 200,
     }  # fmt: skip
-    model = langchain_openai.ChatOpenAI(**options, extra_body=EXTRA)
+    model = langchain_openai.ChatOpenAI(**options, extra_body=endpoint.extra)
     bound = model.bind_tools([increase], tool_choice="any", parallel_tool_calls=False)
     messages = [HumanMessage(PROMPT)]
     for step in range(3):
@@ -52,7 +124,7 @@ def test_langchain(url):
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openai_agents(url, api, streamed):
+def test_openai_agents(endpoint, api, streamed):
     agents = pytest.importorskip("agents", reason="pip install '.[clients]'")
     import asyncio
 
@@ -72,11 +144,11 @@ def test_openai_agents(url, api, streamed):
         return f"done {sure}"
 
     async def run() -> str:
-        client = openai.AsyncOpenAI(base_url=url, api_key="x")
+        client = openai.AsyncOpenAI(base_url=endpoint.url, api_key="x")
         kind = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
         settings = agents.ModelSettings(
             temperature=2.0, max_tokens=200, parallel_tool_calls=False, tool_choice="required",
-            extra_body=EXTRA,
+            extra_body=endpoint.extra,
         )  # fmt: skip
         agent = agents.Agent(
             name="Adder", instructions="Add.", model=kind[api](model="tiny", openai_client=client),
@@ -99,7 +171,7 @@ def test_openai_agents(url, api, streamed):
     assert all(output.startswith("done ") for output in outputs)
 
 
-def test_pydantic_ai(url):
+def test_pydantic_ai(endpoint):
     pydantic_ai = pytest.importorskip("pydantic_ai", reason="pip install '.[clients]'")
     import pydantic
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -108,8 +180,8 @@ def test_pydantic_ai(url):
     class Sum(pydantic.BaseModel):
         is_large: bool
 
-    model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url, api_key="x"))
-    settings = {"temperature": 2.0, "max_tokens": 200, "extra_body": EXTRA}
+    model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=endpoint.url, api_key="x"))
+    settings = {"temperature": 2.0, "max_tokens": 200, "extra_body": endpoint.extra}
     settings |= {"parallel_tool_calls": False}
     agent = pydantic_ai.Agent(model, output_type=Sum, model_settings=settings)
     steps = []
@@ -129,10 +201,10 @@ def test_pydantic_ai(url):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_anthropic(url, streamed):
+def test_anthropic(endpoint, streamed):
     """Claude Code's client: calls until the model stops, and the length of the conversation."""
     anthropic = pytest.importorskip("anthropic", reason="pip install '.[clients]'")
-    client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="x")
+    client = anthropic.Anthropic(base_url=endpoint.url.removesuffix("/v1"), api_key="x")
     schema = {"type": "object", "properties": {"amount": {"type": "boolean"}}}
     schema |= {"required": ["amount"], "additionalProperties": False}
     tools = [{"name": name, "description": "d", "input_schema": schema} for name in ("add", "stop")]
@@ -142,7 +214,7 @@ def test_anthropic(url, streamed):
         "tools": tools,
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
         "system": [{"type": "text", "text": "Add.", "cache_control": {"type": "ephemeral"}}],
-        "extra_body": EXTRA,
+        "extra_body": endpoint.extra,
     }
     messages = [{"role": "user", "content": PROMPT}]
     for _ in range(3):
@@ -159,7 +231,7 @@ def test_anthropic(url, streamed):
         messages += [{"role": "user", "content": [result, {"type": "text", "text": "b"}]}]
     counted = client.messages.count_tokens(model="tiny", messages=messages, system="Add.")
     assert counted.input_tokens > answer.usage.input_tokens
-    long = [{"role": "user", "content": "a" * 600}]
+    long = [{"role": "user", "content": "a" * 9000}]
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(model="tiny", max_tokens=5, messages=long)
     with pytest.raises(anthropic.NotFoundError, match="claude"):
