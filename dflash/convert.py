@@ -1,6 +1,6 @@
-"""Converts a checkpoint between the layouts of Hugging Face and MaxText, and a GGUF file.
+"""Converts a checkpoint between the layouts of Hugging Face, MaxText and Orbax, and a GGUF file.
 
-dflash convert SOURCE DESTINATION --to=hf|maxtext [--dtype=float32|bfloat16] [--like=DIR]
+dflash convert SOURCE DESTINATION --to=orbax|hf|maxtext [--dtype=float32|bfloat16] [--like=DIR]
 dflash convert SOURCE DESTINATION.gguf [--tokenizer=TARGET] [--dtype=float32|bfloat16]
 """
 
@@ -23,8 +23,8 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
         "to",
         None,
-        ["hf", "maxtext"],
-        "Layout of a directory: hf or maxtext. A name that ends in .gguf needs none.",
+        ["orbax", "hf", "maxtext"],
+        "Layout of a directory: orbax, hf or maxtext. A name that ends in .gguf needs none.",
         **where,
     )
     flags.DEFINE_enum(
@@ -52,13 +52,13 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 SUBCOMMAND = cli.Subcommand(
     "convert",
-    "Converts a checkpoint between the layouts of Hugging Face, MaxText (Qwen3, Llama 3) "
+    "Converts a checkpoint between the layouts of Hugging Face, MaxText (Qwen3, Llama 3), Orbax "
     "and a GGUF file of llama.cpp. SOURCE is a directory, a GGUF file or hf:org/name, of a target "
     "or a drafter with weights. MaxText stores no config.json, so --like names one. DESTINATION is "
     "a directory, or a file that ends in .gguf; it appears whole or not at all. Tokenizer, "
     "generation and license files are copied.",
     examples=(
-        "dflash convert hf:Qwen/Qwen3-4B /data/qwen3_4b --to=maxtext",
+        "dflash convert hf:Qwen/Qwen3-4B /data/qwen3_4b --to=orbax",
         "dflash convert /data/qwen3_4b /data/qwen3_4b_hf --to=hf --dtype=bfloat16",
         "dflash convert /data/drafter drafter.gguf --tokenizer=hf:Qwen/Qwen3-4B",
         "dflash convert gs://bucket/run /data/policy --to=hf --like=hf:Qwen/Qwen3-4B",
@@ -85,7 +85,7 @@ def run(
       source: Directory, GGUF file or hf:org/name.
       destination: Directory to write, which must be empty or not exist, or a new file that ends in
         .gguf.
-      to: Layout of a directory, "hf" or "maxtext"; None for a GGUF file.
+      to: Layout of a directory, "hf", "orbax" or "maxtext"; None for a GGUF file.
       dtype: Dtype to write, "float32" or "bfloat16"; None keeps the stored one.
       tokenizer: Checkpoint whose tokenizer a GGUF file gets; None for that of `source`.
       like: Checkpoint with config.json and tokenizer, for a source in MaxText's layout.

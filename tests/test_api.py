@@ -263,7 +263,7 @@ def test_a_model_without_a_config_file():
         (lambda: dflash.convert.run("nowhere", "there", to="hf"), errors.CheckpointError,
          "nowhere: no such directory"),
         (lambda: dflash.convert.run("assets/tiny_target", "there", to="gguf"), errors.ConfigError,
-         "flag --to=gguf: value should be one of <hf|maxtext>"),
+         "flag --to=gguf: value should be one of <orbax|hf|maxtext>"),
     ],
 )  # fmt: skip
 def test_commands_as_functions_raise_what_the_commands_print(call, kind, message, in_tmp):
@@ -274,9 +274,9 @@ def test_commands_as_functions_raise_what_the_commands_print(call, kind, message
 
 
 def test_a_checkpoint_is_converted_from_python(in_tmp, capsys):
-    path = dflash.convert.run("assets/tiny_dflash", "here", to="hf")
+    path = dflash.convert.run("assets/tiny_dflash", "here", to="orbax")
     assert path == pathlib.Path("here")
-    assert "hf layout" in capsys.readouterr().out
+    assert "orbax layout" in capsys.readouterr().out
     back = dflash.convert.run(path, in_tmp / "back", to="hf", dtype="bfloat16")
     assert (back / "model.safetensors").exists()
 

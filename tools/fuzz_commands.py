@@ -58,7 +58,7 @@ LINES = (
     "compile configs/random_tiny_dflash.yml --print_config tpu.topology=v5e:1x1",
     "decode c.yml --dry_run decode.batch_size=2 decode.max_new_tokens=8",
     "train configs/train/dflash2.yml target.checkpoint=words --dry_run data.length=64",
-    "convert target out --to=hf --dtype=float32",
+    "convert target out --to=orbax --dtype=float32",
     "doctor --help",
 )
 TEXTS = """

@@ -1,4 +1,4 @@
-"""Checkpoints: resolving references, and reading and writing all layouts.
+"""Checkpoints: resolving references, and reading and writing both layouts.
 
 The light parts of this module (references, config.json) work without importing jax, so that a
 wrong name in a config is reported at once.
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
     from dflash.checkpoints.safetensors_header import StoredTensor
 
-Layout = Literal["hf", "maxtext", "gguf"]
+Layout = Literal["hf", "orbax", "maxtext", "gguf"]
 
 GGUF_FILE = "model.gguf"
 _MODULES: Mapping[Layout, str] = {
     "hf": "safetensors_io",
+    "orbax": "orbax_io",
     "maxtext": "maxtext_io",
     "gguf": "gguf.hf_tensors",
 }
@@ -105,6 +106,8 @@ def layout(directory: pathlib.Path) -> Layout:
     """Detects the layout of a checkpoint directory."""
     if any((directory / name).exists() for name in _WEIGHT_FILES):
         return "hf"
+    if (directory / "params").is_dir():
+        return "orbax"
     if (directory / GGUF_FILE).exists():
         return "gguf"
     raise errors.CheckpointError(f"{directory}: {foreign.describe(directory)}")
@@ -137,7 +140,7 @@ def eos_token_ids(directory: pathlib.Path) -> tuple[int, ...]:
 
 
 def load(module: "nnx.Module", directory: pathlib.Path) -> None:
-    """Fills the abstract parameters of `module` from any layout.
+    """Fills the abstract parameters of `module` from either layout.
 
     Every parameter is created with its declared sharding and dtype.
     """

@@ -1,4 +1,4 @@
-"""Helpers for checkpoint layouts: JSON, atomic directories, progress."""
+"""Helpers for both checkpoint layouts: JSON, atomic directories, progress."""
 
 import contextlib
 import json

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-_SUPPORTED = "model.safetensors (or shards with an index) beside config.json"
+_SUPPORTED = "model.safetensors (or shards with an index) beside config.json, or params/ of Orbax"
 # Other formats, in order of precedence: (file patterns, description, advice).
 _FORMATS = (
     (
@@ -17,11 +17,6 @@ _FORMATS = (
         "*.bin *.pt *.pth *.ckpt",
         "pickled PyTorch weights only, which are never loaded because they can run code",
         "convert them to safetensors (save_pretrained of transformers does)",
-    ),
-    (
-        "params",
-        "weights in the Orbax layout of an earlier version",
-        "convert the original checkpoint to hf",
     ),
     ("consolidated*.safetensors", "weights in Mistral's layout", "take the Hugging Face layout"),
     ("*.h5 tf_model*", "TensorFlow weights", "take the safetensors version"),

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between the layouts of Hugging Face, MaxText and GGUF files."""
+"""Conversion of checkpoints between the layouts of Hugging Face, MaxText, Orbax and GGUF files."""
 
 import functools
 import pathlib

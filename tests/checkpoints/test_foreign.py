@@ -23,7 +23,7 @@ FORMATS = {
     "model.onnx": "holds an ONNX model; take the safetensors version",
     "weights.00.npz": "holds numpy or MLX weights; take the safetensors version",
     "notes.txt": "no weights in it; expected model.safetensors (or shards with an index) beside "
-    "config.json",
+    "config.json, or params/ of Orbax",
 }
 
 

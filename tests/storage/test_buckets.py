@@ -119,9 +119,9 @@ def test_shards_in_one_bucket_are_summed_up(config, whole, bucket, capsys):
     assert json.loads((workdir / "results.json").read_text())["prompts"] == len(PROMPTS)
 
 
-def test_weights_are_written_and_read(target, bucket, tmp_path, capsys):
-    convert.run(target, bucket / "maxtext", to="maxtext")
-    convert.run(bucket / "maxtext", bucket / "hf", to="hf")
+def test_weights_are_written_and_read_in_both_layouts(target, bucket, tmp_path, capsys):
+    convert.run(target, bucket / "orbax", to="orbax")
+    convert.run(bucket / "orbax", bucket / "hf", to="hf")
     convert.run(bucket / "hf", tmp_path / "hf", to="hf")
     stored = (target / "model.safetensors").read_bytes()
     assert (bucket / "hf" / "model.safetensors").read_bytes() == stored
@@ -130,7 +130,7 @@ def test_weights_are_written_and_read(target, bucket, tmp_path, capsys):
     with pytest.raises(errors.CheckpointError, match="already exists"):
         convert.run(target, bucket / "hf", to="hf")
     # What another program has copied has no file of Orbax's that says it is whole.
-    convert.run(target, tmp_path / "native", to="maxtext")
+    convert.run(target, tmp_path / "native", to="orbax")
     files.copy_tree(tmp_path / "native", bucket / "native", "config.json")
     convert.run(bucket / "native", tmp_path / "back", to="hf")
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == stored

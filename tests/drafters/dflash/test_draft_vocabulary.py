@@ -154,9 +154,10 @@ def test_the_head_is_never_trained():
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def test_it_travels_with_the_weights(tmp_path):
+@pytest.mark.parametrize("layout", ["hf", "orbax"])
+def test_it_travels_with_the_weights(tmp_path, layout):
     model = make_drafter()
-    checkpoint.save(model, tmp_path / "out", DFlash.config_to_hf(model.shape))
+    checkpoint.save(model, tmp_path / "out", DFlash.config_to_hf(model.shape), layout=layout)
     shape = DFlash.architecture_from_hf(checkpoint.read_config(tmp_path / "out"))
     assert shape == model.shape
     again = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())

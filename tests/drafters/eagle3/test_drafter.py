@@ -133,10 +133,11 @@ def test_a_whole_vocabulary_counts_nothing():
     assert model.t2d is None
 
 
-def test_tables_travel_with_the_weights(tmp_path):
+@pytest.mark.parametrize("layout", ["hf", "orbax"])
+def test_tables_travel_with_the_weights(tmp_path, layout):
     model = make_drafter()
     config = Eagle3.config_to_hf(model.shape)
-    count = checkpoint.save(model, tmp_path / "out", config)
+    count = checkpoint.save(model, tmp_path / "out", config, layout=layout)
     assert count == len(list(parameters.named_arrays(model)))
     assert checkpoint.stored_dtype(tmp_path / "out") == jnp.float32
     again = create(checkpoint.read_config(tmp_path / "out"))
