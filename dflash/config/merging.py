@@ -380,7 +380,7 @@ def _as_yaml(program: str, name: str) -> str:
         exec(compile(program, name, "exec"), scope)
         get_config = scope.get("get_config")
         text = None if get_config is None else strict_yaml.dump(get_config().to_dict())
-    except Exception as error:  # Whatever the user's program raises.
+    except Exception as error:  # The user's program may raise anything.
         raise errors.InputError(f"{type(error).__name__}: {error}") from error
     if text is None:
         raise errors.InputError("defines no get_config(), which returns the config")

@@ -17,7 +17,7 @@ from dflash.layers.linear import Linear, RMSNorm
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
-_NUM_FEATURES = 5  # Of a candidate's probability and rank.
+_NUM_FEATURES = 5  # Inputs of the network per candidate, from its probability and rank.
 _FEATURE_EPS = 1e-5
 
 

@@ -77,5 +77,5 @@ class Relay(Drafter):
         return RelayState(state.ranked, Rows(position, tokens, num_committed, features))
 
     def insert(self, state, other, row, slot):
-        """Returns the state unchanged, which tells nothing about a sequence."""
+        """Returns the state unchanged: the next `observe` replaces all its rows."""
         return state
