@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -248,6 +249,23 @@ def test_unusable_prompts(run, tmp_path, prompts, options, message):
 
 def environment():
     return os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+def test_kill_loses_no_finished_prompt(run):
+    """SIGKILL amid a run, then the same command: every prompt once, the same ids."""
+    assert run("--workdir=whole")[0] == 0
+    command = [sys.executable, "-m", "dflash.decode", "c.yml", "--workdir=killed"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    deadline = time.time() + 300
+    path = "killed/outputs.jsonl"
+    while time.time() < deadline and not (os.path.exists(path) and os.path.getsize(path)):
+        assert process.poll() in (None, 0), process.stderr.read().decode()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    status, _, err = run("--workdir=killed")
+    assert status == 0, err
+    assert output_ids("killed") == output_ids("whole")
 
 
 def test_an_interrupt_does_not_wait_for_the_compiler(run):
