@@ -57,6 +57,7 @@ def _sweep(command: cli.Command) -> int:
     from dflash.runs import shards
     from dflash.runs import sweeps as driver
     from dflash.runs.display import Display
+    from dflash.storage import files
 
     kind = registry.load(registry.RUNS[sweep.run].implementation)
     directory = paths.to_path(command.workdir)
@@ -78,6 +79,9 @@ def _sweep(command: cli.Command) -> int:
                 "experiments/heat_maps.py of the repository does"
             )
             display.table(driver.table(sweep, columns, outcome.rows), keys)
+        with files.explained(directory):
+            for name in runner.finish(sweep, outcome.rows, directory):
+                display.note(f"written: {name}")
         unfinished = [name for name in sweep.points if name not in outcome.rows]
         if command.shard is not None and unfinished:
             display.note(

@@ -59,6 +59,12 @@ class Runner(abc.ABC):
     def run(self, config: Any, directory: pathlib.Path) -> Mapping[str, Any]:
         """Runs or resumes a config in its work directory, and returns its metrics."""
 
+    def finish(
+        self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
+    ) -> Sequence[str]:
+        """Writes what a command has to show beside the table; returns the names of the files."""
+        return ()
+
 
 @dataclasses.dataclass(frozen=True)
 class SweepOutcome:
