@@ -309,7 +309,7 @@ def test_reading_a_config_imports_no_array_library():
 
 
 def test_imports_have_no_side_effects():
-    """No flags, no settings, no environment, no devices; and nothing optional gets imported."""
+    """No flags, no settings, no environment, no devices; and nothing slow or optional."""
     report = run_python(
         f"""
         import importlib, json, logging, os, sys
@@ -325,6 +325,7 @@ def test_imports_have_no_side_effects():
         for name in {[name for name in MODULES if name not in ADAPTERS]}:
             importlib.import_module(name)
         optional = ("torch", "transformers", "huggingface_hub", "tensorflow", "opentelemetry")
+        optional += ("matplotlib",)  # Takes seconds.
         print(json.dumps({{
             "flags": [m for m in flags.FLAGS.flags_by_module_dict() if m.startswith("dflash")],
             "changed": [pair for pair in zip(before, state()) if pair[0] != pair[1]],

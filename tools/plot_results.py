@@ -15,8 +15,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
 from dflash.measure import plots
 
 # The first figure of a cell: "1,559, 1,048" and "24.3–25.2" have two.
@@ -200,6 +198,8 @@ def lines(plot: TablePlot, rows: Sequence[Sequence[str]]) -> list[plots.Line]:
 
 def bars(plot: BarPlot, rows: Sequence[Sequence[str]]) -> bytes:
     """Returns a plot of bars, one for each row, as a PNG file."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7.0, 1.2 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     drawn = axes.barh([row[0] for row in rows], [_number(row[plot.value]) for row in rows])
@@ -212,6 +212,8 @@ def bars(plot: BarPlot, rows: Sequence[Sequence[str]]) -> bytes:
 
 def groups(plot: GroupPlot, rows: Sequence[Sequence[str]]) -> bytes:
     """Returns a plot of groups of bars, one group for each row, as a PNG file."""
+    from matplotlib.figure import Figure
+
     rows = [
         row
         for row in rows

@@ -1,21 +1,24 @@
-"""Plots of a report, as PNG, drawn without matplotlib's global state."""
+"""Plots of a report, as PNG, drawn without matplotlib's global state.
+
+matplotlib takes seconds to import, so functions import it where they draw.
+"""
 
 import dataclasses
 import io
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from matplotlib import ticker
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from dflash.measure.cells import Cell
 from dflash.measure.warnings import COST, MARK, SPEEDUP, concern
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 PARTS = {"draft": 0.0, "verify": 0.4, "rest": 0.75}  # How much each part of a cycle is lightened.
 _DPI = 120
@@ -68,8 +71,9 @@ def marker_of(slot: int | None) -> str:
 
 
 def shade(color: str, amount: float) -> tuple[float, ...]:
-    """Returns a color mixed with white; `amount` 0 is the color itself, and 1 is white."""
-    return tuple(part + (1 - part) * amount for part in to_rgb(color))
+    """Returns a color such as "#1c2430" mixed with white; `amount` 0 is the color, 1 is white."""
+    parts = [part / 255 for part in bytes.fromhex(color.removeprefix("#"))]
+    return tuple(part + (1 - part) * amount for part in parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +155,8 @@ def survival(cells: Sequence[Cell], note: str = "") -> bytes:
 
     The color is the strategy's; tasks differ in line style and marker.
     """
+    from matplotlib import ticker
+
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
     figure, axes = _figure(7.0 if len(drafting) <= _WITHIN else 9.6)
     slots = strategy_slots(cell.strategy for cell in cells)
@@ -181,6 +187,8 @@ def costs(cells: Sequence[Cell]) -> bytes:
     Each bar is as long as its cycle and has the color of its strategy, in three shades. Parts with
     a warning are not drawn.
     """
+    from matplotlib.patches import Patch
+
     shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
     figure, axes = _figure(8.0, 1.7 + 0.36 * len(shown))
     names = [f"{cell.task}, {cell.strategy}" for cell in shown]
@@ -252,7 +260,7 @@ def curves(
         axes.set_ylim(bottom=0)
     places = sorted({place for line in lines for place in line.places})
     axes.set_xticks(places, [f"{place:g}" for place in places])
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.xaxis.minorticks_off()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     hollow = any(any(line.flagged or ()) for line in lines)
@@ -261,33 +269,37 @@ def curves(
     return png(figure)
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: "Figure") -> bytes:
     """Returns a figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()
 
 
-def _figure(width: float, height: float = 4.2) -> tuple[Figure, Axes]:
+def _figure(width: float, height: float = 4.2) -> "tuple[Figure, Axes]":
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
     axes = figure.add_subplot(facecolor=PAPER)
     axes.tick_params(colors=INK, which="both")
     return figure, axes
 
 
-def _even(axes: Axes, height: float, label: str) -> None:
+def _even(axes: "Axes", height: float, label: str) -> None:
     axes.axhline(height, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label=label)
 
 
 def _plain_ticks(axis) -> None:
+    from matplotlib import ticker
+
     axis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_locator(ticker.NullLocator())
+    axis.minorticks_off()
 
 
 def _finish(
-    axes: Axes, title: str, notes: Sequence[str], *, below: bool = False,
-    more: Sequence[Patch] = (),
+    axes: "Axes", title: str, notes: Sequence[str], *, below: bool = False,
+    more: "Sequence[Patch]" = (),
 ) -> None:  # fmt: skip
     """Adds title, notes, grid and legend.
 
