@@ -37,11 +37,8 @@ def test_hub_passes_name_and_revision_and_asks_for_no_pickles(monkeypatch, tmp_p
         ("RepositoryNotFoundError",
          "not on the Hugging Face hub, or private; check the name, or hf auth login"),
         ("RevisionNotFoundError", "no revision 'v1'"),
-        (
-            "OfflineModeIsEnabled",
-            "not in the local cache and the hub cannot be reached; download it while online, "
-            "or give a directory",
-        ),
+        ("OfflineModeIsEnabled", "not in the local cache and the hub cannot be reached; download "
+         "it while online, or give a directory"),
         ("FileMetadataError", "cannot be downloaded: first line"),
     ],
 )  # fmt: skip
@@ -63,29 +60,20 @@ def test_hub_failures(monkeypatch, name, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            "{\n 'a': 1}",
-            "not valid JSON (line 2: Expecting property name enclosed in double quotes)",
-        ),
-        ("[1]", "expected a JSON object"),
-        ("[" * 100_000, "not valid JSON (nested too deeply)"),
-        ('{"a":' * 100_000, "not valid JSON (nested too deeply)"),
-        ('{"a": ' + "9" * 5_000 + "}", "not valid JSON (a number is too long)"),
+        (b"{\n 'a': 1}",
+         "not valid JSON (line 2: Expecting property name enclosed in double quotes)"),
+        (b"[1]", "expected a JSON object"),
+        (b"[" * 100_000, "not valid JSON (nested too deeply)"),
+        (b'{"a":' * 100_000, "not valid JSON (nested too deeply)"),
+        (b'{"a": ' + b"9" * 5_000 + b"}", "not valid JSON (a number is too long)"),
+        (b'{"a": "\xff"}', "not UTF-8: byte 0xff at offset 7"),
     ],
-    ids=["quotes", "list", "brackets", "braces", "digits"],
-)
+    ids=["quotes", "list", "brackets", "braces", "digits", "UTF-8"],
+)  # fmt: skip
 def test_config_is_unusable(tmp_path, content, message):
     path = tmp_path / "config.json"
-    write(path, content)
+    path.write_bytes(content)
     assert failure(checkpoint.read_config, tmp_path) == f"{path}: {message}"
-
-
-def test_config_is_not_utf8(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_bytes(b'{"a": "\xff"}')
-    assert failure(checkpoint.read_config, tmp_path) == (
-        f"{path}: not UTF-8: byte 0xff at offset 7"
-    )
 
 
 @pytest.mark.parametrize(

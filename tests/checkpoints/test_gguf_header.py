@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import support
 from support import gguf_files
 
 from dflash import errors
@@ -16,25 +17,20 @@ from dflash.checkpoints.gguf import file_header, hf_tensors, model_directory
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "ab"]
 
 
-def write(file, **more):
+def write(file):
     """A file of some kilobytes, with values of every kind that models have."""
-    writer = gguf.GGUFWriter(str(file), "llama")
-    values = {
-        "llama.block_count": 1, "llama.context_length": 64, "llama.embedding_length": 32,
-        "llama.feed_forward_length": 32, "llama.attention.head_count": 2,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5, "general.license": "mit",
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": TOKENS,
+    values = gguf_files.llama_values(32, 2) | {
+        "general.license": "mit", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": TOKENS,
         "tokenizer.ggml.scores": [float(-i) for i in range(len(TOKENS))],
         "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 1, 1, 1],
         "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_bos_token": True,
     }  # fmt: skip
-    gguf_files.write_values(writer, values | more)
-    zeros = np.zeros((len(TOKENS), 32), np.float32)
-    gguf_files.add(writer, "token_embd.weight", zeros, gguf.GGMLQuantizationType.Q8_0)
-    gguf_files.add(writer, "output_norm.weight", np.ones(32, np.float32))
-    gguf_files.add(writer, "blk.0.attn_q.weight", np.ones((32, 32), np.float32))
-    gguf_files.finish(writer)
+    shapes = {"output_norm.weight": 32, "blk.0.attn_q.weight": (32, 32)}
+    tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    tensors["token_embd.weight"] = np.zeros((len(TOKENS), 32), np.float32)
+    kinds = {"token_embd.weight": gguf.GGMLQuantizationType.Q8_0}
+    gguf_files.write_parts(file, values, tensors, kinds)
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +40,8 @@ def valid(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def failure(file):
-    with pytest.raises(errors.CheckpointError) as caught:
-        file_header.read_header(file)
-    message = str(caught.value)
-    assert "\n" not in message
+    message = support.failure(file_header.read_header, file)
     assert message.startswith(f"{file}: ")
     return message.removeprefix(f"{file}: ")
 

@@ -6,6 +6,7 @@ import json
 from typing import Literal
 
 import pytest
+import support
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import make_architecture
@@ -68,32 +69,20 @@ def test_end_of_sequence_ids(eos, expected):
 
 ROPES = {
     "top level": ({"rope_theta": 5e5}, None),
-    "top level, scaling named by type": (
-        {"rope_theta": 5e5, "rope_scaling": NAMED_BY_TYPE},
-        RopeScaling(),
-    ),
+    "top level, scaling named by type":
+        ({"rope_theta": 5e5, "rope_scaling": NAMED_BY_TYPE}, RopeScaling()),
     "rope_parameters": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, None),
-    "rope_parameters with scaling": (
-        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
-        RopeScaling(),
-    ),
-    "theta above, scaling in rope_parameters": (
-        {"rope_theta": 5e5, "rope_parameters": LLAMA3},
-        RopeScaling(),
-    ),
+    "rope_parameters with scaling":
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeScaling()),
+    "theta above, scaling in rope_parameters":
+        ({"rope_theta": 5e5, "rope_parameters": LLAMA3}, RopeScaling()),
     "yarn, with what a file may state of it": (
         {"rope_theta": 5e5, "rope_scaling": YARN | {"beta_slow": 2, "mscale": 1.0}},
-        RopeScaling(
-            factor=4.0,
-            original_max_position_embeddings=32,
-            rope_type="yarn",
-            beta_slow=2.0,
-            mscale=1.0,
-        ),
+        RopeScaling(**YARN, beta_slow=2.0, mscale=1.0),
     ),
     "null above": ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, None),
     "null scaling": ({"rope_theta": 5e5, "rope_scaling": None}, None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ROPES)
@@ -108,17 +97,15 @@ def test_forms_of_rotary_settings(form):
 STATED_TWICE = {
     "bases": {"rope_theta": 7e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "scaling without base": {
-        "rope_theta": 7e4,
+        "rope_theta": 7e4, "rope_scaling": YARN,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-        "rope_scaling": YARN,
     },
     "scaling with base": {
-        "rope_theta": 7e4,
+        "rope_theta": 7e4, "rope_scaling": YARN | {"rope_theta": 3e4},
         "rope_parameters": LLAMA3 | {"rope_theta": 5e5},
-        "rope_scaling": YARN | {"rope_theta": 3e4},
     },
     "empty scaling": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": {}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", STATED_TWICE)
@@ -150,28 +137,23 @@ WRONG = {
     "rms_norm_eps: expected a number >= 0, got nan": {"rms_norm_eps": float("nan")},
     "tie_word_embeddings: expected true or false, got 'no'": {"tie_word_embeddings": "no"},
     "head_dim: expected an even number (rotary halves), got 7": {"head_dim": 7},
-    "num_attention_heads: 4 does not divide into num_key_value_heads=3 groups": {
-        "num_key_value_heads": 3
-    },
+    "num_attention_heads: 4 does not divide into num_key_value_heads=3 groups":
+        {"num_key_value_heads": 3},
     "rope_parameters: expected a mapping or null, got 5": {"rope_parameters": 5},
     "rope_scaling: factor: expected a number >= 1, got 0": {"rope_scaling": LLAMA3 | {"factor": 0}},
-    "rope_scaling.low_freq_factor: 4.0 is not below high_freq_factor=4.0": {
-        "rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}
-    },
+    "rope_scaling.low_freq_factor: 4.0 is not below high_freq_factor=4.0":
+        {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
     "eos_token_id[1]: expected an integer >= 0, got null": {"eos_token_id": [1, None]},
     "missing vocab_size, hidden_size": {"vocab_size": None, "hidden_size": None},
     "hidden_act: 'gelu' is not supported, only 'silu'": {"hidden_act": "gelu"},
     "missing rope_theta (neither at the top level nor in rope_parameters)": {"rope_theta": None},
-    "rope type 'longrope' is not supported, only one of 'default', 'linear', 'llama3', 'yarn'": {
-        "rope_scaling": {"rope_type": "longrope", "factor": 4.0}
-    },
-    "rope_scaling: attention_factor: expected a number >= 0 or null, got 'high'": {
-        "rope_scaling": YARN | {"attention_factor": "high"}
-    },
-    "rope scaling lacks low_freq_factor": {
-        "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "high_freq_factor": 4.0}
-    },
-}
+    "rope type 'longrope' is not supported, only one of 'default', 'linear', 'llama3', 'yarn'":
+        {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+    "rope_scaling: attention_factor: expected a number >= 0 or null, got 'high'":
+        {"rope_scaling": YARN | {"attention_factor": "high"}},
+    "rope scaling lacks low_freq_factor":
+        {"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "high_freq_factor": 4.0}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", WRONG)
@@ -291,24 +273,12 @@ def test_each_unusable_field_has_a_line():
     ]
 
 
+NUMBERS = st.integers() | st.sampled_from([0, -1, 2**31, 2**63, 10**400, 1e308]) | st.floats()
+TEXTS = st.text(max_size=4) | st.sampled_from(["silu", "llama3", "yarn", "default", "x" * 1000])
+KEYS = st.sampled_from([*LLAMA3, "mscale", "beta_fast", "type", "rope_theta", "rope_parameters"])
 ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.sampled_from([0, -1, 2**31, 2**63, 10**400, 1e308])
-    | st.floats()
-    | st.text(max_size=4)
-    | st.sampled_from(["silu", "llama3", "yarn", "default", "x" * 1000]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                [*LLAMA3, "mscale", "beta_fast", "type", "rope_theta", "rope_parameters"]
-            )
-            | st.text(),
-            inner,
-        )
-    ),
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(), inner),
     max_leaves=5,
 )
 EVERY_FIELD = sorted(
@@ -362,6 +332,6 @@ def test_any_dataclass_is_read():
     ],
 )  # fmt: skip
 def test_messages_name_the_file_and_the_group(fields, message):
-    with pytest.raises(errors.CheckpointError) as caught:
-        hf_config.read_fields(fields, Heads, group="own_config", file="x.json")
-    assert str(caught.value) == f"x.json: own_config: {message}"
+    place = {"group": "own_config", "file": "x.json"}
+    said = support.failure(hf_config.read_fields, fields, Heads, **place)
+    assert said == f"x.json: own_config: {message}"

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import types
 
 import gguf
 import jax.numpy as jnp
@@ -32,11 +33,9 @@ FIELDS = {
     "qwen3_5_text": {"layer_types": (), "full_attention_interval": 2},
 }
 EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 16,
-}
+}  # fmt: skip
 FLOAT32 = gguf.GGMLQuantizationType.F32
 
 
@@ -99,6 +98,24 @@ def write(
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         fits = value.ndim > 1 and value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         add(writer, stored, value, kind if fits else FLOAT32)
+    finish(writer)
+
+
+def llama_values(width: int, heads: int) -> dict:
+    """The metadata that the files of a llama of one layer need."""
+    values = {
+        "block_count": 1, "context_length": 64, "embedding_length": width, "feed_forward_length": 8,
+        "attention.head_count": heads, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    return {f"llama.{key}": value for key, value in values.items()}
+
+
+def write_parts(file, values, tensors, kinds=types.MappingProxyType({})) -> None:
+    """Writes a file of these metadata and tensors, by their names in it."""
+    writer = gguf.GGUFWriter(str(file), "llama")
+    write_values(writer, values)
+    for name, value in tensors.items():
+        add(writer, name, value, kinds.get(name, FLOAT32))
     finish(writer)
 
 

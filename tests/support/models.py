@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash.checkpoints import checkpoint
 from dflash.config import registry, schema
 from dflash.drafters.base import Drafter
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
@@ -16,6 +17,7 @@ from dflash.layers.recurrent_state import RecurrentState
 from dflash.models.decoder import Decoder
 from dflash.models.dense import Qwen3
 from dflash.parallel import parameters, sharding
+from support import failure
 
 
 def make_sharding(
@@ -42,40 +44,26 @@ _LATENT = {
     "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }  # fmt: skip
-_WINDOWS = {
-    "sliding_window": 7,
-    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
-}
+_KINDS = ("sliding_attention", "sliding_attention", "full_attention")
+_WINDOWS = {"sliding_window": 7, "layer_types": _KINDS}
 _HYBRID = {
     "head_dim": 8, "num_hidden_layers": 2, "layer_types": ("full_attention", "linear_attention"),
     "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 6,
 }  # fmt: skip
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GEMMA4 = _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1}
 # What the shape of a family has beside that of a dense decoder, or instead.
 OWN_FIELDS = {
     "qwen3_5": _HYBRID,
     "qwen3_5_text": _HYBRID,
-    "qwen3_next": _HYBRID
-    | {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 16,
-    },
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    },
+    "qwen3_next": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5},
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
     "minimax_m2": {
-        "head_dim": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
+        "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
         "partial_rotary_factor": 0.5,
     },
     "muse_glimmer": _WINDOWS,
@@ -84,7 +72,7 @@ OWN_FIELDS = {
     "gemma3_text": _WINDOWS,
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
-}
+}  # fmt: skip
 
 
 def family_architecture(
@@ -132,15 +120,10 @@ def small_llm():
 
 # What a drafter's architecture is told, where it has such a field.
 TINY = {
-    "num_hidden_layers": 1,
-    "intermediate_size": 48,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "target_layer_ids": (0, 1),
-    "block_size": 16,
+    "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "target_layer_ids": (0, 1), "block_size": 16,
     "selector_hidden_size": 0,  # Drafting reads tables, which loading computes from networks.
-}
+}  # fmt: skip
 
 # And what its tree is told.
 TINY_TREE = {"budget": 6}
@@ -247,6 +230,14 @@ def check_same_weights(one, other) -> None:
     for (path, mine), (_, theirs) in pairs:
         assert mine.get_value().dtype == theirs.get_value().dtype, path
         np.testing.assert_array_equal(mine.get_value(), theirs.get_value(), err_msg=path)
+
+
+def failed_load(module, directory) -> str:
+    """Returns the one-line message of a failed load, which leaves the module abstract."""
+    message = failure(checkpoint.load, module, directory)
+    leaves = [param.get_value() for _, param in parameters.named_parameters(module)]
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    return message
 
 
 def make_cache(target, batch: int, max_length: int, *, page_size: int = 8):

@@ -73,21 +73,13 @@ def train_byte_fallback(directory):
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     for piece in ["▁", *"Helowrd!,H"]:
         vocab.setdefault(piece, len(vocab))
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>")
-    )
+    model = tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
     normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
@@ -135,24 +127,13 @@ def train_sentencepiece(directory, **options):
     import sentencepiece
 
     model = io.BytesIO()
+    kept = {"remove_extra_whitespaces": False, "add_dummy_prefix": False, "model_type": "bpe"}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*TEXTS[:1] * 200, *TEXTS]),
-        model_writer=model,
-        vocab_size=300,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        character_coverage=0.98,
-        control_symbols=["<|im_start|>", "<|im_end|>"],
-        normalization_rule_name="identity",
-        pad_id=3,
-        minloglevel=2,
-        **{
-            "model_type": "bpe",
-            "remove_extra_whitespaces": False,
-            "add_dummy_prefix": False,
-            **options,
-        },
-    )
+        sentence_iterator=iter([*TEXTS[:1] * 200, *TEXTS]), model_writer=model, vocab_size=300,
+        hard_vocab_limit=False, byte_fallback=True, character_coverage=0.98, pad_id=3,
+        control_symbols=["<|im_start|>", "<|im_end|>"], normalization_rule_name="identity",
+        minloglevel=2, **kept | options,
+    )  # fmt: skip
     (directory / "tokenizer.model").write_bytes(model.getvalue())
 
 
