@@ -4,9 +4,9 @@ import importlib
 import shlex
 import subprocess
 import sys
-import textwrap
 
 import pytest
+from support import run_python
 
 from dflash import __main__ as program
 from dflash.cli import subcommand as cli
@@ -26,8 +26,7 @@ def run(capsys, *argv):
         status = program.main(argv)
     except SystemExit as caught:
         status = caught.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    return status, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
@@ -47,9 +46,7 @@ def test_help_imports_nothing_heavy():
     new = {name.partition(".")[0] for name in set(sys.modules) - before}
     print(new - {"dflash", *sys.stdlib_module_names}, "dflash.config" in sys.modules)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
+    done = run_python(code, check=True)
     assert done.stdout.splitlines()[-1] == "set() False"
 
 
@@ -67,19 +64,14 @@ def test_version(capsys):
     ("argv", "line"),
     [
         (["decod"], "decod: no such command; did you mean 'decode'?"),
-        (
-            ["train_tokenizer", "w"],
-            "train_tokenizer: was removed; use experiments/tiny_family of the repository "
-            "(see docs/results/tried_and_removed.md)",
-        ),
+        (["train_tokenizer", "w"], "train_tokenizer: was removed; use experiments/tiny_family of "
+         "the repository (see docs/results/tried_and_removed.md)"),
         (["quux"], f"quux: no such command; expected one of {', '.join(NAMES)}"),
-        (
-            ["configs/tiny_dflash.yml", "decode.seed=1"],
-            "configs/tiny_dflash.yml: a config, where a command is expected; did you mean "
-            "'dflash decode configs/tiny_dflash.yml decode.seed=1'?",
-        ),
+        (["configs/tiny_dflash.yml", "decode.seed=1"],
+         "configs/tiny_dflash.yml: a config, where a command is expected; did you mean "
+         "'dflash decode configs/tiny_dflash.yml decode.seed=1'?"),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_command_is_one_line(capsys, argv, line):
     assert run(capsys, *argv) == (2, "", f"error: {line}\n")
 

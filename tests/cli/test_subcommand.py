@@ -7,6 +7,7 @@ import types
 
 import pytest
 from absl import flags
+from support import exit_status
 
 from dflash import errors, train
 from dflash.cli import processes as together
@@ -33,10 +34,9 @@ def run(tmp_path, monkeypatch, capsys):
             commands.append(command)
             return main(command)
 
-        with pytest.raises(SystemExit) as caught:
-            cli.run(dataclasses.replace(SUBCOMMAND, define_flags=define_flags), record, argv)
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err, commands
+        given = dataclasses.replace(SUBCOMMAND, define_flags=define_flags), record
+        status = exit_status(lambda arguments: cli.run(*given, arguments), *argv)
+        return status, *capsys.readouterr(), commands
 
     return run_with
 
@@ -54,18 +54,9 @@ def test_flags_may_stand_anywhere(run):
         "--num_processes=2", "--coordinator_address", "host:1", "--profile_dir=p", "--nostream",
     )  # fmt: skip
     config = loader.load("c.yml", ["decode.seed=3", "mesh.tensor=2"])
-    assert status == 0
-    assert commands == [
-        cli.Command(
-            config=config,
-            config_path="c.yml",
-            overrides=("decode.seed=3", "mesh.tensor=2"),
-            workdir="w",
-            dry_run=True,
-            profile_dir="p",
-            stream=False,
-        )
-    ]
+    given = {"config_path": "c.yml", "overrides": ("decode.seed=3", "mesh.tensor=2")}
+    flags = {"workdir": "w", "dry_run": True, "profile_dir": "p", "stream": False}
+    assert (status, commands) == (0, [cli.Command(config=config, **given, **flags)])
 
 
 def test_flags_are_optional_and_do_not_linger(run):

@@ -1,37 +1,25 @@
 import dataclasses
-import textwrap
 
 import pytest
+from support import failure
 
 from dflash import errors
 from dflash.config import loader, schema
 from dflash.config.train_schema import DataConfig
 
-CONFIG = """\
-target:
-  name: qwen3
-  checkpoint: random
-  architecture:
-    vocab_size: 64
-    hidden_size: 32
-    intermediate_size: 64
-    num_hidden_layers: 6
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    head_dim: 8
-    max_position_embeddings: 256
-drafter:
-  name: dflash
-  checkpoint: random
-decode:
-  max_new_tokens: 8
+CONFIG = """
+target: {name: qwen3, checkpoint: random, architecture: {
+  vocab_size: 64, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 6,
+  num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, max_position_embeddings: 256}}
+drafter: {name: dflash, checkpoint: random}
+decode: {max_new_tokens: 8}
 """
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yml").write_text(textwrap.dedent(CONFIG))
+    (tmp_path / "c.yml").write_text(CONFIG)
     return lambda *overrides: loader.load("c.yml", overrides)
 
 
@@ -111,9 +99,9 @@ def load(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_misfit_is_one_line(load, overrides, expected):
-    with pytest.raises(errors.ConfigError) as caught:
-        load(*overrides.split())
-    assert caught.value.problems == (f"command line: {expected}",)
+    assert failure(load, *overrides.split(), kind=errors.ConfigError) == (
+        f"command line: {expected}"
+    )
 
 
 @pytest.mark.parametrize(

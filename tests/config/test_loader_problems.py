@@ -113,43 +113,32 @@ def test_a_bad_line_in_a_file_is_one_line(write, text, expected):
 
 
 def test_missing_keys_are_named_with_what_they_expect(write):
-    write(
-        "c.yml",
-        """\
-        target:
-          name: qwen3
-          checkpoint: random
-          architecture:
-            vocab_size: 64
-            hidden_size: 32
-            num_hidden_layers: 2
-            num_attention_heads: 4
-            max_position_embeddings: 128
-            rope_scaling: {factor: 0.5}
-        """,
-    )
+    text = """\
+    target: {name: qwen3, checkpoint: random,
+      architecture: {vocab_size: 64, hidden_size: 32, num_hidden_layers: 2,
+        num_attention_heads: 4, max_position_embeddings: 128,
+        rope_scaling: {factor: 0.5}}}
+    """
     prefix = "target.architecture"
-    assert problems("c.yml") == [
-        f"c.yml:4: {prefix}.intermediate_size: required: an integer >= 1",
-        f"c.yml:4: {prefix}.num_key_value_heads: required: an integer >= 1",
-        f"c.yml:4: {prefix}.head_dim: required: an integer >= 2",
-        f"c.yml:10: {prefix}.rope_scaling.factor: expected a number >= 1, got 0.5",
+    assert problems(write("c.yml", text)) == [
+        f"c.yml:2: {prefix}.intermediate_size: required: an integer >= 1",
+        f"c.yml:2: {prefix}.num_key_value_heads: required: an integer >= 1",
+        f"c.yml:2: {prefix}.head_dim: required: an integer >= 2",
+        f"c.yml:4: {prefix}.rope_scaling.factor: expected a number >= 1, got 0.5",
     ]
 
 
 def test_all_problems_are_reported_at_once(write):
     write("base.yml", "decode: {top_p: 7}\n")
-    write(
-        "c.yml",
-        """\
-        base: [base.yml]
-        decode:
-          seed: 1
-          seed: 2
-          sync_evry: 3
-        drafter: {name: dflash}
-        """,
-    )
+    text = """\
+    base: [base.yml]
+    decode:
+      seed: 1
+      seed: 2
+      sync_evry: 3
+    drafter: {name: dflash}
+    """
+    write("c.yml", text)
     assert problems("c.yml", "nonsense", "mesh.data=0", "decode.page_size=100") == [
         "c.yml:4: duplicate key 'seed', first on line 3",
         "command line: 'nonsense': expected key=value",

@@ -1,10 +1,9 @@
 """Drafters and targets of installed distributions, found by their entry points."""
 
-import subprocess
-import sys
-import textwrap
+import functools
 
 import pytest
+import support
 from support.distributions import install
 
 from dflash import errors
@@ -25,6 +24,7 @@ class Keys(DrafterConfig):
 """
 POINT = "[dflash.drafters]\nrepeat = made_registered:REPEAT\n"
 BUILT_IN = list(registry.DRAFTERS)
+failure = functools.partial(support.failure, kind=errors.ConfigError)
 
 
 @pytest.fixture
@@ -47,9 +47,7 @@ def test_a_distribution_adds_a_drafter(made):
     assert "repeat" not in registry.TARGETS
     config = loader.load(None, ["target.checkpoint=x", "drafter.name=repeat", "drafter.count=3"])
     assert config.drafter.count == 3
-    with pytest.raises(errors.ConfigError) as caught:
-        loader.load(None, ["target.checkpoint=x", "drafter.name=repeta"])
-    assert str(caught.value) == (
+    assert failure(loader.load, None, ["target.checkpoint=x", "drafter.name=repeta"]) == (
         "command line: drafter.name: unknown name 'repeta'; did you mean 'repeat'?"
     )
 
@@ -64,19 +62,15 @@ def test_a_distribution_adds_a_target(made):
     ("source", "reason"),
     [
         ("import nowhere", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
-        (
-            "",
-            "cannot be loaded: AttributeError: module 'made_registered' has no attribute 'REPEAT'",
-        ),
+        ("",
+         "cannot be loaded: AttributeError: module 'made_registered' has no attribute 'REPEAT'"),
         ("1 / 0", "cannot be loaded: ZeroDivisionError: division by zero"),
         ("REPEAT = 'made_repeat:Repeat'", "expected a dflash.config.registry.Entry, got str"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_distribution_is_named(made, source, reason):
     made(made_registered=source)
-    with pytest.raises(errors.ConfigError) as caught:
-        registry.find(registry.DRAFTERS, "repeat", "drafter.name")
-    assert str(caught.value) == (
+    assert failure(registry.find, registry.DRAFTERS, "repeat", "drafter.name") == (
         "made-up 0.1: entry point dflash.drafters: repeat = made_registered:REPEAT: "
         f"{reason}; fix or uninstall the distribution"
     )
@@ -87,9 +81,7 @@ def test_classes_that_are_not_there_are_named(made):
     made()
     entry = registry.DRAFTERS["repeat"]
     assert issubclass(registry.load(entry.schema), schema.DrafterConfig)
-    with pytest.raises(errors.ConfigError) as caught:
-        registry.load(entry.implementation)
-    assert str(caught.value) == (
+    assert failure(registry.load, entry.implementation) == (
         "made_repeat:Repeat: cannot be imported: No module named 'made_repeat'"
     )
 
@@ -97,9 +89,7 @@ def test_classes_that_are_not_there_are_named(made):
 def test_built_in_names_are_taken(made):
     made("[dflash.drafters]\nngram = made_registered:REPEAT\n")
     for name in ("ngram", "dflash", "nonesuch"):
-        with pytest.raises(errors.ConfigError) as caught:
-            registry.find(registry.DRAFTERS, name, "drafter.name")
-        assert str(caught.value) == (
+        assert failure(registry.find, registry.DRAFTERS, name, "drafter.name") == (
             "made-up 0.1: entry point dflash.drafters: ngram = made_registered:REPEAT: the name "
             "'ngram' is taken by dflash: rename the entry point, or uninstall the distribution"
         )
@@ -121,4 +111,4 @@ def test_distributions_cost_nothing_until_a_name_is_asked_for():
         assert dflash.config.registry.TARGETS["qwen3"]
         assert "jax" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
+    support.run_python(code, check=True)

@@ -25,9 +25,9 @@ def load(tmp_path, monkeypatch):
 def failure(load):
     """The problems of a config of this text."""
 
-    def problems(text, *overrides):
+    def problems(*given):
         with pytest.raises(errors.ConfigError) as caught:
-            load(text, *overrides)
+            load(*given)
         return list(caught.value.problems)
 
     return problems
@@ -152,11 +152,8 @@ def test_what_is_wrong_with_all_points_is_said_once(failure):
          "s.yml:2: sweep: drafter and drafter.name overlap"),
         ("sweep: {product: {decode.seed: [1, 1]}}",
          "s.yml: sweep: the point decode.seed=1 occurs twice [decode.seed=1]"),
-        (
-            f"sweep: {{product: {{decode.seed: {list(range(101))}, decode.top_k: "
-            f"{list(range(100))}}}}}",
-            "s.yml: sweep: 10100 points exceed the limit 10000",
-        ),
+        (f"sweep: {{product: {{decode.seed: {[*range(101)]}, decode.top_k: {[*range(100)]}}}}}",
+         "s.yml: sweep: 10100 points exceed the limit 10000"),
     ],
 )  # fmt: skip
 def test_a_bad_block_is_named(failure, block, problem):

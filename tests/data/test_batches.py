@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import examples
+from support import examples, write_lines
 from support.corpora import join
+from support.trained_tokenizers import failure
 
 from dflash import errors
 from dflash.config.train_schema import DataConfig
@@ -65,12 +66,11 @@ def test_rows_hold_every_document_once(shapes, seed):
     whole = collections.Counter(tuple((d & ~corpora.SUPERVISED)[:LENGTH]) for d in useful)
     seen = collections.Counter()
     for row in by_row:
-        assert {name: (array.dtype, array.shape) for name, array in row.items()} == {
-            "tokens": (np.int32, (LENGTH,)),
-            "positions": (np.int32, (LENGTH,)),
-            "segment_ids": (np.int32, (LENGTH,)),
-            "loss_mask": (np.float32, (LENGTH,)),
-        }
+        dtypes = dict.fromkeys(("tokens", "positions", "segment_ids"), np.int32)
+        assert {name: array.dtype for name, array in row.items()} == (
+            dtypes | {"loss_mask": np.float32}
+        )
+        assert {array.shape for array in row.values()} == {(LENGTH,)}
         segments = row["segment_ids"]
         count = segments.max()
         assert set(segments) - {0} == set(range(1, count + 1))
@@ -199,9 +199,7 @@ def test_a_state_of_other_data_is_refused(change):
 
 
 def test_less_than_a_batch_is_one_line():
-    with pytest.raises(errors.InputError) as caught:
-        open_batches([make_corpus([(2, 12), (2, 12), (2, 12)])])
-    assert str(caught.value) == (
+    assert failure(open_batches, [make_corpus([(2, 12)] * 3)]) == (
         "toy: 3 rows of 16 tokens in all, but a batch has 4: give more data, a smaller batch, or a "
         "smaller data.length"
     )
@@ -232,24 +230,19 @@ def test_from_a_config(tmp_path):
 
 
 def open_line(line, tmp_path, **options):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    config = DataConfig(files=(str(path),), data_dir=str(tmp_path / "data"), held_out_percent=0)
+    path = write_lines(tmp_path / "a.jsonl", [line])
+    config = DataConfig(files=(path,), data_dir=str(tmp_path / "data"), held_out_percent=0)
     return open_rows(dataclasses.replace(config, **options), vocab_size=256)
 
 
 def test_ids_beyond_the_vocabulary_are_found(tmp_path):
-    with pytest.raises(errors.InputError) as caught:
-        open_line({"prompt_ids": [1], "output_ids": [300]}, tmp_path)
-    assert str(caught.value) == (
-        "jsonl/train: token id 300 is out of the model's vocabulary (size 256)"
-    )
+    said = failure(open_line, {"prompt_ids": [1], "output_ids": [300]}, tmp_path)
+    assert said == "jsonl/train: token id 300 is out of the model's vocabulary (size 256)"
 
 
 def test_nothing_to_learn_is_one_line(tmp_path):
-    with pytest.raises(errors.InputError) as caught:
-        open_line({"prompt_ids": [1] * 16, "output_ids": [2]}, tmp_path, length=16)
-    assert str(caught.value) == (
+    line = {"prompt_ids": [1] * 16, "output_ids": [2]}
+    assert failure(open_line, line, tmp_path, length=16) == (
         "jsonl/train: none of its 1 documents has a supervised token within data.length=16 "
         "tokens: raise data.length"
     )
@@ -258,9 +251,8 @@ def test_nothing_to_learn_is_one_line(tmp_path):
 def test_conversations_that_are_cut_off_are_counted(tmp_path, capsys):
     shapes = [(3, 4), (20, 4), (20, 4), (14, 4)]  # prompt and output
     lines = [{"prompt_ids": [1] * asked, "output_ids": [2] * told} for asked, told in shapes]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = {"files": (str(path),), "data_dir": str(tmp_path / "d"), "held_out_percent": 0.0}
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    options = {"files": (path,), "data_dir": str(tmp_path / "d"), "held_out_percent": 0.0}
     open_rows(DataConfig(**options, length=16))
     told = "data: jsonl/train: data.length=16 cuts 3 of 4 documents, 2 of them before their first "
     assert f"{told}answer, so that they teach nothing\n" in capsys.readouterr().err

@@ -1,11 +1,10 @@
 import itertools
-import json
 import shutil
 
 import numpy as np
 import pytest
-from support import examples
-from support.trained_tokenizers import train_sentencepiece
+from support import examples, write_lines
+from support.trained_tokenizers import failure, train_sentencepiece
 
 from dflash import errors
 from dflash.config.train_schema import DataConfig
@@ -149,18 +148,18 @@ def damaged_copy(stored, tmp_path, name, damage):
 )
 def test_damage_to_a_stored_corpus_is_found_when_it_is_opened(stored, tmp_path, name, damage):
     data, path = damaged_copy(stored, tmp_path, name, damage)
-    with pytest.raises(errors.InputError) as caught:
-        open_small(data)
-    assert str(caught.value) == f"{path / name}: damaged: delete {path} to encode it again"
+    assert failure(open_small, data) == (
+        f"{path / name}: damaged: delete {path} to encode it again"
+    )
 
 
 def test_damage_to_a_document_is_found_when_it_is_read(stored, tmp_path):
     data, path = damaged_copy(stored, tmp_path, "tokens.bin", flip)
     opened = open_small(data)
     assert len(opened.document(0))
-    with pytest.raises(errors.InputError) as caught:
-        opened.document(len(opened) - 1)
-    assert str(caught.value) == f"{path / 'tokens.bin'}: damaged: delete {path} to encode it again"
+    assert failure(opened.document, len(opened) - 1) == (
+        f"{path / 'tokens.bin'}: damaged: delete {path} to encode it again"
+    )
 
 
 def test_a_corpus_of_an_earlier_version_is_named_and_not_read(stored, tmp_path, capsys):
@@ -173,9 +172,7 @@ def test_a_corpus_of_an_earlier_version_is_named_and_not_read(stored, tmp_path, 
 
 def test_vocabularies_must_fit(words):
     encoding.check_vocabulary(words, 4096)
-    with pytest.raises(errors.ConfigError) as caught:
-        encoding.check_vocabulary(words, 4095)
-    assert str(caught.value) == (
+    assert failure(encoding.check_vocabulary, words, 4095, kind=errors.ConfigError) == (
         "the tokenizer has 4096 tokens, but the model's vocab_size is 4095: give the model at "
         "least as many"
     )
@@ -186,13 +183,12 @@ def write_conversations(directory, words_directory, template, *conversations):
     for path in words_directory.iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
     (directory / "chat_template.jinja").write_text(template)
-    path = directory / "a.jsonl"
     lines = (
-        json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
+        {"messages": [{"role": role, "content": text} for role, text in turns]}
         for turns in conversations
     )
-    path.write_text("".join(f"{line}\n" for line in lines))
-    dataset = datasets.find("jsonl", DataConfig(files=(str(path),), held_out_percent=0.0))
+    path = write_lines(directory / "a.jsonl", lines)
+    dataset = datasets.find("jsonl", DataConfig(files=(path,), held_out_percent=0.0))
     return dataset, tokenizer_loading.load_tokenizer(directory)
 
 

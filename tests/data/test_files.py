@@ -8,6 +8,9 @@ from dflash.data.example import SPLITS
 
 QUESTION = {"role": "user", "content": "Why?"}
 ANSWER = {"role": "assistant", "content": "Because."}
+EMPTY = 'messages[1]: the answer is empty: remove it, or give it "weight": 0 to keep it as context'
+WEIGHT = "weight: expected 0 or 1, and 1 only for answers, which follow a message"
+UNREAD = "is not read here; put it into messages, or remove it"
 
 
 @pytest.fixture
@@ -53,35 +56,24 @@ def test_kinds(write):
         ({"prompt": "a", "response": 1}, "response: expected a string, not 1"),
         ({"messages": [QUESTION]}, "messages: expected a question, and an answer at the end"),
         ({"messages": [ANSWER]}, "messages: expected a question, and an answer at the end"),
-        ({"messages": [QUESTION, {**ANSWER, "content": ""}]},
-         'messages[1]: the answer is empty: remove it, or give it "weight": 0 to keep it as '
-         "context"),
-        ({"messages": [QUESTION, {**ANSWER, "content": " \n"}, QUESTION, ANSWER]},
-         'messages[1]: the answer is empty: remove it, or give it "weight": 0 to keep it as '
-         "context"),
-        ({"messages": [QUESTION, {**ANSWER, "content": None}]},
-         'messages[1]: the answer is empty: remove it, or give it "weight": 0 to keep it as '
-         "context"),
+        ({"messages": [QUESTION, {**ANSWER, "content": ""}]}, EMPTY),
+        ({"messages": [QUESTION, {**ANSWER, "content": " \n"}, QUESTION, ANSWER]}, EMPTY),
+        ({"messages": [QUESTION, {**ANSWER, "content": None}]}, EMPTY),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0}]},
          "messages: no answer to learn: all have weight 0"),
-        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},
-         "messages[1].weight: expected 0 or 1, and 1 only for answers, which follow a message; "
-         "found 0.5"),
-        ({"messages": [{**QUESTION, "weight": 1}, ANSWER]},
-         "messages[0].weight: expected 0 or 1, and 1 only for answers, which follow a message; "
-         "found 1"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, f"messages[1].{WEIGHT}; found 0.5"),
+        ({"messages": [{**QUESTION, "weight": 1}, ANSWER]}, f"messages[0].{WEIGHT}; found 1"),
         ({"messages": [QUESTION, ANSWER], "tools": "[]"}, 'tools: expected a list, not "[]"'),
         ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "\ud800"}]},
          "messages[1].reasoning_content: \\ud800 is an unpaired surrogate"),
         ({"prompt": "a", "response": " "}, "empty response"),
         ({"prompt": "a", "response": "b", "system": "c"},
-         "system: is not read here; put it into messages, or remove it"),
-        ({"messages": [QUESTION, ANSWER], "weight": 0},
-         "weight: is not read here; put it into messages, or remove it"),
+         f"system: {UNREAD}"),
+        ({"messages": [QUESTION, ANSWER], "weight": 0}, f"weight: {UNREAD}"),
         ({"prompt": "a", "response": "b", "history": [["c", "d"]]},
-         "history: is not read here; put it into messages, or remove it"),
+         f"history: {UNREAD}"),
         ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": True}},
-         "chat_template_kwargs: is not read here; put it into messages, or remove it"),
+         f"chat_template_kwargs: {UNREAD}"),
         ({"messages": [{"role": "user"}]}, "messages[0]: no content"),
         ({"output_ids": [1]}, "prompt_ids: expected a list, not null"),
         ({"prompt_ids": [1], "output_ids": []}, "empty output: no output_ids"),

@@ -6,7 +6,8 @@ import sys
 import textwrap
 
 import pytest
-from support import examples
+from support import examples, write_lines
+from support.trained_tokenizers import failure
 
 from dflash import errors
 from dflash.config.train_schema import DataConfig
@@ -29,22 +30,22 @@ def test_jsonl_follows_its_files(tmp_path):
         (document,) = map(corpus.document, range(len(corpus)))
         return (document & ~SUPERVISED).tolist()
 
-    path.write_text(json.dumps({"prompt": "é\n  x", "response": "▁"}) + "\n")
+    write_lines(path, [{"prompt": "é\n  x", "response": "▁"}])
     assert bytes(read()).decode() == "é\n  x\n▁"
-    path.write_text(json.dumps({"prompt_ids": [1, 70000], "output_ids": [3]}) + "\n")
+    write_lines(path, [{"prompt_ids": [1, 70000], "output_ids": [3]}])
     assert read() == [1, 70000, 3]
 
 
 def test_a_jsonl_set_depends_on_its_files_and_on_what_is_held_out(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    write_lines(path, [{"prompt": "a", "response": "b"}])
 
     def variant(**options):
         return datasets.find("jsonl", DataConfig(files=(str(path),), **options)).variant
 
     first = variant()
     assert variant() == first != variant(held_out_percent=2.0)
-    path.write_text(json.dumps({"prompt": "a", "response": "c"}) + "\n")
+    write_lines(path, [{"prompt": "a", "response": "c"}])
     assert variant() != first
 
 
@@ -53,9 +54,8 @@ def test_bad_lines_leave_nothing_behind(tmp_path):
     path.write_text('{"prompt": "a", "response": "b"}\n{"prompt": 3, "response": "b"}\n')
     dataset = datasets.find("jsonl", DataConfig(files=(str(path),)))
     for _ in range(2):
-        with pytest.raises(errors.InputError) as caught:
-            open_train(dataset, tmp_path / "data")
-        assert str(caught.value) == f"{path}:2: prompt: expected a string, not 3"
+        message = f"{path}:2: prompt: expected a string, not 3"
+        assert failure(open_train, dataset, tmp_path / "data") == message
         assert list((tmp_path / "data").glob("encoded/*")) == []
 
 
@@ -113,10 +113,9 @@ def test_mixed_prompts_are_shared_out(tmp_path):
 def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path, monkeypatch):
     """The token ids of outputs.jsonl need no tokenizer."""
     lines = [{"prompt_ids": [7, index], "output_ids": [1]} for index in range(40)]
-    path = tmp_path / "outputs.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    config = DataConfig(files=(str(path),), held_out_percent=20.0)
-    kept = list(files.examples([str(path)], "validation", 20.0))
+    path = write_lines(tmp_path / "outputs.jsonl", lines)
+    config = DataConfig(files=(path,), held_out_percent=20.0)
+    kept = list(files.examples([path], "validation", 20.0))
     assert kept
     tokenizer, data = NoTokenizer(tmp_path), tmp_path / "data"
     found = mixed_prompts(config, tokenizer, data, 40)
@@ -130,9 +129,7 @@ def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path, monkeypatch)
         lambda: mixed_prompts(few, tokenizer, data),
         lambda: encoding.open_corpus(datasets.find("jsonl", few), "validation", tokenizer, data),
     ):
-        with pytest.raises(errors.InputError) as caught:
-            use()
-        assert str(caught.value) == (
+        assert failure(use) == (
             "data set jsonl: no examples in its split validation: "
             "raise data.held_out_percent=0, or give more questions"
         )
@@ -145,6 +142,5 @@ def test_prompts_that_the_template_rejects_are_named(tmp_path):
     path.write_text("\n" + json.dumps({"messages": [message, answer]}))
     config = DataConfig(files=(str(path),), held_out_percent=0.0)
     sets = datasets.find_all(config)
-    with pytest.raises(errors.InputError) as caught:
-        train_job.mixed_prompts(sets, NoTokenizer(tmp_path), tmp_path, "train")
-    assert str(caught.value).startswith(f"{path}:2: {tmp_path}: no tokenizer")
+    said = failure(train_job.mixed_prompts, sets, NoTokenizer(tmp_path), tmp_path, "train")
+    assert said.startswith(f"{path}:2: {tmp_path}: no tokenizer")

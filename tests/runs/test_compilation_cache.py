@@ -1,13 +1,12 @@
 """Location and trimming of the compilation cache; problems with it never end a run."""
 
 import os
-import subprocess
 import sys
-import textwrap
 import types
 import zlib
 
 import pytest
+from support import run_python
 
 from dflash.runs import compilation_cache as cache
 
@@ -39,11 +38,7 @@ def run(code, tmp_path, **environment):
     """
     kept_out = {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"}
     clean = {key: value for key, value in os.environ.items() if key not in kept_out}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=clean | {"XDG_CACHE_HOME": str(tmp_path / "xdg")} | environment, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_python(code, env=clean | {"XDG_CACHE_HOME": str(tmp_path / "xdg")} | environment)
     assert (done.returncode, done.stderr) == (0, "")
     directory, hits = done.stdout.split()
     return directory, int(hits)

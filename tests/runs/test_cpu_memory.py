@@ -1,7 +1,5 @@
-import subprocess
-import sys
-
 import pytest
+from support import run_python
 
 from dflash.runs import cpu_kernels
 
@@ -28,8 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def run(program, mode):
     """Returns the number that a program prints in a process of its own."""
-    command = [sys.executable, "-c", BEGIN + program, mode]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python(BEGIN + program, mode)
     if "refused" in done.stderr:
         pytest.skip("this C library refuses a setting")
     assert not done.returncode, done.stderr

@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import pytest
+from support import failure
 
 from dflash import errors
 from dflash.config import loader, schema
@@ -35,12 +36,9 @@ def use(path, config=CONFIG):
 def refusal(path, config=CONFIG):
     """Takes a directory that must be refused, and returns the one line of complaint."""
     before = contents(path)
-    with pytest.raises(errors.WorkdirError) as caught:
-        take(path, config)
+    message = failure(take, path, config, kind=errors.WorkdirError)
     assert contents(path) == before
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_status == 1
-    return str(caught.value)
+    return message
 
 
 def contents(path):

@@ -6,13 +6,9 @@ import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import Terminal
 
 from dflash.runs import display, outputs, result_text
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture(autouse=True)

@@ -95,10 +95,8 @@ def test_not_a_number_is_a_defect():
         (lambda fields: fields | {"output_ids": [5, True, 7, 8, 9]}, "output_ids: expected integ"),
         (lambda fields: fields | {"prompt_ids": [-1]}, "prompt_ids: expected integers >= 0"),
         (lambda fields: fields | {"acceptance_lengths": [4, 0]}, "lengths: expected integers >= 1"),
-        (
-            lambda fields: fields | {"acceptance_lengths": [99], "block_sizes": [128]},
-            "acceptance_lengths: sum to 99, not to len",
-        ),
+        (lambda fields: fields | {"acceptance_lengths": [99], "block_sizes": [128]},
+         "acceptance_lengths: sum to 99, not to len"),
         (lambda fields: fields | {"block_sizes": [4, 0]}, "block_sizes: expected integers >= 1"),
         (lambda fields: fields | {"block_sizes": [4]}, "block_sizes: 1 items, but 2 acceptance"),
         (lambda fields: fields | {"block_sizes": [2, 4]}, "acceptance_lengths: more tokens than"),
@@ -111,7 +109,7 @@ def test_not_a_number_is_a_defect():
         (lambda fields: fields | {"prompt": [7]}, "prompt: expected text, messages or null"),
         (lambda fields: fields | {"finish_reason": "end"}, "finish_reason: expected stop or len"),
     ],
-)
+)  # fmt: skip
 def test_other_json_is_no_record(change, message):
     fields = json.loads(outputs.encode(make_record()))
     with pytest.raises(ValueError, match=message):

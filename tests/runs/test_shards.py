@@ -16,17 +16,10 @@ from dflash.runs.shards import Shard
         ("7/128", {}, Shard(7, 128)),
         ("auto", {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETION_COUNT": "4"}, Shard(3, 4)),
         ("auto", {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "8"}, Shard(5, 8)),
-        (
-            "auto",
-            {
-                "SLURM_ARRAY_TASK_ID": "8",
-                "SLURM_ARRAY_TASK_COUNT": "8",
-                "SLURM_ARRAY_TASK_MIN": "1",
-            },
-            Shard(7, 8),
-        ),
+        ("auto", {"SLURM_ARRAY_TASK_ID": "8", "SLURM_ARRAY_TASK_COUNT": "8",
+                  "SLURM_ARRAY_TASK_MIN": "1"}, Shard(7, 8)),
     ],
-)
+)  # fmt: skip
 def test_the_flag(text, environment, expected):
     assert shards.parse(text, environment) == expected
 
@@ -38,18 +31,10 @@ def test_the_flag(text, environment, expected):
         ("0/0", {}, "--shard=0/0: shard 0 of 0 is out of range: the shards are 0 to n - 1"),
         ("-1/8", {}, "--shard: expected i/n, such as 0/8, or auto, got '-1/8'"),
         ("3", {}, "--shard: expected i/n, such as 0/8, or auto, got '3'"),
-        (
-            "auto",
-            {},
-            "--shard=auto: neither JOB_COMPLETION_INDEX nor SLURM_ARRAY_TASK_ID is set: give "
-            "--shard=i/n",
-        ),
-        (
-            "auto",
-            {"JOB_COMPLETION_INDEX": "3"},
-            "--shard=auto: JOB_COMPLETION_INDEX is set, but JOB_COMPLETION_COUNT, the number of "
-            "shards, is not: set it",
-        ),
+        ("auto", {}, "--shard=auto: neither JOB_COMPLETION_INDEX nor SLURM_ARRAY_TASK_ID is set: "
+         "give --shard=i/n"),
+        ("auto", {"JOB_COMPLETION_INDEX": "3"}, "--shard=auto: JOB_COMPLETION_INDEX is set, but "
+         "JOB_COMPLETION_COUNT, the number of shards, is not: set it"),
         ("auto", {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETION_COUNT": "2"},
          "--shard=auto: shard 3 of 2 is out of range: the shards are 0 to n - 1"),
     ],

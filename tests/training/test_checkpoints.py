@@ -4,14 +4,12 @@ import errno
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import TESTS, toy
+from support import TESTS, run_python, toy
 
 from dflash import errors
 from dflash.training import checkpoints as checkpoints_lib
@@ -71,15 +69,6 @@ def restore(directory, size: int = 20_000):
 def saved(directory: pathlib.Path) -> list[int]:
     """Returns the steps of the checkpoints in a directory."""
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-
-
-def run_code(code: str, directory: pathlib.Path) -> subprocess.CompletedProcess:
-    """Runs Python code, in which {path} and {directory} are filled in, in a new process."""
-    path = [str(TESTS / "training"), str(TESTS), str(TESTS.parent)]
-    code = code.format(path=path, directory=str(directory))
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
-    )
 
 
 def test_the_newest_comes_back(two_saved):
@@ -157,9 +146,8 @@ def test_a_failure_that_is_no_damage_touches_nothing(two_saved, failure, monkeyp
         with pytest.raises(errors.WorkdirError, match="2: cannot be restored: ") as caught:
             restore(two_saved)
     assert "\n" not in str(caught.value)
-    assert str(FAILURES[failure].args[-1] if FAILURES[failure].args else "Memory") in str(
-        caught.value
-    )
+    reason = FAILURES[failure].args[-1] if FAILURES[failure].args else "Memory"
+    assert reason in str(caught.value)
     assert (saved(two_saved / "checkpoints"), (two_saved / "damaged").exists()) == ([1, 2], False)
     restored, notes = restore(two_saved)
     assert (restored.step, notes) == (2, [])
@@ -223,7 +211,8 @@ with t.Checkpoints(directory / "checkpoints", keep_last=2) as checkpoints:
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_good(two_saved):
     """Simulates a full disk by a limit on file sizes, in a separate process."""
-    done = run_code(FULL_DISK, two_saved)
+    path = [str(TESTS / "training"), str(TESTS), str(TESTS.parent)]
+    done = run_python(FULL_DISK.format(path=path, directory=str(two_saved)), check=True)
     assert done.stdout == (
         f"{two_saved}/checkpoints: checkpoint of step 3 cannot be written: File too large; "
         "the last good one, of step 2, is kept\n"

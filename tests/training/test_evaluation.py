@@ -1,8 +1,7 @@
 """Evaluations: a mean over everything held out, and what two scores must share to compare."""
 
-import json
-
 import pytest
+from support import write_lines
 
 from dflash.config import loader, train_schema
 from dflash.training import evaluation, train_job
@@ -25,7 +24,7 @@ def make_job(*overrides, dry) -> train_job.TrainJob:
 
 def test_the_held_out_loss_is_a_mean_over_tokens_not_over_batches(tmp_path):
     lines = [{"prompt": f"{n}", "response": "ab" * (1 + n % 13)} for n in range(40)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_lines(tmp_path / "data.jsonl", lines)
     found = []
     for batches, rows in ((1, 4), (2, 2), (4, 1)):
         job = make_job(
@@ -44,8 +43,7 @@ def fingerprint(tmp_path):
     """The fingerprint of a run's evaluations, by its options and its prompts."""
 
     def find(*overrides, prompts=("one", "two")) -> str:
-        file = tmp_path / "prompts.jsonl"
-        file.write_text("\n".join(json.dumps({"prompt": text}) for text in prompts))
+        file = write_lines(tmp_path / "prompts.jsonl", [{"prompt": text} for text in prompts])
         options = f"evaluation.prompts_file={file}", "evaluation.batches=0", "data.files=[a.jsonl]"
         heads = "drafter={name: medusa, checkpoint: random, architecture: {block_size: 8}}"
         job = make_job(heads, *options, *overrides, dry=True)

@@ -2,10 +2,10 @@
 
 import datetime
 import io
-import json
 import shutil
 
 import pytest
+from support import failure, write_lines
 
 from dflash import assets, errors
 from dflash.config import loader, train_schema
@@ -56,10 +56,8 @@ def test_templates_print_the_date_of_the_run(target):
 
 def rows_of(directory, count: int) -> str:
     """Writes answers that fill `count` rows of 32 tokens, and returns the path of the file."""
-    path = directory / "answers.jsonl"
     lines = [{"prompt_ids": [7, number], "output_ids": [9] * 29 + [2]} for number in range(count)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    return write_lines(directory / "answers.jsonl", lines)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +85,8 @@ def test_epochs_are_those_of_the_decimal_number(target, tmp_path):
 def test_one_key_decides_the_size_of_the_trained_blocks(target, name):
     sizes = "drafter.checkpoint=random", "drafter.architecture.block_size=16"
     rows = 17 if name == "dspark" else 16  # DSpark counts drafts.
-    with pytest.raises(errors.ConfigError) as caught:
-        prepare(target, f"drafter.name={name}", *sizes, "drafter.block_size=8")
-    assert str(caught.value).startswith(
+    blocks = f"drafter.name={name}", "drafter.block_size=8"
+    assert failure(prepare, target, *blocks, *sizes, kind=errors.ConfigError).startswith(
         f"drafter.block_size: 8, but blocks of {rows} rows are trained, by "
         "drafter.architecture.block_size"
     )

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import failure
 from support.models import make_target
 
 from dflash import errors
@@ -117,9 +118,8 @@ def test_parts_may_have_learning_rates_of_their_own(name):
 
 def test_a_learning_rate_of_nothing_is_refused():
     config = OptimizerConfig(learning_rates={"layer": 0.1})
-    with pytest.raises(errors.ConfigError) as caught:
-        optimizers.make_optimizer(config, STEPS).init(params_of())
-    assert str(caught.value) == (
+    init = optimizers.make_optimizer(config, STEPS).init
+    assert failure(init, params_of(), kind=errors.ConfigError) == (
         "optimizer.learning_rates: no parameter's name begins with 'layer'; did you mean 'layers'?"
     )
 

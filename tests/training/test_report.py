@@ -1,19 +1,14 @@
 """The output of a run: on a terminal, in a log, and in files."""
 
 import io
-import json
 import os
 
 import pytest
+from support import Terminal, read_lines
 
 from dflash import errors
 from dflash.training import report as report_lib
 from dflash.training.report import TrainReport
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def open_report(directory, stream, first_step=0):
@@ -23,7 +18,7 @@ def open_report(directory, stream, first_step=0):
 
 
 def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(directory / "metrics.jsonl")
 
 
 METRICS = {"loss": 2.5, "token_accuracy": 0.25, "grad_norm": 1.0, "learning_rate": 6e-4}

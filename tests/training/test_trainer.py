@@ -3,14 +3,13 @@
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from support import SUPPORT, TESTS, toy
+from support import SUPPORT, TESTS, free_port, read_lines, toy
 
 from dflash.training import trainer as trainer_lib
 from dflash.training.trainer import StopSignal
@@ -59,10 +58,14 @@ def saved_steps(directory: pathlib.Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
+def metrics(directory: pathlib.Path) -> list[dict]:
+    return read_lines(directory / "metrics.jsonl")
+
+
 def test_the_toy_learns(tmp_path):
     run = toy.Run(tmp_path, steps=24)
     run.go()
-    losses = [line["loss"] for line in toy.metrics(tmp_path) if line["kind"] == "train"]
+    losses = [line["loss"] for line in metrics(tmp_path) if line["kind"] == "train"]
     assert losses[-1] < 0.2 * losses[0]
 
 
@@ -156,9 +159,7 @@ def test_a_batch_in_pieces_equals_the_whole(tmp_path, mesh):
 
 def test_two_processes_equal_one(uninterrupted, tmp_path):
     """Each reads half of every batch; the first alone writes; both stop on one's signal."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
 
     def start_both(pause_s):
         return [start(tmp_path, pause_s, address, "2", str(i)) for i in range(2)]
@@ -174,7 +175,7 @@ def test_two_processes_equal_one(uninterrupted, tmp_path):
     (tmp_path / "go").touch()
     finish(pair, 143)
     finish(start_both(0), 0)
-    lines = toy.metrics(tmp_path)
+    lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(3, STEPS + 1, 3))
     for name, value in uninterrupted.items():
         found = final(tmp_path)[name]
@@ -183,11 +184,11 @@ def test_two_processes_equal_one(uninterrupted, tmp_path):
 
 def test_metrics_of_repeated_steps_are_written_once(tmp_path):
     toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY).go()
-    whole = [(line["step"], line["loss"]) for line in toy.metrics(tmp_path)]
+    whole = [(line["step"], line["loss"]) for line in metrics(tmp_path)]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 99, "loss": 1.0}\n{"kind": "tra')
     toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY).go()
-    assert [(line["step"], line["loss"]) for line in toy.metrics(tmp_path)] == whole
+    assert [(line["step"], line["loss"]) for line in metrics(tmp_path)] == whole
     assert [step for step, _ in whole] == list(range(3, STEPS + 1, 3))
 
 

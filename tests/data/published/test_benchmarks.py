@@ -1,5 +1,6 @@
 """Tests of published data sets, with invented files in their formats."""
 
+import functools
 import gzip
 import http.server
 import json
@@ -7,6 +8,7 @@ import threading
 
 import pyarrow
 import pytest
+import support
 from pyarrow import parquet
 
 from dflash import errors
@@ -20,13 +22,9 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 TURNS = [
     {"question_id": 1, "category": "writing", "turns": ["Write.", "Again, shorter."]},
     {"question_id": 2, "category": "rag", "turns": ["Read."], "reference": [["Yes.", "Aye."]]},
-    {
-        "question_id": 3,
-        "category": "math_reasoning",
-        "turns": ["How many?"],
-        "reference": ["Two and two.\n#### 4"],
-    },
-]
+    {"question_id": 3, "category": "math_reasoning", "turns": ["How many?"],
+     "reference": ["Two and two.\n#### 4"]},
+]  # fmt: skip
 ROWS = {
     "math500": [
         {"problem": "1+1?", "solution": r"$1+1=\boxed{2}$, not \boxed{3}", "answer": "2"},
@@ -73,8 +71,8 @@ def write(path, rows):
         path.write_bytes(lines if path.suffix == ".jsonl" else json.dumps(rows).encode())
 
 
-def first_prompts(name, raw_dir):
-    found = [one.opening for one in datasets.task_examples(name, raw_dir=str(raw_dir))]
+def first_prompts(name, raw_dir, limit=None):
+    found = [one.opening for one in datasets.task_examples(name, limit, raw_dir=str(raw_dir))]
     assert all(len(messages) == 1 for messages in found)
     assert all(messages[0]["role"] == "user" for messages in found)
     return [messages[0]["content"] for messages in found]
@@ -97,20 +95,15 @@ def test_every_published_set_is_here():
         ("aime24", [f"Find n.\n{BOXED}"]),
         ("aime25", [f"Find {{b}}.\n{BOXED}"]),
         ("gsm8k", [f"How many?\n{BOXED}"]),
-        (
-            "humaneval",
-            [
-                "Write a solution to the following problem and make sure that it passes the "
-                "tests:\n```python\ndef f():\n\n```"
-            ],
-        ),
+        ("humaneval", ["Write a solution to the following problem and make sure that it passes the "
+                       "tests:\n```python\ndef f():\n\n```"]),
         ("mbpp", ["Write f."]),
         ("mt-bench", ["Write."]),
         ("alpaca", ["Sum up.\n\nInput:\nA text.", "Sing."]),
         ("swe-bench", ["Problem Statement:\nIt breaks.\nPlease fix the issue described above."]),
         ("spec-bench", ["Write.", "Read.", "How many?"]),
     ],
-)
+)  # fmt: skip
 def test_prompts_are_the_published_ones(raw_dir, name, prompts):
     assert first_prompts(name, raw_dir) == prompts
 
@@ -162,11 +155,7 @@ def test_a_sample_is_from_all_over_and_in_order(tmp_path):
     write(tmp_path / "gsm8k" / "test.jsonl", rows)
 
     def sample(limit):
-        return [int(text.partition("\n")[0]) for text in first_prompts_of(limit)]
-
-    def first_prompts_of(limit):
-        found = datasets.task_examples("gsm8k", limit, raw_dir=str(tmp_path))
-        return [example.opening[0]["content"] for example in found]
+        return [int(text.partition("\n")[0]) for text in first_prompts("gsm8k", tmp_path, limit)]
 
     few = sample(5)
     assert few == sorted(few)
@@ -200,10 +189,8 @@ def test_a_set_is_encoded_as_its_file_has_it(raw_dir):
 
 
 def failure(name, raw_dir):
-    with pytest.raises(errors.InputError) as caught:
-        datasets.task_examples(name, raw_dir=str(raw_dir))
-    (line,) = str(caught.value).splitlines()
-    return line
+    examples = functools.partial(datasets.task_examples, raw_dir=str(raw_dir))
+    return support.failure(examples, name, kind=errors.InputError)
 
 
 def test_a_row_of_another_file_is_named(raw_dir):
@@ -272,9 +259,7 @@ def test_a_missing_file_is_downloaded_once(tmp_path, server, capsys):
 
 def test_what_cannot_be_downloaded_says_where_to_put_it(tmp_path, server):
     file = raw.RawFile("set", f"{server}/a.jsonl")
-    with pytest.raises(errors.InputError) as caught:
-        raw.fetch(file, tmp_path)
-    assert str(caught.value) == (
+    assert support.failure(raw.fetch, file, tmp_path, kind=errors.InputError) == (
         f"{tmp_path}/set/a.jsonl: missing: put a copy of {server}/a.jsonl there "
         "(downloading failed: File not found)"
     )

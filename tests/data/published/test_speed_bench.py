@@ -1,10 +1,9 @@
 """Tests of SPEED-Bench, with invented files in its two layouts."""
 
-import json
-
 import pyarrow
 import pytest
 from pyarrow import parquet
+from support import write_lines
 
 from dflash import errors
 from dflash.config import registry
@@ -45,10 +44,8 @@ def test_a_prepared_parquet_file(tmp_path):
 
 
 def test_prepared_lines_with_one_turn_each(tmp_path):
-    path = tmp_path / "speed" / "throughput_2k.jsonl"
-    path.parent.mkdir()
     rows = [{**row, "category": "high_entropy", "turns": row["turns"][0]} for row in ROWS]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "speed" / "throughput_2k.jsonl", rows)
     found = examples(tmp_path, "speed-bench-2k")
     assert [one.opening[0]["content"] for one in found] == [row["turns"] for row in rows]
     assert {one.category for one in found} == {"high_entropy"}
