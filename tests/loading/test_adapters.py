@@ -9,16 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import models
 from support.adapters import adapted, merged, write_adapter
 from support.engines import engine, make_requests, random_prompts
-from support.models import (
-    drafter,
-    family_architecture,
-    make_cache,
-    make_sharding,
-    make_target,
-    target,
-)
+from support.models import drafter, make_sharding, make_target, target
 from support.parity import make_pair
 
 from dflash import errors
@@ -45,7 +39,7 @@ def logits(model, tokens, **options):
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-    cache = make_cache(model, len(tokens), 32)
+    cache = models.make_cache(model, len(tokens), 32)
     return np.asarray(_logits(*nnx.split(model), tokens, positions, cache, options))
 
 
@@ -102,8 +96,8 @@ def test_each_sequence_has_the_logits_of_its_merged_model(two):
     base, tokens = target(), np.random.default_rng(1).integers(0, 24, (4, 12))
     chosen = jnp.array([0, 2, 1, 2], jnp.int32)
     found = logits(adapted(base, two), tokens, adapters=chosen)
-    models = [base, *(merged(base, directory) for directory in two)]
-    for number, model in enumerate(models):
+    choices = [base, *(merged(base, directory) for directory in two)]
+    for number, model in enumerate(choices):
         rows = np.flatnonzero(chosen == number)
         wanted = logits(model, tokens)[rows]
         np.testing.assert_allclose(found[rows], wanted, atol=1e-5)
@@ -117,11 +111,11 @@ def test_each_request_decodes_with_its_adapter(two):
     requests = make_requests(prompts, 6)
     requests = [dataclasses.replace(one, adapter=one.id) for one in requests]
     events = decoding.decode(engine(on=adapted(base, two), batch_size=3, max_length=16), requests)
-    models = [base, *(merged(base, directory) for directory in two)]
+    choices = [base, *(merged(base, directory) for directory in two)]
     done = {event.id: event.output_ids for event in events if isinstance(event, RequestOutput)}
     for id, output_ids in done.items():
         tokens = [*prompts[id], *output_ids]
-        (scores,) = logits(models[id], [tokens])
+        (scores,) = logits(choices[id], [tokens])
         assert scores[len(prompts[id]) - 1 : -1].argmax(-1).tolist() == list(output_ids)
     assert len(set(done.values())) == 3
 
@@ -167,7 +161,7 @@ def test_output_is_that_of_the_merged_model(two, options):
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_5", "gpt_oss", "gemma4"])
 def test_every_family_takes_adapters(tmp_path, family):
     kind = registry.load(registry.TARGETS[family].implementation)
-    base = kind(family_architecture(family), dtype=jnp.float32, sharding=make_sharding())
+    base = kind(models.family_architecture(family), dtype=jnp.float32, sharding=make_sharding())
     parameters.initialize(base, jax.random.key(0))
     rng, tensors = np.random.default_rng(0), {}
     for name, linear in adapters.linear_maps(base):
@@ -195,20 +189,20 @@ def test_adapters_on_a_mesh(two, mesh):
 
 
 def test_weights_in_eight_bits_take_adapters_beside_them(two):
-    tokens, models = np.random.default_rng(1).integers(0, 24, (2, 12)), []
+    tokens, narrow = np.random.default_rng(1).integers(0, 24, (2, 12)), []
     for references in ({}, {"a": str(two[0])}):
         model = type(target())(target().arch, dtype=jnp.float32, sharding=make_sharding())
         quantization.quantize(model, "int8")
         found = adapters.declare(model, references)
         parameters.init_fast_random(model, 0)
         adapters.fill(model, tuple(found.values()))
-        models.append(model)
-    base = logits(models[0], tokens)
-    found = logits(models[1], tokens, adapters=jnp.array([0, 1]))
+        narrow.append(model)
+    base = logits(narrow[0], tokens)
+    found = logits(narrow[1], tokens, adapters=jnp.array([0, 1]))
     assert (found[0] == base[0]).all()
     assert np.abs(found[1] - base[1]).max() > 0.1
     with pytest.raises(errors.CheckpointError, match="is in eight bits in the target"):
-        adapters.check_mergeable(models[0], lora.read(str(two[0])))
+        adapters.check_mergeable(narrow[0], lora.read(str(two[0])))
 
 
 def test_maps_with_adapters_are_not_joined(two):

@@ -65,12 +65,9 @@ def test_the_same_logits_and_no_more_collectives(mesh):
 
 @pytest.mark.parametrize(
     ("name", "mesh", "tree"),
-    [
-        ("dflash", (1, 1, 1), False),
-        ("dflash", (2, 1, 4), True),
-        ("autoregressive", (1, 1, 1), False),
-    ],
-)
+    [("dflash", (1, 1, 1), False), ("dflash", (2, 1, 4), True),
+     ("autoregressive", (1, 1, 1), False)],
+)  # fmt: skip
 def test_the_same_tokens(name, mesh, tree):
     model = joined(drafter(name, mesh=mesh, tree=tree))
     target = joined(shared_target(mesh))

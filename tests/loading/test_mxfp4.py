@@ -74,29 +74,19 @@ def failure(directory, **mesh):
     return str(caught.value)
 
 
-def test_missing_scales_are_named(directories, tmp_path):
+def test_missing_scales_and_blocks_of_another_shape_are_named(directories, tmp_path):
     shutil.copytree(directories[1], tmp_path / "target")
     file = tmp_path / "target" / "model.safetensors"
     tensors = load_file(file)
-    stem = "model.layers.0.mlp.experts.down_proj"
-    del tensors[f"{stem}_scales"]
-    save_file(tensors, file)
+    blocks, scales = (f"model.layers.0.mlp.experts.down_proj_{x}" for x in ("blocks", "scales"))
+    save_file({name: array for name, array in tensors.items() if name != scales}, file)
     assert failure(tmp_path / "target") == (
-        f"{file}: tensor '{stem}_blocks' is U8, but '{stem}_scales' is missing; copy or download "
-        "the checkpoint again"
+        f"{file}: tensor '{blocks}' is U8, but '{scales}' is missing; copy or download the "
+        "checkpoint again"
     )
-
-
-def test_blocks_of_another_shape_are_named(directories, tmp_path):
-    shutil.copytree(directories[1], tmp_path / "target")
-    file = tmp_path / "target" / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.0.mlp.experts.down_proj_blocks"
-    tensors[name] = np.ascontiguousarray(tensors[name][:, :, :2])
-    save_file(tensors, file)
-    assert f"tensor '{name}' has shape [4, 64, 2, 16], expected [4, 64, 3, 16]" in failure(
-        tmp_path / "target"
-    )
+    save_file(tensors | {blocks: np.ascontiguousarray(tensors[blocks][:, :, :2])}, file)
+    message = f"tensor '{blocks}' has shape [4, 64, 2, 16], expected [4, 64, 3, 16]"
+    assert message in failure(tmp_path / "target")
 
 
 def test_blocks_that_straddle_devices_are_refused(directories):

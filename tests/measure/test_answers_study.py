@@ -1,8 +1,7 @@
 """The study of recorded answers: one row per strategy, on the same file."""
 
-import json
-
 import pytest
+from support import write_lines
 from support.models import BYTE_TARGET
 
 from dflash import errors
@@ -23,11 +22,7 @@ def run(answers, *overrides):
 
 @pytest.fixture
 def answers(tmp_path):
-    def write(*lines):
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return tmp_path / "a.jsonl"
-
-    return write
+    return lambda *lines: write_lines(tmp_path / "a.jsonl", lines)
 
 
 def test_each_strategy_is_scored_on_the_same_answers(answers):

@@ -1,9 +1,9 @@
 """Conversations in a benchmark: what later turns answer to, and that it is the same for all."""
 
 import dataclasses
-import json
 
 import pytest
+from support import write_lines
 from support.engines import completions
 from support.models import make_architecture
 
@@ -14,8 +14,6 @@ from dflash.measure import workload
 from dflash.measure.samples import Sample, TaskRound
 from dflash.offline.decoding import decode
 from dflash.text.prompts import Prompt
-
-ROWS = [{"turns": ["What?", "Why is it so?", "Oh."]}, {"turns": ["One turn only."]}]
 
 
 def make_config(raw_dir) -> benchmark_schema.BenchmarkRun:
@@ -30,18 +28,21 @@ def make_config(raw_dir) -> benchmark_schema.BenchmarkRun:
 
 
 @pytest.fixture
-def bench(tmp_path):
-    path = tmp_path / "mt_bench" / "question.jsonl"
-    path.parent.mkdir()
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    bench = benches.prepare(make_config(tmp_path))
-    bench.load()
-    bench.decode_later_turns()
-    return bench
+def load(tmp_path):
+    """Returns a benchmark of these conversations."""
+
+    def load_rows(rows):
+        write_lines(tmp_path / "mt_bench" / "question.jsonl", rows)
+        bench = benches.prepare(make_config(tmp_path))
+        bench.load()
+        return bench
+
+    return load_rows
 
 
-def test_differing_outputs_are_explained(bench):
+def test_differing_outputs_are_explained(load):
     """A token of another strategy's output is changed, as a fault would change it."""
+    bench = load([{"turns": ["What?"]}, {"turns": ["Why?"]}])
     requests = [bench.request(item) for item in bench.workload.items[:2]]
     events = decode(bench.jobs["none"].engine(), requests)
     first, second = completions(events)
@@ -56,7 +57,9 @@ def test_differing_outputs_are_explained(bench):
     assert (found.position, found.tokens[1], found.is_fault) == (4, wrong[-1], True)
 
 
-def test_later_turns_follow_what_the_baseline_has_said(bench):
+def test_later_turns_follow_what_the_baseline_has_said(load):
+    bench = load([{"turns": ["What?", "Why is it so?", "Oh."]}, {"turns": ["One turn only."]}])
+    bench.decode_later_turns()
     items = bench.workload.items
     assert [(item.prompt.index, item.turn) for item in items] == [(0, 0), (1, 1), (2, 2), (3, 0)]
     job = bench.jobs["none"]

@@ -34,11 +34,9 @@ def test_the_numbers_that_chances_follow_are_found():
     assert len(fitted) == 4, "depths 1, 2 … 3, 4 … 7 and 8 … 11"
     np.testing.assert_allclose(fitted, (*TRUE, TRUE[-1]), atol=0.07)
     held_out = drawn(40_000, seed=1)
+    chances = (study.chances(held_out, pairs) for pairs in (calibrations.IDENTITY, fitted))
     before, after = (
-        study.calibration_error(
-            study.reliability(study.chances(held_out, pairs), held_out.accepted)
-        )
-        for pairs in (calibrations.IDENTITY, fitted)
+        study.calibration_error(study.reliability(chance, held_out.accepted)) for chance in chances
     )
     assert after < 0.01 < 0.1 < before
 

@@ -17,13 +17,9 @@ LENGTHS = ([4, 2, 4, 2], [3, 3, 3, 3])
 def rounds(cycle_ms=(6.0,), *, task="math", parts=(1.0, 4.0), pairs=1):
     """Plain tokens of 3 ms, and cycles of four rows that take as long as given, a round each."""
     plain = [[1] * 12] * 2 * pairs
+    times = {"none": (0.0, 2.5), "dflash": parts}
     return [
-        task_round(
-            task,
-            number,
-            {"none": (plain, 3.0), "dflash": (LENGTHS * pairs, ms)},
-            {"none": (0.0, 2.5), "dflash": parts},
-        )
+        task_round(task, number, {"none": (plain, 3.0), "dflash": (LENGTHS * pairs, ms)}, times)
         for number, ms in enumerate(cycle_ms)
     ]
 

@@ -13,31 +13,19 @@ STRATEGIES = ("none", *LENGTHS)
 
 def every_cell(strategies=STRATEGIES, tasks=("math", "code")):
     drafting = [name for name in strategies if name != "none"]
-    done = [
-        task_round(
-            task,
-            0,
-            {"none": ([[1] * 12] * 2, 3.0), **{name: (LENGTHS[name], 6.0) for name in drafting}},
-            {"none": (0.0, 2.5), **dict.fromkeys(drafting, (1.0, 4.0))},
-        )
-        for task in tasks
-    ]
+    cycles = {"none": ([[1] * 12] * 2, 3.0)} | {name: (LENGTHS[name], 6.0) for name in drafting}
+    parts = {"none": (0.0, 2.5), **dict.fromkeys(drafting, (1.0, 4.0))}
+    done = [task_round(task, 0, cycles, parts) for task in tasks]
     sizes = {name: 1 if name == "none" else 4 for name in strategies}
     return cells.cells(done, cells.Setting("none", sizes, sizes))
 
 
-@pytest.fixture
-def figure_of(monkeypatch):
-    """Calls a plot; returns its figure instead of the PNG file."""
-    monkeypatch.setattr(plots, "png", lambda figure: figure)
-    return lambda plot, *given: plot(*given)
-
-
 @pytest.mark.parametrize("strategies", [STRATEGIES, STRATEGIES[:2], STRATEGIES[:3]])
-def test_every_bar_is_labeled(figure_of, strategies):
+def test_every_bar_is_labeled(monkeypatch, strategies):
     """The label of a middle bar, at the place of the task's own, was left out."""
+    monkeypatch.setattr(plots, "png", lambda figure: figure)
     some = every_cell(strategies)
-    figure = figure_of(plots.speedups, some, "none")
+    figure = plots.speedups(some, "none")
     figure.draw_without_rendering()
     (axes,) = figure.axes
     ticks = [*axes.get_xticklabels(), *axes.get_xticklabels(minor=True)]

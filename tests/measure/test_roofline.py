@@ -42,10 +42,8 @@ def test_experts_count_as_far_as_rows_touch_them():
     """E 8 of width 24, 2 of them a token, beside attention as in the dense target."""
     arch = models.family_architecture("qwen3_moe")
     target = Qwen3Moe(arch, dtype=jnp.float32, sharding=make_sharding())
-    experts, rest = (
-        3 * 8 * 3 * 32 * 24,
-        3 * (32 * 12 * 16 + 2 * 32 + 2 * 16 + 32 * 8) + 32 + 48 * 32,
-    )
+    experts = 3 * 8 * 3 * 32 * 24
+    rest = 3 * (32 * 12 * 16 + 2 * 32 + 2 * 16 + 32 * 8) + 32 + 48 * 32
     one = roofline.target_work(target, batch=1, rows=1, context=0)
     assert one.size_bytes == pytest.approx(4 * (rest + experts * 2 / 8 + 2 * 3 * 2 * 16))
     assert one.flops == pytest.approx(2 * (rest + experts * 2 / 8) + 4 * 3 * 4 * 16)
@@ -62,7 +60,8 @@ def test_latent_attention_reads_its_latents_and_weights_of_eight_bits_a_byte_eac
     longer = roofline.target_work(target, batch=1, rows=1, context=9)
     assert longer.size_bytes - plain.size_bytes == 4 * 3 * (20 + 8) * 9
     assert longer.flops - plain.flops == 2 * 3 * 4 * (2 * 20 + 8) * 9
-    narrow = make_target_in_eight_bits()
+    narrow = Qwen3(make_target().arch, dtype=jnp.float32, sharding=make_sharding())
+    quantization.quantize(narrow, "int8")
     kernels = sum(one.kernel.get_value().size for _, one in quantization.projections(narrow))
     scales = sum(one.kernel_scale.get_value().size for _, one in quantization.projections(narrow))
     wide, found = (
@@ -70,12 +69,6 @@ def test_latent_attention_reads_its_latents_and_weights_of_eight_bits_a_byte_eac
     )
     assert wide.size_bytes - found.size_bytes == 3 * kernels - 4 * scales
     assert wide.flops == found.flops
-
-
-def make_target_in_eight_bits():
-    target = Qwen3(make_target().arch, dtype=jnp.float32, sharding=make_sharding())
-    quantization.quantize(target, "int8")
-    return target
 
 
 @pytest.mark.parametrize(("block_size", "tree"), [(8, False), (4, True)])

@@ -1,8 +1,8 @@
 """Acceptance by category, against figures worked out by hand."""
 
 import pytest
+from support.made_samples import completion
 
-from dflash.inference.request import RequestOutput
 from dflash.measure import speed_bench
 from dflash.measure.samples import Sample, TaskRound
 from dflash.measure.workload import Item
@@ -16,25 +16,10 @@ ITEMS = (
 )
 
 
-def done(id: int, lengths: tuple[int, ...]) -> RequestOutput:
-    return RequestOutput(
-        id=id,
-        output_ids=(7,) * (1 + sum(lengths)),
-        finish_reason="length",
-        acceptance_lengths=lengths,
-        block_sizes=(4,) * len(lengths),
-        prefill_ms=500.0,
-        decode_ms=1e3,
-        decode_clock_s=0.0,
-        finished_at=11.5,
-    )
-
-
-SAMPLES = (
-    Sample("set", "dflash", 0, (done(0, (4, 2)),), (0,)),
-    Sample("set", "dflash", 0, (done(1, (3,)),), (0,)),
-    Sample("set", "dflash", 0, (done(2, (1, 1)),), (2,)),
-    Sample("set", "dflash", 0, (done(3, (4,)),), (3,)),
+LENGTHS, CONVERSATIONS = ((4, 2), (3,), (1, 1), (4,)), (0, 0, 2, 3)
+SAMPLES = tuple(
+    Sample("set", "dflash", 0, (completion(id, lengths, cycle_ms=1.0),), (CONVERSATIONS[id],))
+    for id, lengths in enumerate(LENGTHS)
 )
 
 

@@ -14,9 +14,8 @@ from dflash.measure import published, workload
 from dflash.text.prompts import Prompt
 
 ARCH = types.SimpleNamespace(vocab_size=50)
-JOB = types.SimpleNamespace(
-    target=types.SimpleNamespace(arch=ARCH), check_length=lambda prompt: None
-)
+TARGET = types.SimpleNamespace(arch=ARCH)
+JOB = types.SimpleNamespace(target=TARGET, check_length=lambda prompt: None)
 
 
 def read(**options) -> workload.Workload:
@@ -61,10 +60,7 @@ def test_a_prompt_is_as_long_as_recorded_and_ends_with_its_recording(tmp_path):
         ([{}], "prompt 0: expected an object with acceptance_lengths"),
         ([{"acceptance_lengths": 3}], "prompt 0: acceptance_lengths: expected a list, not 3"),
         ([{"acceptance_lengths": []}], "prompt 0: empty acceptance_lengths"),
-        (
-            [{"acceptance_lengths": [1, "2"]}],
-            r'acceptance_lengths\[1\]: expected an integer, not "2"',
-        ),
+        ([{"acceptance_lengths": [1, "2"]}], r'lengths\[1\]: expected an integer, not "2"'),
         ([{"acceptance_lengths": [math.nan]}], r"acceptance_lengths\[0\]: .* not NaN"),
         ([{"acceptance_lengths": [1, 0]}], "acceptance_lengths: expected at least 1, got 0"),
         ([{"acceptance_lengths": [1], "prompt_tokens": 0}], "prompt_tokens: expected at least 1"),

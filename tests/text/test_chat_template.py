@@ -31,19 +31,16 @@ def test_template_file_goes_before_the_config(tmp_path):
 @pytest.mark.parametrize("tool_use", ["tools", None])
 def test_templates_in_files_replace_those_of_the_config(tmp_path, default, tool_use):
     train_byte_level(tmp_path)
-    named = [
-        {"name": "tool_use", "template": "config, tools"},
-        {"name": "default", "template": "config"},
-    ]
+    named = [{"name": "tool_use", "template": "config, tools"}]
+    named.append({"name": "default", "template": "config"})
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
     (tmp_path / "additional_chat_templates").mkdir()
     if default:
         (tmp_path / "chat_template.jinja").write_text(default)
     if tool_use:
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
-    reference = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(
-        tmp_path
-    )
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     template = chat_template.ChatTemplate(tmp_path, {}, DATE)
     for tools in [None, [{"type": "function", "function": {"name": "f"}}]]:
         if default or not tool_use:
@@ -147,6 +144,13 @@ def test_lists_of_special_tokens_are_joined(tmp_path):
     assert chat_template.named_tokens(tmp_path) == {"extra_special_tokens": ["<a>", "<b>"]}
 
 
+def with_template(directory, template: str):
+    """Returns a tokenizer that has this chat template."""
+    train_byte_level(directory)
+    (directory / "chat_template.jinja").write_text(template)
+    return load_tokenizer(directory)
+
+
 def routes(messages, tokenizer):
     """Renders a conversation that ends with an answer as each route to a template does."""
     body = validation.parse(bodies.ChatBody, {"messages": messages})
@@ -181,50 +185,47 @@ REASONING = "{% if m.NAME is defined %}[{{ m.NAME }}]{% endif %}{{ m.content }}"
 def test_calls_have_the_form_that_the_template_renders(
     tmp_path, template, expected, arguments, content
 ):
-    train_byte_level(tmp_path)
     loop = "{% for m in messages if m.role == 'assistant' %}" + template + "{% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(loop)
+    tokenizer = with_template(tmp_path, loop)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     answer = {"role": "assistant", "tool_calls": [call]}
     answer |= {} if content == "absent" else {"content": content}
     messages = [{"role": "user", "content": "a"}, answer]
-    assert [*routes(messages, load_tokenizer(tmp_path))] == [expected] * 4
+    assert [*routes(messages, tokenizer)] == [expected] * 4
 
 
 @pytest.mark.parametrize("name", jsonl.REASONING_FIELDS)
 @pytest.mark.parametrize("read", jsonl.REASONING_FIELDS)
 @pytest.mark.parametrize("content", [None, "b"])
 def test_reasoning_has_the_name_that_the_template_reads(tmp_path, name, read, content):
-    train_byte_level(tmp_path)
     loop = "{% for m in messages %}" + REASONING.replace("NAME", read) + "{% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(loop)
     messages = [USER, {"role": "assistant", "content": content, name: "why"}]
-    assert [*routes(messages, load_tokenizer(tmp_path))] == [f"a[why]{content or ''}"] * 4
+    rendered = [*routes(messages, with_template(tmp_path, loop))]
+    assert rendered == [f"a[why]{content or ''}"] * 4
 
 
 def test_reasoning_is_a_part_of_the_content_where_the_template_reads_it_there(tmp_path):
     """As those of Mistral's do."""
-    train_byte_level(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
+    tokenizer = with_template(
+        tmp_path,
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{% if part.type == 'thinking' %}[{{ part.thinking }}]"
-        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}",
     )
     answers = ({"role": "assistant", "content": text, "reasoning": "why"} for text in ("b", None))
-    texts = [[*routes([USER, answer], load_tokenizer(tmp_path))] for answer in answers]
+    texts = [[*routes([USER, answer], tokenizer)] for answer in answers]
     assert texts == [["a[why]b"] * 4, ["a[why]"] * 4]
 
 
 def test_reasoning_gives_way_to_a_text_where_the_template_takes_one_of_them(tmp_path):
     """As that of gpt-oss does beside calls; it renders both of a last answer without calls."""
-    train_byte_level(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
+    tokenizer = with_template(
+        tmp_path,
         "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
         "{{ raise_exception('both') }}{% endif %}{{ m.thinking }}{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
-        "{% endfor %}"
+        "{% endfor %}",
     )
-    tokenizer = load_tokenizer(tmp_path)
     call = {"type": "function", "function": {"name": "f"}}
     answer = {"role": "assistant", "content": "b", "reasoning_content": "why"}
     texts = [
@@ -236,14 +237,13 @@ def test_reasoning_gives_way_to_a_text_where_the_template_takes_one_of_them(tmp_
 
 def test_ids_are_short_where_the_template_demands_it(tmp_path):
     """As those of Mistral's do, up to tokenizer v11."""
-    train_byte_level(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
+    tokenizer = with_template(
+        tmp_path,
         "{% macro id(x) %}{{ x if x | length == 9 else raise_exception('nine') }}{% endmacro %}"
         "{% for m in messages %}{% for c in m.tool_calls or [] %}[{{ id(c.id) }}"
         "{{ c.function.arguments | tojson }}]{% endfor %}"
-        "{% if m.role == 'tool' %}({{ id(m.tool_call_id) }}){% endif %}{% endfor %}"
+        "{% if m.role == 'tool' %}({{ id(m.tool_call_id) }}){% endif %}{% endfor %}",
     )
-    tokenizer = load_tokenizer(tmp_path)
     for id, short in (("call_0123456789", "ab14600fc"), ("a1B2c3D4e", "a1B2c3D4e")):
         call = {"id": id, "type": "function", "function": {"name": "f"}}
         answer = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -254,17 +254,16 @@ def test_ids_are_short_where_the_template_demands_it(tmp_path):
 
 def test_results_are_inside_of_answers_where_the_template_reads_them_there(tmp_path):
     """As Gemma 4's first one does; a later one reads either form."""
-    train_byte_level(tmp_path)
-    inside = (
+    tokenizer = with_template(
+        tmp_path,
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.arguments | tojson }}{% endfor %}{% for r in m.tool_responses or [] %}"
-        "[{{ r.name }}={{ r.response }}]{% endfor %};{% endfor %}"
+        "[{{ r.name }}={{ r.response }}]{% endfor %};{% endfor %}",
     )
-    (tmp_path / "chat_template.jinja").write_text(inside)
     calls = [{"id": id, "type": "function", "function": {"name": id}} for id in ("f", "g")]
     answer = {"role": "assistant", "content": None, "tool_calls": calls}
     results = [{"role": "tool", "tool_call_id": id, "content": id * 2} for id in ("g", "f")]
-    rendered = load_tokenizer(tmp_path).render_chat([USER, answer, *results, USER])
+    rendered = tokenizer.render_chat([USER, answer, *results, USER])
     assert rendered == "user:a;assistant:{}{}[g=gg][f=ff];user:a;"
 
 
@@ -274,14 +273,13 @@ def test_results_are_inside_of_answers_where_the_template_reads_them_there(tmp_p
 )
 def test_developers_are_systems_where_the_template_does_not_know_them(tmp_path, known, rendered):
     """As those of Qwen3.5 and DeepSeek do not."""
-    train_byte_level(tmp_path)
     for other in ("{{ raise_exception('role') }}", ""):
-        (tmp_path / "chat_template.jinja").write_text(
+        template = (
             f"{{% for m in messages %}}{{% if m.role in [{known}] %}}{{{{ m.role }}}}:"
             f"{{{{ m.content }}}};{{% else %}}{other}{{% endif %}}{{% endfor %}}"
         )
         messages = [{"role": "developer", "content": "b"}, USER]
-        assert load_tokenizer(tmp_path).render_chat(messages) == rendered
+        assert with_template(tmp_path, template).render_chat(messages) == rendered
 
 
 @pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])

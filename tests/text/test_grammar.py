@@ -40,18 +40,14 @@ def names(ids) -> set:
 
 def test_rows_of_a_chain():
     matcher = grammar.of_source("regex", "(ab)+", VOCABULARY).matcher()
-    assert filled(matcher, [A, B, AB]) == [
-        {"a", "ab"},
-        {"b", "ba"},
-        {"a", "ab", END},
-        {"a", "ab", END},
-    ]
+    begin, middle, ends = {"a", "ab"}, {"b", "ba"}, {"a", "ab", END}
+    assert filled(matcher, [A, B, AB]) == [begin, middle, ends, ends]
     # Past a draft that the grammar does not allow, rows do not matter.
-    assert filled(matcher, [A, A, AB]) == [{"a", "ab"}, {"b", "ba"}, {"?"}, {"?"}]
-    assert filled(matcher, [END, A]) == [{"a", "ab"}, {"?"}, {"?"}]
-    assert filled(matcher) == [{"a", "ab"}], "filling leaves the matcher where it was"
+    assert filled(matcher, [A, A, AB]) == [begin, middle, {"?"}, {"?"}]
+    assert filled(matcher, [END, A]) == [begin, {"?"}, {"?"}]
+    assert filled(matcher) == [begin], "filling leaves the matcher where it was"
     matcher.advance([AB, A])
-    assert filled(matcher, [BA]) == [{"b", "ba"}, {"b", "ba"}]
+    assert filled(matcher, [BA]) == [middle, middle]
     assert not matcher.may_end
     matcher.advance([B])
     assert matcher.may_end
@@ -60,11 +56,8 @@ def test_rows_of_a_chain():
 def test_objects_of_many_optional_properties():
     """Four states per property: 900 exceed the limit of grammars, but not that of schemas."""
     names = ["".join("ab"[i >> k & 1] for k in range(10)) for i in range(900)]
-    schema = {
-        "type": "object",
-        "properties": {name: {"const": 0} for name in names},
-        "additionalProperties": False,
-    }
+    schema = {"properties": {name: {"const": 0} for name in names}, "type": "object"}
+    schema["additionalProperties"] = False
     matcher = grammar.of_source("json_schema", schema, VOCABULARY).matcher(timed=False)
     first, second = names[3], names[800]
     text = f'{{"{first}":0,"{second}":0}}'
@@ -133,12 +126,8 @@ def test_a_draft_that_is_too_much_does_no_harm():
 
 
 def test_json():
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
     for given in (schema, json.dumps(schema)):
         matcher = grammar.of_source("json_schema", given, VOCABULARY).matcher()
         matcher.advance([TEXTS.index(one) for one in ('{"', "a", '":', "-")])
@@ -168,17 +157,14 @@ def test_json():
         ("json_schema", {"$ref": "http://x.org/y"}, "json_schema: Resource"),
         ("json_schema", {"enum": []}, "json_schema: Unsatisfiable schema"),
         ("json_schema", {"uniqueItems": True, "type": "array"}, 'keys: ["uniqueItems"]'),
-        (
-            "json_schema",
-            {"uniqueItems": True, "type": "array", "x-guidance": {"lenient": True}},
-            'keys: ["uniqueItems"]',
-        ),
+        ("json_schema", {"uniqueItems": True, "type": "array", "x-guidance": {"lenient": True}},
+         'keys: ["uniqueItems"]'),
         ("json_schema", {"a": {1, 2}}, "json_schema: Object of type set is not JSON"),
         ("lark", "start: nothing", "lark: "),
         ("lark", "", "lark: "),
         ("regex", "x", "no token of the target can begin what it matches"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_used_is_refused_in_one_line(kind, source, message):
     assert message in failure(grammar.of_source, kind, source, VOCABULARY)
 

@@ -5,6 +5,7 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import Terminal
 
 from dflash import errors
 from dflash.config import schema
@@ -26,11 +27,6 @@ class BytesTokenizer:
 
     def encode_chat(self, messages):
         return [t for m in messages for t in [256, *self.encode(m["role"][0] + m["content"])]]
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def read(config=None, *, tokenizer=BytesTokenizer, vocab_size=VOCAB_SIZE, stdin="", **keys):
@@ -148,9 +144,8 @@ def test_calls_without_content_are_messages_of_a_prompt(jsonl):
 
     result = {"role": "tool", "content": "r"}
     for call in CALL, {key: CALL[key] for key in ("role", "tool_calls")}:
-        (prompt,) = read(
-            tokenizer=Tokenizer, file=jsonl({"messages": [USER, call, result, ANSWER]})
-        )
+        file = jsonl({"messages": [USER, call, result, ANSWER]})
+        (prompt,) = read(tokenizer=Tokenizer, file=file)
         assert prompt.ids == (0, 1, 0)
 
 
@@ -167,19 +162,11 @@ def test_special_tokens_in_text_are_read_where_asked_for(jsonl):
 
 def test_file_of_every_kind(jsonl):
     messages = [{"role": "system", "content": ""}, {"role": "user", "content": "hé"}]
-    found = read(
-        file=jsonl(
-            {"prompt": "ab", "id": "gsm8k/7", "answer": 3},
-            b"",
-            b'\t{"prompt_ids": [5, 0, 299]}\r',
-            {"messages": messages},
-        )
-    )
-    assert [p.ids for p in found] == [
-        (97, 98),
-        (5, 0, 299),
-        (256, ord("s"), 256, ord("u"), *"hé".encode()),
-    ]
+    ids = b'\t{"prompt_ids": [5, 0, 299]}\r'
+    text = {"prompt": "ab", "id": "gsm8k/7", "answer": 3}
+    found = read(file=jsonl(text, b"", ids, {"messages": messages}))
+    chat = (256, ord("s"), 256, ord("u"), *"hé".encode())
+    assert [p.ids for p in found] == [(97, 98), (5, 0, 299), chat]
     assert [p.index for p in found] == [0, 1, 2]
     assert [p.source for p in found] == [f"prompts.jsonl:{line}" for line in (1, 3, 4)]
     assert [p.text for p in found] == ["ab", None, None]
@@ -197,11 +184,8 @@ def test_byte_order_mark_and_line_separators_inside_text(jsonl):
 
 def test_stdin_is_one_prompt_a_line():
     found = read(stdin="one\n\n two \nthree")
-    assert [(p.text, p.source) for p in found] == [
-        ("one", "stdin:1"),
-        (" two ", "stdin:3"),
-        ("three", "stdin:4"),
-    ]
+    shown = [(p.text, p.source) for p in found]
+    assert shown == [("one", "stdin:1"), (" two ", "stdin:3"), ("three", "stdin:4")]
 
 
 def test_stdin_of_bytes_names_the_undecodable_line():
@@ -256,28 +240,17 @@ TEXTS = "not supported, only texts; remove the field"
         ({"messages": [{"content": "a"}]}, "messages[0]: no role"),
         ({"messages": [{"role": "user", "content": "a" * 99}, {"role": 1, "content": ""}]},
          "messages[1].role: expected a string, not 1"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": ["x" * 99]}]}]},
-            'messages[0].content: expected a string, not [{"type": "text", "text": ["'
-            + "x" * 32
-            + "…",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ["x" * 99]}]}]},
+         'messages[0].content: expected a string, not [{"type": "text", "text": ["' + "x" * 32
+         + "…"),
         ({"messages": [USER, ANSWER | {"thinking": 1}, USER]},
          "messages[1].reasoning_content: expected a string, not 1"),
         ({"messages": [USER, ANSWER | {"tool_calls": ["f"]}, USER]},
          'messages[1].tool_calls: expected a list of objects, not ["f"]'),
         ({"messages": [USER, ANSWER | {"tool_calls": [{"function": "f"}]}, USER]},
          'messages[1].tool_calls[0].function: expected an object, not "f"'),
-        (
-            {
-                "messages": [
-                    USER,
-                    ANSWER | {"tool_calls": [{"function": {"arguments": "[]"}}]},
-                    USER,
-                ]
-            },
-            "messages[1].tool_calls[0].function.arguments: expected a JSON object, not []",
-        ),
+        ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {"arguments": "[]"}}]}, USER]},
+         "messages[1].tool_calls[0].function.arguments: expected a JSON object, not []"),
         ({"prompt": "a", "images": ["x.png"]}, f"images: {TEXTS}"),
         ({"messages": [USER | {"images": ["x"]}]}, f"messages[0].images: {TEXTS}"),
         ({"messages": [USER | {"content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
@@ -388,9 +361,8 @@ def test_nothing_to_read(jsonl, tmp_path):
     assert failure(file=jsonl()) == "prompts.jsonl: no prompts found"
     assert failure(file=jsonl(b"", b"  ")) == "prompts.jsonl: no prompts found"
     assert failure(stdin="") == "stdin: no prompts found"
-    assert failure(file="absent.jsonl") == (
-        "absent.jsonl: cannot be read: No such file or directory"
-    )
+    message = "absent.jsonl: cannot be read: No such file or directory"
+    assert failure(file="absent.jsonl") == message
     assert failure(file=str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
 
 

@@ -175,10 +175,8 @@ def test_pieces_of_a_rendered_chat_read_as_the_whole(tokenizer, text):
     rendered = tokenizer.render_chat(ask(text))
     whole = tokenizer.decode(tokenizer.encode_rendered(rendered))
     for cut in (rendered.index("o"), len(rendered) - 3):
-        pieces = [
-            *tokenizer.encode_rendered(rendered[:cut]),
-            *tokenizer.encode_rendered(rendered[cut:], beginning=False),
-        ]
+        pieces = tokenizer.encode_rendered(rendered[:cut])
+        pieces += tokenizer.encode_rendered(rendered[cut:], beginning=False)
         assert tokenizer.decode(pieces) == whole
 
 
@@ -213,12 +211,8 @@ def test_no_space_is_put_before_a_piece_that_follows_another(tmp_path, train):
 def test_tokens_that_take_spaces_along(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
     trained = train_byte_level(tmp_path)
-    trained.add_special_tokens(
-        [
-            tokenizers.AddedToken("<|end|>", rstrip=True),
-            tokenizers.AddedToken("<mask>", lstrip=True),
-        ]
-    )
+    end = tokenizers.AddedToken("<|end|>", rstrip=True)
+    trained.add_special_tokens([end, tokenizers.AddedToken("<mask>", lstrip=True)])
     trained.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     text = "a <|end|>  b  <mask> c"
@@ -238,13 +232,11 @@ def test_sentencepiece_that_drops_spaces_keeps_one_after_a_special_token(tmp_pat
 NAMED_ELSEWHERE = {
     "new": {"additional_special_tokens": ["<tool>", "<end>"]},
     "of the vocabulary": {"eos_token": "the"},
-    "with ids": {
-        "added_tokens_decoder": {
-            "9": {"content": "<late>", "special": True},
-            "8": {"content": "<early>", "special": False, "normalized": False},
-        }
-    },
-}
+    "with ids": {"added_tokens_decoder": {
+        "9": {"content": "<late>", "special": True},
+        "8": {"content": "<early>", "special": False, "normalized": False},
+    }},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", NAMED_ELSEWHERE)
@@ -286,9 +278,8 @@ def test_every_text_of_a_message_is_marked(tmp_path):
 def test_two_texts_do_not_spell_a_token_together(tmp_path):
     """A template may put messages side by side."""
     train_byte_level(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(tmp_path)
     for cut in range(1, len("<|im_end|>")):
         messages = [*ask("Hi<|im_end|>"[: 2 + cut]), *ask("<|im_end|>"[cut:])]

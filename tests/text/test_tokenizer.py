@@ -259,22 +259,10 @@ def test_no_tokenizer(tmp_path):
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
         ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "x"}),
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "X", "type_id": 0}}],
-                "pair": [],
-                "special_tokens": {},
-            },
-        ),
-        (
-            "model",
-            {
-                "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-                "max_input_chars_per_word": 100, "vocab": {"a": 0},
-            },
-        ),
+        ("post_processor", {"type": "TemplateProcessing", "pair": [], "special_tokens": {},
+                            "single": [{"SpecialToken": {"id": "X", "type_id": 0}}]}),
+        ("model", {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                   "max_input_chars_per_word": 100, "vocab": {"a": 0}}),
     ],
     ids=["charsmap", "replace", "length", "template", "unknown"],
 )  # fmt: skip
@@ -314,11 +302,8 @@ def test_tokenizer_files_that_no_parser_takes(tmp_path, content):
 def test_ids_equal_those_of_transformers(tmp_path):
     _, transformers = import_transformers()
     train_byte_level(tmp_path, bos="<s>")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "chat_template": "{{ bos_token }}" + QWEN_TEMPLATE,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    config["chat_template"] = "{{ bos_token }}" + QWEN_TEMPLATE
     write_json(tmp_path / "tokenizer_config.json", config)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = load_tokenizer(tmp_path)

@@ -1,4 +1,3 @@
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -54,12 +53,7 @@ def test_each_reading_changes_one_field():
     masks = [one.mask_token_id for (field, _), one in found.items() if field == "mask_token_id"]
     assert masks == [3, 7]
     for one in found.values():
-        changed = [
-            field.name
-            for field in dataclasses.fields(shape)
-            if getattr(shape, field.name) != getattr(one, field.name)
-        ]
-        assert len(changed) == 1
+        assert sum(value != getattr(one, name) for name, value in vars(shape).items()) == 1
 
 
 def test_a_reading_that_is_the_files_own_is_left_out():

@@ -13,18 +13,10 @@ from dflash.text.chat_formats.reader import OutputPart, Parser, merged
 from dflash.text.chat_formats.rules import AnswerRules, Tool
 from dflash.text.chat_formats.table import FORMATS, PLAIN, ChatFormat, format_of
 
-WEATHER = Tool(
-    "get_weather",
-    {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "days": {"type": "integer"},
-            "unit": {"enum": ["c", "f"]},
-        },
-        "required": ["city"],
-    },
-)
+PROPERTIES = {
+    "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["c", "f"]},
+}  # fmt: skip
+WEATHER = Tool("get_weather", {"type": "object", "properties": PROPERTIES, "required": ["city"]})
 ARGUMENTS = {"city": 'The "old" town\n', "days": 3, "unit": "c"}
 WRITTEN = json.dumps(ARGUMENTS)
 RULES = AnswerRules(tools=(WEATHER,))
@@ -82,6 +74,13 @@ def parse(parser: Parser, text: str, size: int) -> list[OutputPart]:
     return joined
 
 
+def cut_in_three(parser: Parser, text: str, cuts: tuple[int, int]) -> list[OutputPart]:
+    """Returns the parts of a text that arrives in three pieces."""
+    pieces = [text[start:end] for start, end in itertools.pairwise((0, *cuts, None))]
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    return [*parts, *parser.push("", final=True)]
+
+
 def content(parts, kind: str) -> str:
     return "".join(part.text for part in parts if part.kind == kind)
 
@@ -105,10 +104,8 @@ def test_every_way_to_cut_an_output_in_three_gives_the_same_parts(name):
     chat_format, output = ChatFormat(FORMATS[name]), SHORT_OUTPUTS[name]
     expected = parse(chat_format.parser(RULES), output, len(output))
     for cuts in itertools.combinations_with_replacement(range(len(output) + 1), 2):
-        parser = chat_format.parser(RULES)
-        pieces = [output[start:end] for start, end in itertools.pairwise((0, *cuts, None))]
-        parts = [part for piece in pieces for part in parser.push(piece)]
-        assert merged([*parts, *parser.push("", final=True)]) == tuple(expected)
+        parts = cut_in_three(chat_format.parser(RULES), output, cuts)
+        assert merged(parts) == tuple(expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -154,10 +151,7 @@ def test_no_text_of_a_malformed_harmony_answer_is_lost(output, reasoning, answer
     """Without tools there is no call; the parts do not depend on how the output is cut."""
     harmony = ChatFormat(FORMATS["harmony"])
     for cuts in itertools.combinations_with_replacement(range(0, len(output) + 1, 3), 2):
-        parser = harmony.parser(AnswerRules())
-        pieces = [output[start:end] for start, end in itertools.pairwise((0, *cuts, None))]
-        parts = [part for piece in pieces for part in parser.push(piece)]
-        parts += parser.push("", final=True)
+        parts = cut_in_three(harmony.parser(AnswerRules()), output, cuts)
         assert (content(parts, "reasoning"), content(parts, "content")) == (reasoning, answer)
         assert {part.kind for part in parts} <= {"reasoning", "content"}
 
@@ -193,12 +187,9 @@ def test_reasoning(thinking, output, reasoning, answer, size):
 @pytest.mark.parametrize("size", [1, 4, 100])
 @pytest.mark.parametrize(
     ("opening", "end"),
-    [
-        ("<|channel>thought\n", "<channel|>"),
-        ("[THINK]", "[/THINK]"),
-        ("<seed:think>", "</seed:think>"),
-    ],
-)
+    [("<|channel>thought\n", "<channel|>"), ("[THINK]", "[/THINK]"),
+     ("<seed:think>", "</seed:think>")],
+)  # fmt: skip
 def test_reasoning_of_other_families(opening, end, size):
     template = f"{{{{ '' if enable_thinking else {opening + end!r} }}}}"
     chat_format = format_of(template)
@@ -225,14 +216,12 @@ def test_the_format_is_found_by_the_template():
     llama31 = SHOWN + LLAMA3 + """{{ '"parameters": ' }}"""
     assert format_of(llama31) == ChatFormat(FORMATS["llama3_json"])
     assert format_of(f"{SHOWN}<|tool_calls_section_begin|>") == ChatFormat(FORMATS["kimi_k2"])
-    mistral = [
-        "[TOOL_CALLS] [",
-        "[TOOL_CALLS][ [TOOL_CONTENT]",
-        "[TOOL_CALLS][CALL_ID][ARGS] [TOOL_CONTENT]",
-        "[TOOL_CALLS][ARGS][THINK][/THINK]",
-    ]
-    names = [format_of(f"{SHOWN}{text}").name for text in mistral]
-    assert names == ["mistral_v3", "mistral_v7", "mistral_v11", "mistral_v13"]
+    mistral = {
+        "mistral_v3": "[TOOL_CALLS] [", "mistral_v7": "[TOOL_CALLS][ [TOOL_CONTENT]",
+        "mistral_v11": "[TOOL_CALLS][CALL_ID][ARGS] [TOOL_CONTENT]",
+        "mistral_v13": "[TOOL_CALLS][ARGS][THINK][/THINK]",
+    }  # fmt: skip
+    assert [format_of(f"{SHOWN}{text}").name for text in mistral.values()] == list(mistral)
     sections = [f"{SHOWN}<｜tool▁calls▁begin｜>{text}" for text in ("", "```json")]
     assert [format_of(text).name for text in sections] == ["deepseek_v31", "deepseek_v3"]
     harmony = f"{SHOWN}<|channel|>analysis<|message|></think>"
@@ -284,6 +273,7 @@ def reference(name: str) -> dict[str, str]:
     return {"$ref": f"#/$defs/{name}"}
 
 
+PETS = [reference("Cat"), reference("Dog")]
 JOINED = {
     "reference": reference("Base"),
     "reference and properties": reference("Base") | NAMED,
@@ -292,11 +282,8 @@ JOINED = {
     "all of unions": {"allOf": [{"anyOf": [BASE, NAMED]}, reference("Base")]},
     "any": {"anyOf": [reference("Base"), reference("Named")]},
     "any and properties": {"anyOf": [{"required": ["x"]}, {"required": ["z"]}]} | BASE,
-    "one": {
-        "oneOf": [reference("Cat"), reference("Dog")],
-        "discriminator": {"propertyName": "kind"},
-    },
-    "one and properties": {"oneOf": [reference("Cat"), reference("Dog")]} | BASE,
+    "one": {"oneOf": PETS, "discriminator": {"propertyName": "kind"}},
+    "one and properties": {"oneOf": PETS} | BASE,
     "closed": {"allOf": [reference("Base"), NAMED], "unevaluatedProperties": False},
     "recursive": reference("Linked"),
     "refined": {"allOf": [reference("Base"), {"properties": {"x": {"minimum": 5}}}]},
