@@ -26,11 +26,8 @@ def server(tmp_path_factory):
 def test_a_request_names_its_adapter(server):
     running, directories = server
     cards = running.get("/v1/models")[1]["data"]
-    assert [(card["id"], card["parent"]) for card in cards] == [
-        ("tiny", None),
-        ("a", "tiny"),
-        ("b", "tiny"),
-    ]
+    names = [(card["id"], card["parent"]) for card in cards]
+    assert names == [("tiny", None), ("a", "tiny"), ("b", "tiny")]
     assert running.get("/v1/models/b")[1]["root"] == str(directories["b"])
     body = {"prompt": PROMPT, "max_tokens": 20}
     texts = {}
@@ -51,8 +48,5 @@ def test_a_request_names_its_adapter(server):
     text = running.get("/metrics")[1].decode()
     assert 'dflash:adapter_cycles_total{adapter="b",' in text
     status, answer = running.post("/v1/completions", body | {"model": "c"})
-    message = answer["error"]["message"]
-    assert (status, message) == (
-        404,
-        "model: \"c\" is not served here; this server has 'tiny', 'a', 'b'",
-    )
+    message = "model: \"c\" is not served here; this server has 'tiny', 'a', 'b'"
+    assert (status, answer["error"]["message"]) == (404, message)

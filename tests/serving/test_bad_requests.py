@@ -82,15 +82,9 @@ WRONG = [
     (CHAT, {"messages": [USER], "tools": [TOOL], "tool_choice": {}}, "tool_choice"),
     (CHAT, {"messages": [USER], "tools": [TOOL, TOOL]}, "tools"),
     (CHAT, {"messages": [USER], "tools": [TOOL], "show_drafts": True}, "show_drafts"),
-    (
-        CHAT,
-        {
-            "messages": [USER],
-            "stop_token_ids": [0],
-            "tools": [TOOL, {"function": {"name": "g", "parameters": {"anyOf": 5}}}],
-        },
-        "tools[1].function.parameters",
-    ),
+    (CHAT, {"messages": [USER], "stop_token_ids": [0],
+            "tools": [TOOL, {"function": {"name": "g", "parameters": {"anyOf": 5}}}]},
+     "tools[1].function.parameters"),
     (CHAT, {"messages": [USER], "reasoning_effort": "low"}, "reasoning_effort"),
     (CHAT, {"messages": [USER], "max_thinking_tokens": 5}, "max_thinking_tokens"),
     (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
@@ -222,11 +216,10 @@ def test_malformed_http_is_rejected(server, content, status):
     assert status in raw(server, content)[:20]
 
 
+NAMES = st.text(max_size=8)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
+    lambda some: st.lists(some, max_size=3) | st.dictionaries(NAMES, some, max_size=3),
     max_leaves=6,
 )
 FIELDS = (

@@ -4,20 +4,12 @@ import json
 import pathlib
 
 import pytest
+from support import spoiled
 
 RECORDED = json.loads(pathlib.Path(__file__).with_name("requests.json").read_text())
 TOOL = {
     "type": "function",
-    "function": {
-        "name": "f",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"enum": [1, 2]}},
-            "required": ["x"],
-            "additionalProperties": False,
-        },
-        "strict": True,
-    },
+    "function": {"name": "f", "parameters": spoiled.PARAMETERS, "strict": True},
 }
 OPTIONS = {
     "model": "tiny",
@@ -38,9 +30,8 @@ def openai():
 
 @pytest.fixture(scope="module")
 def client(server, openai):
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0
-    ) as openai_client:
+    options = {"base_url": f"{server.url}/v1", "api_key": "EMPTY", "max_retries": 0}
+    with openai.OpenAI(**options) as openai_client:
         yield openai_client
 
 

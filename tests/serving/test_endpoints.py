@@ -23,17 +23,8 @@ def test_information_endpoints(server):
     assert server.get("/v1/models/gpt-4")[0] == 404
     assert server.get("/get_model_info")[1]["is_generation"]
     assert server.get("/get_server_info")[1]["served_model_name"] == "tiny"
-    assert server.get("/nowhere") == (
-        404,
-        {
-            "error": {
-                "message": "GET /nowhere: Not Found",
-                "type": "not_found_error",
-                "param": None,
-                "code": None,
-            }
-        },
-    )
+    error = {"message": "GET /nowhere: Not Found", "type": "not_found_error"}
+    assert server.get("/nowhere") == (404, {"error": error | {"param": None, "code": None}})
     assert server.get(TEXT)[0] == 405
 
 
@@ -65,36 +56,26 @@ def test_output_is_that_of_plain_decoding(server, temperature, by):
     if by == "LLM":
         assert bytes(decoded(server.config, PROMPT, **parameters)).decode() == expected
     body = {"prompt": PROMPT, **parameters}
-    _, answer = server.post(TEXT, body)
-    assert answer["choices"][0]["text"] == expected
-    events = server.events(TEXT, body)
-    assert "".join(event["choices"][0]["text"] for event in events) == expected
+    assert server.text(body) == server.streamed(body) == expected
 
 
 def test_output_is_the_same_in_a_batch_of_32(server):
-    parameters = [
+    bodies = [
         {
-            "temperature": 0.8 if i % 2 else 0.0,
-            "max_tokens": 4 + i % 17,
-            "seed": i,
-            "top_k": 40 if i % 3 else 0,
+            "prompt": list(range(1 + i, 4 + 2 * i)), "max_tokens": 4 + i % 17, "seed": i,
+            "temperature": 0.8 if i % 2 else 0.0, "top_k": 40 if i % 3 else 0,
             "top_p": 0.9 if i % 5 else 1.0,
         }
         for i in range(33)
-    ]
-    prompts = [list(range(1 + i, 4 + 2 * i)) for i in range(33)]
+    ]  # fmt: skip
 
-    def ask(i):
-        if i % 3:
-            body = {"prompt": prompts[i], **parameters[i]}
-            return server.post(TEXT, body)[1]["choices"][0]["text"]
-        events = server.events(TEXT, {"prompt": prompts[i], **parameters[i]})
-        return "".join(event["choices"][0]["text"] for event in events)
+    def ask(body):
+        return server.text(body) if body["seed"] % 3 else server.streamed(body)
 
     with concurrent.futures.ThreadPoolExecutor(33) as pool:
-        texts = list(pool.map(ask, range(33)))
-    for i, text in enumerate(texts):
-        assert text == server.plain(prompts[i], **parameters[i]), i
+        texts = list(pool.map(ask, bodies))
+    for text, body in zip(texts, bodies, strict=True):
+        assert text == server.plain(**body), body["seed"]
 
 
 def test_choices_have_independent_noise(server):
@@ -111,7 +92,7 @@ def test_choices_have_independent_noise(server):
 
 def test_outputs_differ_without_a_seed(server):
     body = {"prompt": PROMPT, "temperature": 1.5, "max_tokens": 24}
-    texts = {server.post(TEXT, body)[1]["choices"][0]["text"] for _ in range(3)}
+    texts = {server.text(body) for _ in range(3)}
     assert len(texts) > 1
 
 
@@ -134,31 +115,29 @@ def test_stop_strings(server, stream):
     assert text == whole[:at]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
     assert usage["usage"]["completion_tokens"] == at + len(stop)
-    _, kept = server.post(TEXT, {**body, "include_stop_str_in_output": True})
-    assert kept["choices"][0]["text"] == whole[: at + len(stop)]
-    _, later = server.post(TEXT, {**body, "min_tokens": at + len(stop)})
-    assert later["choices"][0]["text"].startswith(whole[: at + len(stop)])
+    kept = server.text(body | {"include_stop_str_in_output": True})
+    assert kept == whole[: at + len(stop)]
+    assert server.text(body | {"min_tokens": at + len(stop)}).startswith(kept)
 
 
 def test_stop_tokens(server):
     parameters = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
     whole = server.plain(PROMPT, **parameters)
     token = ord(whole[9])
-    _, answer = server.post(TEXT, {"prompt": PROMPT, "stop_token_ids": [token], **parameters})
-    (choice,) = answer["choices"]
+    body = {"prompt": PROMPT, "stop_token_ids": [token], **parameters}
+    (choice,) = server.post(TEXT, body)[1]["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
     assert choice["text"] == whole[: whole.index(chr(token))]
-    fields = {"stop_token_ids": [token], "include_stop_str_in_output": True}
-    _, answer = server.post(TEXT, {"prompt": PROMPT, **fields, **parameters})
-    assert answer["choices"][0]["text"] == whole[: whole.index(chr(token)) + 1]
+    kept = server.text(body | {"include_stop_str_in_output": True})
+    assert kept == whole[: whole.index(chr(token)) + 1]
 
 
 def test_echo(server):
     body = {"prompt": PROMPT, "max_tokens": 4, "echo": True}
-    text = server.post(TEXT, body)[1]["choices"][0]["text"]
+    text = server.text(body)
     assert text.startswith(PROMPT)
     assert len(text) == len(PROMPT) + 4
-    assert "".join(e["choices"][0]["text"] for e in server.events(TEXT, body)) == text
+    assert server.streamed(body) == text
 
 
 def test_a_streamed_chat(server):
@@ -233,11 +212,8 @@ def test_sglang_generate(server):
 def test_tokenize_and_detokenize(server):
     body = {"model": "tiny", "prompt": "abc", "add_special_tokens": False}
     _, response = server.post("/tokenize", body)
-    assert (response["tokens"], response["count"], response["max_model_len"]) == (
-        [97, 98, 99],
-        3,
-        128,
-    )
+    assert response["tokens"] == [97, 98, 99]
+    assert (response["count"], response["max_model_len"]) == (3, 128)
     assert server.post("/detokenize", {"tokens": [97, 98, 99]}) == (200, {"prompt": "abc"})
     chat = {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}
     assert server.post("/tokenize", chat)[1]["token_strs"] == ["a", "\n"]
@@ -309,9 +285,8 @@ def test_logprobs(server):
     parts = [event["choices"][0]["logprobs"] for event in events]
     for key in logprobs:
         joined = [one for part in parts for one in part[key]]
-        assert joined == (
-            pytest.approx(logprobs[key]) if key == "token_logprobs" else logprobs[key]
-        )
+        expected = pytest.approx(logprobs[key]) if key == "token_logprobs" else logprobs[key]
+        assert joined == expected
 
 
 def test_logprobs_of_a_chat_and_of_sglang(server):
@@ -336,22 +311,13 @@ def test_logprobs_of_a_chat_and_of_sglang(server):
 
 def test_biases_and_penalties(server):
     body = {"prompt": PROMPT, "max_tokens": 12}
-    biased = {**body, "logit_bias": {str(ord("q")): 100}}
-    assert server.post(TEXT, biased)[1]["choices"][0]["text"] == "q" * 12
-    plain = server.post(TEXT, body)[1]["choices"][0]["text"]
-    for name, value in (
-        ("presence_penalty", 2.0),
-        ("frequency_penalty", 2.0),
-        ("repetition_penalty", 50.0),
-    ):
-        text = server.post(TEXT, {**body, name: value, "temperature": 0})[1]["choices"][0]["text"]
+    assert server.text(body | {"logit_bias": {str(ord("q")): 100}}) == "q" * 12
+    plain = server.text(body)
+    penalties = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 50.0}
+    for name, value in penalties.items():
+        text = server.text({**body, name: value, "temperature": 0})
         assert len(set(text)) > len(set(plain)), name
-        assert (
-            "".join(
-                event["choices"][0]["text"] for event in server.events(TEXT, {**body, name: value})
-            )
-            == text
-        )
+        assert server.streamed({**body, name: value}) == text
 
 
 def test_a_prefix_cache_hit_changes_no_output(server):
@@ -386,9 +352,7 @@ def test_outputs_match_their_constraint(server):
         assert person["age"] <= 9
         assert choice["finish_reason"] == "stop"
     pattern = "[ab]{3}-[0-9]{2}"
-    text = server.post(TEXT, {"prompt": "x", "guided_regex": pattern, **parameters})[1]["choices"][
-        0
-    ]["text"]
+    text = server.text({"prompt": "x", "guided_regex": pattern, **parameters})
     assert re.fullmatch(pattern, text.rstrip("\0"))
     sampling = {"regex": pattern, "stop_token_ids": [0], "max_new_tokens": 20}
     _, response = server.post("/generate", {"text": "x", "sampling_params": sampling})
@@ -427,18 +391,16 @@ def test_rules_of_tokens(server, temperature):
     """A drafted output is that of plain decoding under the same rules."""
     letters = [*map(ord, "abcdefgh")]
     body = {"prompt": PROMPT, "max_tokens": 24, "seed": 1, "temperature": temperature}
-    free = server.post(TEXT, body | {"allowed_token_ids": letters})[1]["choices"][0]["text"]
+    free = server.text(body | {"allowed_token_ids": letters})
     assert {*free} <= {*"abcdefgh"}
     word = free[5:7]
     body |= {"allowed_token_ids": letters, "bad_words": [word], "stop_token_ids": [0]}
-    status, answer = server.post(TEXT, body)
-    text = answer["choices"][0]["text"]
-    assert (status, len(text)) == (200, 24)
+    text = server.text(body)
+    assert len(text) == 24
     assert word not in text
     place = free.index(word)
     assert text[: place + 1] == free[: place + 1], "only the last token of a word is masked"
-    fields = {name: body[name] for name in body.keys() - {"prompt"}}
-    assert text == server.plain(PROMPT, **fields)
+    assert text == server.plain(**body)
 
 
 def test_ids_of_tokens(server):

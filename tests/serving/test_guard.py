@@ -20,12 +20,8 @@ async def _passed(scope, receive, send):
 def exchange(app, method="POST", path="/v1/completions", **headers):
     """Returns the status and the headers of an application's response to a request."""
     named = {"host": "localhost:8000"} | {k.replace("_", "-"): v for k, v in headers.items()}
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "headers": [(name.encode(), value.encode()) for name, value in named.items()],
-    }
+    encoded = [(name.encode(), value.encode()) for name, value in named.items()]
+    scope = {"type": "http", "method": method, "path": path, "headers": encoded}
     sent = []
 
     async def send(message):

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.parse
 
@@ -83,14 +82,11 @@ def test_a_full_queue_is_status_429(own):
 
 def test_a_small_request_passes_a_large_one(tmp_path):
     with served.serving(tmp_path, "decode.batch_size=1") as server:
-        large = []
-        ask = threading.Thread(target=lambda: large.append(server.post(TEXT, SLOW | {"n": 60})))
-        ask.start()
+        large = server.post_later(TEXT, SLOW | {"n": 60})
         wait_until(lambda: running(server) == 60, "large request under way")
         assert server.post(TEXT, {"prompt": "a", "max_tokens": 2})[0] == 200
-        assert not large, "58 of 60 outputs were behind the small request"
-        ask.join(300)
-        (status, answer) = large[0]
+        assert not large.done(), "58 of 60 outputs were behind the small request"
+        status, answer = large.result(300)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 60 * 120)
 
 
@@ -107,20 +103,13 @@ def test_a_port_in_use(own):
 def test_sigterm_lets_requests_finish(own):
     """Ends the module's server, so this test comes last."""
     server, header = key(own)
-    results = {}
-
-    def ask():
-        results["answer"] = server.post(TEXT, {**SLOW, "n": 3}, **header)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
+    asked = server.post_later(TEXT, {**SLOW, "n": 3}, **header)
     wait_until(lambda: running(own) == 3, "requests under way")
     own.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.get("/health")[0] == 503, "draining")
     refused = server.post(TEXT, {"prompt": "a"}, **header)
-    asking.join(300)
+    status, answer = asked.result(300)
     assert own.process.wait(300) == 0, own.log.read_text()
-    status, answer = results["answer"]
     assert (status, answer["usage"]["completion_tokens"]) == (200, 360)
     assert refused[0] == 503
 
@@ -148,19 +137,12 @@ def test_restart_after_kill_and_exit_after_engine_failure(tmp_path):
     crash.write_text(CRASH)
     with served.serving(tmp_path, f"--port={port}", program=(str(crash),)) as second:
         assert second.url.endswith(str(port))
-        answers = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(second.post(TEXT, SLOW)))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
+        others = [second.post_later(TEXT, SLOW) for _ in range(3)]
         wait_until(lambda: running(second) == 3, "requests under way")
         status, answer = second.post(TEXT, {"prompt": "crash!", "max_tokens": 8})
-        for thread in threads:
-            thread.join(300)
         assert (status, answer["error"]["code"]) == (500, "failed")
-        assert {status for status, _ in answers} <= {200, 500}
+        answered = [other.result()[0] for other in others if not other.exception(300)]
+        assert {*answered} <= {200, 500}
         assert second.process.wait(300) == 1
         assert "RuntimeError: the device is gone" in second.log.read_text()
 
@@ -190,17 +172,14 @@ def test_a_request_that_fails_ends_alone(tmp_path):
     program.write_text(DAMAGED)
     with served.serving(tmp_path, program=(str(program),)) as own:
         whole = own.post(TEXT, {**SLOW, "seed": 1})
-        other = []
-        thread = threading.Thread(target=lambda: other.append(own.post(TEXT, {**SLOW, "seed": 1})))
-        thread.start()
+        other = own.post_later(TEXT, {**SLOW, "seed": 1})
         status, answer = own.post(TEXT, {"prompt": "damaged: ~", "max_tokens": 8})
         assert (status, answer["error"]["code"]) == (500, "failed")
         assert answer["error"]["message"].startswith("the target's logits for token 1 of the")
         fields = {"guided_regex": "[a-z]{4}", "stop_token_ids": [10], "max_tokens": 8}
         status, answer = own.post(TEXT, {"prompt": "a", **fields})
         assert (status, answer["error"]["code"]) == (400, "failed")
-        thread.join(300)
-        assert other[0][1]["choices"] == whole[1]["choices"]
+        assert other.result(300)[1]["choices"] == whole[1]["choices"]
         assert own.get("/health")[0] == 200
         assert own.process.poll() is None
         log = own.log.read_text()
@@ -238,12 +217,9 @@ def test_signals_during_the_start(tmp_path):
     config = tmp_path / "serve.yml"
     config.write_text(served.CONFIG)
     command = [sys.executable, "-m", "dflash.serve", str(config), "--port=0"]
-    process = subprocess.Popen(
-        [*command, "--compilation_cache=off"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command += ["--compilation_cache=off"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes)
     try:
         process.stderr.readline()  # it reads weights
         time.sleep(0.5)
@@ -301,8 +277,7 @@ def test_new_weights_while_requests_run(tmp_path):
             assert (status, answer["error"]["param"]) == (400, "path")
             assert reason in answer["error"]["message"]
         assert ask() == after
-        running = threading.Thread(target=server.post, args=(TEXT, body | {"max_tokens": 150}))
-        running.start()
+        running = server.post_later(TEXT, body | {"max_tokens": 150})
         assert server.post("/update_weights", {"path": str(tmp_path / "old")})[0] == 200
-        running.join()
+        assert running.result(300)[0] == 200
         assert ask() == before

@@ -34,8 +34,6 @@ HEADERS = {"anthropic-version": "2023-06-01", "x-api-key": "EMPTY"}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "3"}
 
-SURROGATE = {"system": "Be kind.", "messages": [{"role": "user", "content": "\ud800"}]}
-
 
 def text(value, **fields):
     return {"type": "text", "text": value, **fields}
@@ -142,7 +140,8 @@ def test_errors_have_the_form_of_the_api(server):
         ("messages", {"messages": [{"role": "system", "content": ""}]}),
         ("messages", {"messages": [{"role": "assistant", "content": [USE]}]}),
         ("messages[0].role", {"messages": [{"content": "a"}]}),
-        ("messages[0].content[0].text", SURROGATE),
+        ("messages[0].content[0].text", {"system": "Be kind.",
+                                         "messages": [{"role": "user", "content": "\ud800"}]}),
         ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": ["any"]}}),
         ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "required"}}),
         ("tools[0].name", {"tools": [{"name": "a b"}]}),
@@ -151,15 +150,16 @@ def test_errors_have_the_form_of_the_api(server):
         ("output_config.format", {"output_config": {"format": [1]}}),
         ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_field_of_the_client(beginning, fields):
     with pytest.raises(RequestError, match=f"^{re.escape(beginning)}: "):
         dialects.read_messages(BODY | {"model": None} | fields, make_model())
 
 
-def chat(body, **fields):
-    fields = {"messages": [{"role": "user", "content": "q"}], **fields, **body}
-    return messages_api.chat_of(validation.parse(MessagesBody, fields), fields, make_model())
+def chat(body, model=None):
+    fields = {"messages": [{"role": "user", "content": "q"}], **body}
+    parsed = validation.parse(MessagesBody, fields)
+    return messages_api.chat_of(parsed, fields, model or make_model())
 
 
 def test_the_messages_of_a_conversation():
@@ -198,15 +198,10 @@ def test_a_system_text_is_kept_behind_its_billing_line():
 def test_fields_of_the_request():
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     tool = {"name": "f", "description": "d", "input_schema": schema, "cache_control": {}}
-    fields = chat(
-        {
-            "tools": [tool],
-            "tool_choice": {"type": "tool", "name": "f"},
-            "stop_sequences": ["a"],
-            "thinking": {"type": "enabled", "budget_tokens": 9},
-            "output_config": {"effort": "max", "format": {"type": "json_schema", "schema": {}}},
-        }
-    )
+    output = {"effort": "max", "format": {"type": "json_schema", "schema": {}}}
+    asked = {"tools": [tool], "tool_choice": {"type": "tool", "name": "f"}}
+    asked |= {"thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": output}
+    fields = chat(asked | {"stop_sequences": ["a"]})
     function = {"name": "f", "description": "d", "parameters": schema}
     assert fields["tools"] == [{"type": "function", "function": function}]
     assert fields["tool_choice"] == {"type": "function", "function": {"name": "f"}}
@@ -236,19 +231,16 @@ def test_thinking_of_a_model_that_has_the_choice(tmp_path, thinking, expected):
     (tmp_path / "chat_template.jinja").write_text(template)
     words = tokenizer_loading.load_tokenizer(tmp_path)
     model = make_model(tokenizer=words, chat_format=format_of(template))
-    body = {"messages": [{"role": "user", "content": "q"}], "thinking": thinking}
-    body |= {"output_config": {"effort": "max"}}
-    chat = messages_api.chat_of(validation.parse(MessagesBody, body), body, model)
+    body = {"thinking": thinking, "output_config": {"effort": "max"}}
+    fields = chat(body, model=model)
     names = {"enable_thinking", "reasoning_effort", "max_thinking_tokens"}
-    assert {name: chat[name] for name in names & chat.keys()} == expected
+    assert {name: fields[name] for name in names & fields.keys()} == expected
 
 
 def test_the_effort_of_a_model_that_always_reasons():
     template = types.SimpleNamespace(switches_thinking=False, chat_template="{{reasoning_effort}}")
     model = make_model(tokenizer=template, chat_format=ChatFormat(FORMATS["harmony"]))
-    body = {"messages": [{"role": "user", "content": "q"}], "output_config": {"effort": "low"}}
-    fields = messages_api.chat_of(validation.parse(MessagesBody, body), body, model)
-    assert fields["reasoning_effort"] == "low"
+    assert chat({"output_config": {"effort": "low"}}, model=model)["reasoning_effort"] == "low"
 
 
 def test_an_answer_continues_the_last_message_of_the_assistant():

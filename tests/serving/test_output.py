@@ -63,10 +63,8 @@ def test_rejected_drafts_are_shown_with_a_real_chat_template(tokenizer):
 def test_an_output_that_ends_within_the_draft_has_only_drafts(tokenizer):
     output = make_output(tokenizer, drafts=True)
     first, *drafts = tokenizer.encode("Tom has 7 pens.")
-    shown = (
-        output.push(Tokens(0, (first,))).pieces
-        + output.push(cycle(*drafts, accepted=len(drafts))).pieces
-    )
+    events = Tokens(0, (first,)), cycle(*drafts, accepted=len(drafts))
+    shown = [piece for event in events for piece in output.push(event).pieces]
     assert [origin for _, origin in shown] == ["own", "drafted"]
     statistics = output.statistics
     assert (statistics.accepted, statistics.tau) == (len(drafts), len(drafts))
@@ -78,10 +76,8 @@ def test_counts_end_at_a_stop_string(tokenizer):
     first, *rest = tokenizer.encode("Tom has 12 pens and 34 pencils. ")
     output.push(Tokens(0, (first,)))
     lengths = len(rest), 3, 3
-    event = Tokens(
-        0, (*rest, *rest[:6]), lengths, tuple(n - 1 for n in lengths), block_sizes=(32, 4, 4)
-    )
-    output.push(event)
+    accepted = tuple(n - 1 for n in lengths)
+    output.push(Tokens(0, (*rest, *rest[:6]), lengths, accepted, block_sizes=(32, 4, 4)))
     assert (output.text, output.stop_reason) == ("Tom has ", "12")
     statistics = output.statistics
     assert (statistics.cycles, statistics.drafted) == (1, 31)

@@ -2,7 +2,6 @@
 
 from support import served
 
-TEXT = "/v1/completions"
 DRAFTER = "drafter={name: autoregressive, checkpoint: random, block_size: 4, overlap: ssd}"
 
 
@@ -10,17 +9,12 @@ def test_answers_are_those_of_plain_decoding(tmp_path):
     with served.serving(tmp_path, DRAFTER) as server:
         for seed, prompt in enumerate(("abcabc", "x", "abcabcabcab" * 4)):
             asked = {"max_tokens": 20, "seed": seed, "temperature": 0.8}
-            status, answer = server.post(TEXT, {"prompt": prompt, **asked})
-            assert status == 200, answer
             ids = served.decoded(server.config, prompt, **asked)
-            assert "".join(map(chr, ids)) == answer["choices"][0]["text"]
+            assert "".join(map(chr, ids)) == server.text({"prompt": prompt, **asked})
         structure = {"name": "x", "schema": {"type": "boolean"}}
         shape = {"type": "json_schema", "json_schema": structure}
-        status, answer = server.post(
-            TEXT, {"prompt": "abc", "response_format": shape, "stop_token_ids": [0]}
-        )
-        assert status == 200, answer
-        assert answer["choices"][0]["text"] in ("true", "false")
+        body = {"prompt": "abc", "response_format": shape, "stop_token_ids": [0]}
+        assert server.text(body) in ("true", "false")
         _, metrics = server.get("/metrics")
         lines = metrics.decode().splitlines()
         (lookups,) = (

@@ -6,10 +6,10 @@ import re
 
 import pytest
 from support import spoiled
+from support.served_model import make_model
 from support.trained_tokenizers import train_byte_level
 
 from dflash import errors
-from dflash.config import schema
 from dflash.serving import validation
 from dflash.serving.answers import template_variables
 from dflash.serving.bodies import ChatBody
@@ -84,12 +84,11 @@ def model(name: str = "hermes", **changes) -> ServedModel:
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "reasoning_effort"
     facts = {
-        "name": "tiny", "root": "random", "drafter": "ngram", "tokenizer": tokenizer,
-        "names": TokenNames(tokenizer), "vocabulary": lambda: VOCABULARY,
-        "decode": schema.DecodeConfig(max_new_tokens=50), "eos_ids": (0,), "vocab_size": 256,
-        "max_length": 4096, "drafts": True, "chat_format": ChatFormat(FORMATS[name], True),
+        "tokenizer": tokenizer, "names": TokenNames(tokenizer), "vocabulary": lambda: VOCABULARY,
+        "eos_ids": (0,), "vocab_size": 256, "max_length": 4096,
+        "chat_format": ChatFormat(FORMATS[name], True),
     }  # fmt: skip
-    return ServedModel(**facts | changes)
+    return make_model(**facts | changes)
 
 
 VOCABULARY = Vocabulary.of(ByteTokenizer())
@@ -117,12 +116,10 @@ def test_malformed_tool_requests_have_an_error_of_one_line():
     [
         ({"if": {"required": ["x"]}}, "if"),
         ({"$ref": "#/$defs/Missing"}, "$ref: '#/$defs/Missing' names no schema of these"),
-        (
-            {"allOf": [{"properties": {"x": {"type": "string"}}}]},
-            "json_schema: Unsatisfiable schema: ",
-        ),
+        ({"allOf": [{"properties": {"x": {"type": "string"}}}]},
+         "json_schema: Unsatisfiable schema: "),
     ],
-)
+)  # fmt: skip
 def test_a_schema_that_grammars_cannot_follow_is_an_error_with_its_place(name, schema, problem):
     pytest.importorskip("llguidance", reason="pip install 'dflash-jax[grammar]'")
     function = {"name": "h", "parameters": spoiled.PARAMETERS | schema}

@@ -1,5 +1,6 @@
 """A server over a tiny target, in a process of its own, and what decoding says instead."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -60,6 +61,13 @@ class Server:
         """Status and body of a POST; `body`: an object, or bytes as they are."""
         return self.send("POST", path, body, **headers)
 
+    def post_later(self, path: str, body: Any, **headers: str) -> concurrent.futures.Future:
+        """Starts a POST on a thread of its own; the result is its status and body."""
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        answer = pool.submit(self.post, path, body, **headers)
+        pool.shutdown(wait=False)
+        return answer
+
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         status, _, content = self.exchange(method, path, body, **headers)
         return status, content
@@ -78,12 +86,20 @@ class Server:
             with error:
                 return error.code, error.headers, _content(error)
 
-    def plain(self, prompt: str | Sequence[int], **parameters: Any) -> str:
-        """The completion of a prompt without drafting, which serve.compare allows."""
-        body = {"prompt": prompt, "drafting": False, **parameters}
+    def text(self, body: Mapping[str, Any]) -> str:
+        """The first completion of a body."""
         status, content = self.post("/v1/completions", body)
         assert status == 200, content
         return content["choices"][0]["text"]
+
+    def streamed(self, body: Mapping[str, Any]) -> str:
+        """The completion of a body, from its stream."""
+        events = self.events("/v1/completions", body)
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    def plain(self, prompt: str | Sequence[int], **parameters: Any) -> str:
+        """The completion of a prompt without drafting, which serve.compare allows."""
+        return self.text({"prompt": prompt, "drafting": False, **parameters})
 
     def events(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """The events of a stream, which has to end with [DONE]."""

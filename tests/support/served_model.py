@@ -20,17 +20,11 @@ def tokenizer():
 
 def make_model(**changes) -> ServedModel:
     """The facts about the tiny target."""
+    words = tokenizer()
     facts = {
-        "name": "tiny_target",
-        "root": "assets/tiny_target",
-        "drafter": "dflash",
-        "tokenizer": tokenizer(),
-        "names": TokenNames(tokenizer()),
-        "vocabulary": lambda: Vocabulary.of(tokenizer()),
-        "decode": schema.DecodeConfig(max_new_tokens=50, top_k=3),
-        "eos_ids": (END,),
-        "vocab_size": tokenizer().vocab_size,
-        "max_length": 256,
-        "drafts": 15,
-    }
+        "name": "tiny_target", "root": "assets/tiny_target", "drafter": "dflash",
+        "tokenizer": words, "names": TokenNames(words), "vocabulary": lambda: Vocabulary.of(words),
+        "decode": schema.DecodeConfig(max_new_tokens=50, top_k=3), "eos_ids": (END,),
+        "vocab_size": words.vocab_size, "max_length": 256, "drafts": 15,
+    }  # fmt: skip
     return ServedModel(**facts | changes)
