@@ -124,18 +124,3 @@ def test_what_an_answer_was_made_of():
     assert chat.count_line([], None) == "0 tokens, 0 drafted · stopped"
     done = dflash.Completion("p", (7,), "abcde", (1, 2, 3, 4, 5), "stop", (3, 1), 1.0, 1.0)
     assert chat.count_line(pieces, done) == "τ 2.00 · 5 tokens, 2 drafted · stop"
-
-
-def test_a_checkpoint_without_a_template_is_said_before_anyone_types(tmp_path, capsys):
-    from support.golden import GOLDEN
-
-    (tmp_path / "c.yml").write_text(
-        f"target: {{checkpoint: {GOLDEN / 'qwen3_b1' / 'target'}}}\ndtype: float32\n"
-    )
-    with pytest.raises(SystemExit) as caught:
-        chat.main([str(tmp_path / "c.yml")])
-    assert caught.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.splitlines()[-1].startswith("error: ")
-    assert "no tokenizer" in captured.err

@@ -1,8 +1,11 @@
 """The decode command as a user runs it: checkpoints and prompts in, files and errors out."""
 
+import contextlib
+import functools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from support import exit_status, outcome, read_lines, write_lines
 from support.golden import GOLDEN, golden
 from support.models import make_target
 
@@ -46,32 +50,43 @@ def models(tmp_path_factory):
     return directory
 
 
+def prepare(directory, models):
+    """Writes a config and prompts."""
+    (directory / "c.yml").write_text(CONFIG.format(models=models))
+    write_prompts(directory / "prompts.jsonl", PROMPTS)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys, models):
     """Runs the command in a fresh directory; returns (exit status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yml").write_text(CONFIG.format(models=models))
-    write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
+    prepare(tmp_path, models)
+    return functools.partial(outcome, capsys, decode.main, "c.yml")
 
-    def run_with(*argv):
-        with pytest.raises(SystemExit) as caught:
-            decode.main(["c.yml", *argv])
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err
 
-    return run_with
+WITH_BASELINE = "--workdir=w", "decode.baseline=true", "decode.batch_size=2"
+
+
+@pytest.fixture(scope="module")
+def finished(models, tmp_path_factory):
+    """The work directory of a run with its baseline, once for all tests."""
+    directory = tmp_path_factory.mktemp("finished")
+    prepare(directory, models)
+    with contextlib.chdir(directory):
+        assert exit_status(decode.main, "c.yml", *WITH_BASELINE) == 0
+    return directory / "w"
 
 
 def write_prompts(path, prompts):
-    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts))
+    write_lines(path, [{"prompt_ids": ids} for ids in prompts])
 
 
 def read(path):
     return pathlib.Path(path).read_text()
 
 
-def read_outputs(workdir="w"):
-    return [json.loads(line) for line in read(f"{workdir}/outputs.jsonl").splitlines()]
+def read_outputs(workdir="w", name="outputs"):
+    return read_lines(pathlib.Path(workdir, f"{name}.jsonl"))
 
 
 def output_ids(workdir):
@@ -102,12 +117,11 @@ def test_golden_checkpoint_from_the_command_line(run, tmp_path):
     assert out == "".join(f"⟨{token}⟩" for token in new) + "\n"
 
 
-def test_workdir_holds_outputs_results_and_config(run):
-    assert run("--workdir=w", "decode.batch_size=2")[0] == 0
-    outputs = read_outputs()
+def test_workdir_holds_outputs_results_and_config(finished):
+    outputs = read_outputs(finished)
     assert sorted(record["index"] for record in outputs) == list(range(len(PROMPTS)))
     assert [r["prompt_ids"] for r in sorted(outputs, key=lambda r: r["index"])] == PROMPTS
-    results = json.loads(read("w/results.json"))
+    results = json.loads(read(finished / "results.json"))
     lengths = [n for record in outputs for n in record["acceptance_lengths"]]
     assert results["tau"] == pytest.approx(np.mean(lengths))
     assert results["cycles"] == len(lengths)
@@ -116,9 +130,7 @@ def test_workdir_holds_outputs_results_and_config(run):
         assert results[key] > 0
     assert {"jax", "dflash"} <= set(results["versions"])
     assert results["devices"] == ["cpu:cpu"]
-    with pytest.raises(SystemExit) as caught:
-        decode.main(["w/config.yml", "--print_config"])
-    assert caught.value.code == 0
+    assert exit_status(decode.main, finished / "config.yml", "--print_config") == 0
 
 
 def test_baseline_is_decoded_beside_the_run_and_resumed_like_it(run):
@@ -126,8 +138,7 @@ def test_baseline_is_decoded_beside_the_run_and_resumed_like_it(run):
     assert status == 0, err
     ends = [line.split()[-1:] for line in err.splitlines()]  # A slow run ends with advice.
     assert [end for end in ends if end in (["yes"], ["no"])] == [["yes"]] * 6
-    with open("w/baseline.jsonl") as file:
-        plain = {record["index"]: record for record in map(json.loads, file)}
+    plain = {record["index"]: record for record in read_outputs(name="baseline")}
     drafted = {record["index"]: record for record in read_outputs()}
     for index, record in drafted.items():
         assert plain[index]["output_ids"] == record["output_ids"]
@@ -136,24 +147,21 @@ def test_baseline_is_decoded_beside_the_run_and_resumed_like_it(run):
     assert (compared["identical"], compared["prompts"]) == (5, 5)
     assert compared["speed_up"] > 0
     lines = read("w/baseline.jsonl").splitlines(keepends=True)
-    with open("w/baseline.jsonl", "w") as file:
-        file.write("".join(lines[:3]))
+    pathlib.Path("w/baseline.jsonl").write_text("".join(lines[:3]))
     status, out, _ = run("--workdir=w", "decode.baseline=true")
     assert (status, out) == (0, "")  # nothing but the baseline was left to do
     assert read("w/baseline.jsonl").startswith("".join(lines[:3]))
     assert len(read("w/baseline.jsonl").splitlines()) == len(PROMPTS)
 
 
-def test_a_difference_from_plain_decoding_is_explained(run):
+def test_a_difference_from_plain_decoding_is_explained(run, finished):
     """A token of a finished prompt is changed in the work directory, as a fault would change it."""
-    assert run("--workdir=w", "decode.baseline=true")[0] == 0
-    first, *others = read("w/baseline.jsonl").splitlines(keepends=True)
-    record = json.loads(first)
+    shutil.copytree(finished, "w")
+    record, *others, _ = read_outputs(name="baseline")
     drafted = record["output_ids"][-1]
     record["output_ids"][-1] = (drafted + 1) % 256
-    with open("w/baseline.jsonl", "w") as file:
-        file.write("".join([json.dumps(record) + "\n", *others[:-1]]))
-    status, _, err = run("--workdir=w", "decode.baseline=true")
+    write_lines(pathlib.Path("w/baseline.jsonl"), [record, *others])
+    status, _, err = run(*WITH_BASELINE)
     number, place = record["index"], len(record["output_ids"])
     wanted = (
         f"prompt {number}: token {place} is {drafted}, plain decoding has {(drafted + 1) % 256}"
@@ -164,7 +172,7 @@ def test_a_difference_from_plain_decoding_is_explained(run):
     results = json.loads(read("w/results.json"))
     (told,) = results["baseline"]["differences"]
     assert told.startswith(wanted)
-    _, _, err = run("--workdir=w", "decode.baseline=true")
+    _, _, err = run(*WITH_BASELINE)
     assert told in err, "a later start shows less than the first"
     assert json.loads(read("w/results.json")) == results
 
@@ -173,8 +181,8 @@ def test_rerun_skips_what_is_done_and_refuses_another_config(run):
     assert run("--workdir=w")[0] == 0
     whole = output_ids("w")
     lines = read("w/outputs.jsonl").splitlines(keepends=True)
-    with open("w/outputs.jsonl", "w") as file:
-        file.write("".join(lines[:2]) + lines[2][:25])  # killed inside a line
+    cut = "".join(lines[:2]) + lines[2][:25]  # killed inside a line
+    pathlib.Path("w/outputs.jsonl").write_text(cut)
     status, out, err = run("--workdir=w")
     assert status == 0, err
     assert read("w/outputs.jsonl").startswith("".join(lines[:2]))
@@ -203,48 +211,9 @@ def test_dry_run_allocates_and_writes_nothing(run):
 
 def test_the_strategy_is_that_of_the_drafters_checkpoint(capsys):
     case = GOLDEN / "qwen3_b1"
-    argv = [str(case / "target"), f"drafter.checkpoint={case / 'draft'}", "--print_config"]
-    with pytest.raises(SystemExit) as stop:
-        decode.main(argv)
-    assert stop.value.code == 0
-    assert yaml.safe_load(capsys.readouterr().out)["drafter"]["name"] == "dflash"
-
-
-def test_target_name_in_conflict(run, models):
-    status, _, err = run("target.name=llama3", f"target.checkpoint={models / 'target'}")
-    assert status == 2
-    assert err == (
-        f"error: target.name: 'llama3', but {models / 'target'} holds Qwen3ForCausalLM, which is "
-        "'qwen3'; leave target.name out\n"
-    )
-
-
-def test_rejection_needs_probabilities(run, monkeypatch):
-    monkeypatch.setattr(DFlash, "has_probs", False)
-    status, _, err = run("decode.verify=rejection", "--workdir=w")
-    assert status == 2
-    assert err == (
-        "error: decode.verify: rejection weighs drafts by their probabilities, and "
-        "drafter.name=dflash has none; use decode.verify=coupled\n"
-    )
-    assert not os.path.exists("w")
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ('{"prompt_ids": [1, 2, 3]}\n', ["decode.max_length=22"], "prompts.jsonl:1: 3 prompt"),
-        ('{"prompt_ids": [1]}\n', ["decode.stop_ids=[12]"], "decode.stop_ids: 12 is outside"),
-    ],
-)
-def test_unusable_prompts(run, tmp_path, prompts, options, message):
-    (tmp_path / "prompts.jsonl").write_text(prompts)
-    status, _, err = run("--workdir=w", *options)
-    assert status == 2
-    assert err.startswith("error: ")
-    assert message in err
-    assert len(err.splitlines()) == 1
-    assert not os.path.exists("w")  # nothing is begun with prompts that will not do
+    argv = [case / "target", f"drafter.checkpoint={case / 'draft'}", "--print_config"]
+    status, out, _ = outcome(capsys, decode.main, *argv)
+    assert (status, yaml.safe_load(out)["drafter"]["name"]) == (0, "dflash")
 
 
 def environment():
@@ -304,7 +273,7 @@ def test_shards_decode_what_one_run_does(run, tmp_path):
         assert run("--workdir=w", f"--shard={shard}", *sampled)[0] == 0
 
     def lines(directory, names):
-        found = [json.loads(x) for path in directory.glob(names) for x in path.open()]
+        found = [one for path in directory.glob(names) for one in read_lines(path)]
         kept = ("prompt_ids", "output_ids", "text", "acceptance_lengths")
         return {one["index"]: [one[key] for key in kept] for one in found}
 

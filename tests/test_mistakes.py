@@ -24,6 +24,7 @@ from support.golden import GOLDEN
 
 from dflash import __main__ as program
 from dflash.config import loader
+from dflash.drafters.dflash import DFlash
 from dflash.runs import directory
 from dflash.text import jsonl
 
@@ -305,6 +306,9 @@ MISTAKES = {
             put("m/chat_template.jinja", "{{ messages[0].content }}"),
         ),
     ),
+    "conversation without a template": Mistake(
+        "chat c.yml", "no tokenizer (tokenizer.json, tokenizer.model or tiktoken.model)"
+    ),
     "template that fails": Mistake(
         f"decode c.yml {M} prompts.file=q.jsonl", "m/chat_template.jinja: chat template fails", 2,
         both(
@@ -316,6 +320,12 @@ MISTAKES = {
     "prompt beyond the model": Mistake(
         f"decode c.yml {TEXT}", "but the target was made for 2048 positions", 2,
         put("q.jsonl", '{"prompt": "' + "one two " * 2000 + '"}'),
+    ),
+    "no room for a prompt": Mistake(
+        "decode c.yml --workdir=w decode.max_length=5", "p.jsonl:1: 2 prompt"
+    ),
+    "stop token": Mistake(
+        "decode c.yml --workdir=w decode.stop_ids=[24]", "decode.stop_ids: 24 is outside"
     ),
     "data set": Mistake("decode c.yml prompts.dataset=gsm", "'gsm'; did you mean 'gsm8k'?"),
     "no network for data": Mistake(
@@ -439,6 +449,16 @@ MISTAKES = {
     "drafter as target": Mistake(
         f"decode c.yml target.checkpoint={DRAFT}", "DFlashDraftModel is not supported, only Qwen3"
     ),
+    "name of another family": Mistake(
+        "decode c.yml target.name=llama3",
+        f"target.name: 'llama3', but {TARGET} holds Qwen3ForCausalLM, which is 'qwen3'; leave",
+    ),
+    "drafts without probabilities": Mistake(
+        "decode c.yml --workdir=w decode.verify=rejection",
+        "decode.verify: rejection weighs drafts by their probabilities, and drafter.name=dflash has"
+        " none; use decode.verify=coupled", 2,
+        lambda patch: patch.setattr(DFlash, "has_probs", False),
+    ),
     "drafter of another target": Mistake(
         "decode c.yml drafter.checkpoint=m", "trained for another target: hidden size 64", 2,
         copy(DRAFT, hidden_size=64),
@@ -522,8 +542,7 @@ def dflash(tmp_path, monkeypatch, capsys):
             status = program.main(shlex.split(argv))
         except SystemExit as caught:
             status = caught.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return status, *capsys.readouterr()
 
     return run
 

@@ -1,8 +1,10 @@
 """Conversations of several turns, and answers that are checked, through the decode command."""
 
+import functools
 import json
 
 import pytest
+from support import outcome, read_lines, write_lines
 from support.models import BYTE_TARGET
 
 from dflash import decode
@@ -22,28 +24,15 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs the command in a fresh directory; returns (exit status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yml").write_text(CONFIG)
-
-    def run_with(*argv):
-        with pytest.raises(SystemExit) as caught:
-            decode.main(["c.yml", *map(str, argv)])
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err
-
-    return run_with
-
-
-def write(path, lines):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return functools.partial(outcome, capsys, decode.main, "c.yml")
 
 
 def records(path):
-    lines = map(json.loads, (path / "outputs.jsonl").read_text().splitlines())
-    return {record["index"]: record for record in lines}
+    return {record["index"]: record for record in read_lines(path / "outputs.jsonl")}
 
 
 def test_a_later_turn_is_asked_after_the_model_s_own_answer(run, tmp_path):
-    write(tmp_path / "turns.jsonl", [{"turns": turns} for turns in CONVERSATIONS])
+    write_lines(tmp_path / "turns.jsonl", [{"turns": turns} for turns in CONVERSATIONS])
     status, _, err = run("prompts.file=turns.jsonl", "--workdir=w")
     assert status == 0, err
     found = records(tmp_path / "w")
@@ -56,15 +45,15 @@ def test_a_later_turn_is_asked_after_the_model_s_own_answer(run, tmp_path):
         ("assistant", found[1]["text"]),
         ("user", "Oh."),
     ]
-    lines = (tmp_path / "w" / "outputs.jsonl").read_text().splitlines(keepends=True)
-    clocks = [json.loads(line)["decode_clock_s"] for line in lines]
+    lines = read_lines(tmp_path / "w" / "outputs.jsonl")
+    clocks = [line["decode_clock_s"] for line in lines]
     assert clocks == sorted(clocks)  # the clock goes on from round to round
     results = json.loads((tmp_path / "w" / "results.json").read_text())
     assert results["prompts"] == 4
     assert results["decode_seconds"] == clocks[-1]
     # The prompt of a turn is what a user would send: the same tokens, asked as a prompt of its own.
     everything = [{"messages": found[index]["prompt"]} for index in range(4)]
-    write(tmp_path / "whole.jsonl", everything)
+    write_lines(tmp_path / "whole.jsonl", everything)
     assert run("prompts.file=whole.jsonl", "--workdir=whole")[0] == 0
     whole = records(tmp_path / "whole")
     for index in range(4):
@@ -72,9 +61,9 @@ def test_a_later_turn_is_asked_after_the_model_s_own_answer(run, tmp_path):
         assert whole[index]["output_ids"] == found[index]["output_ids"]
 
     # A run that was killed between turns goes on with the turns that are missing.
-    order = [json.loads(line)["index"] for line in lines]
+    order = [line["index"] for line in lines]
     assert (sorted(order[:2]), order[2:]) == ([0, 3], [1, 2])  # all first turns, then later ones
-    (tmp_path / "w" / "outputs.jsonl").write_text("".join(lines[:3]))
+    write_lines(tmp_path / "w" / "outputs.jsonl", lines[:3])
     status, _, err = run("prompts.file=turns.jsonl", "--workdir=w")
     assert status == 0, err
     assert {index: one["output_ids"] for index, one in records(tmp_path / "w").items()} == {
@@ -91,7 +80,7 @@ def test_answers_of_a_data_set_are_checked(run, tmp_path):
         f"error: {tmp_path}/raw/gsm8k/test.jsonl: missing: put a copy of https://"
     )
     rows = [{"question": f"{i}?", "answer": f"So.\n#### {i}"} for i in range(3)]
-    write(tmp_path / "raw" / "gsm8k" / "test.jsonl", rows)
+    write_lines(tmp_path / "raw" / "gsm8k" / "test.jsonl", rows)
     greedy = "decode.temperature=0"  # Compiles in a third of the time.
     status, _, err = run("prompts.dataset=gsm8k", "prompts.raw_dir=raw", greedy, "--workdir=w")
     assert status == 0, err
@@ -100,11 +89,6 @@ def test_answers_of_a_data_set_are_checked(run, tmp_path):
     assert f"answers  {results['answers']['correct']} of 3 correct" in err
     asked = records(tmp_path / "w")[0]["prompt"][0]["content"]
     assert asked.startswith("0?\nPlease reason step by step")
-    status, _, err = run("prompts.dataset=gsm9k")
-    assert status == 2
-    assert err == (
-        "error: command line: prompts.dataset: unknown data set 'gsm9k'; did you mean 'gsm8k'?\n"
-    )
 
 
 def test_a_drafter_on_its_own_device_is_shown_with_its_hit_rate(run, tmp_path):
