@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+from support import outcome
 
 from dflash import decode
 
@@ -26,10 +27,8 @@ def test_licence_and_provenance_are_stated():
 def test_the_demonstration_from_anywhere(config, tmp_path, monkeypatch, capsys):
     """What the README promises: three answers, drafted well, and the target's own."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        decode.main([config])
-    out, err = capsys.readouterr()
-    assert caught.value.code == 0, err
+    status, out, err = outcome(capsys, decode.main, config)
+    assert status == 0, err
     rows = [line.split() for line in err.splitlines() if not line.startswith("?: not trustworthy")]
     *prompts, total = rows[-4:]
     assert [row[-1] for row in prompts] == ["yes"] * 3

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import exit_status
+from support import outcome
 from support.golden import GOLDEN, GOLDEN_CASES
 from support.models import make_target
 
@@ -19,7 +19,7 @@ USAGE = f"usage: {convert.SUBCOMMAND.usage}; see --help"
 
 
 def run(capsys, *argv) -> tuple[int, str, str]:
-    return exit_status(convert.main, *argv), *capsys.readouterr()
+    return outcome(capsys, convert.main, *argv)
 
 
 def tensors_of(directory):
@@ -91,11 +91,8 @@ def test_another_dtype(tmp_path, capsys, to):
 def test_destination_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     destination = tmp_path / "file" / "out"
-    assert run(capsys, GOLDEN / "qwen3_b1" / "target", destination, "--to=hf") == (
-        1,
-        "",
-        f"error: {destination}: cannot be written: Not a directory\n",
-    )
+    message = f"error: {destination}: cannot be written: Not a directory\n"
+    assert run(capsys, GOLDEN / "qwen3_b1" / "target", destination, "--to=hf") == (1, "", message)
 
 
 @pytest.mark.parametrize(

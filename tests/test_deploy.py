@@ -42,12 +42,6 @@ def containers(path: pathlib.Path) -> list[dict]:
     return [container for pod in pods for container in pod["containers"]]
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifests_fit_the_schemas(path):
-    for one in objects(path):
-        kubernetes_validate.validate(one, VERSION, strict=True)
-
-
 def as_understood(one: dict) -> dict:
     """A JobSet as JobSet's own API reads it, which drops what it does not know.
 
@@ -60,7 +54,9 @@ def as_understood(one: dict) -> dict:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_job_sets_fit_their_api(path):
+def test_manifests_fit_the_schemas_and_the_api_of_job_sets(path):
+    for one in objects(path):
+        kubernetes_validate.validate(one, VERSION, strict=True)
     for one in yaml.safe_load_all(path.read_text()):
         if one["kind"] == "JobSet":
             assert as_understood(one) == one
@@ -74,15 +70,14 @@ printf '%s\\n' "$(basename "$0")" "$@" "" >> "$CALLS"
 
 def calls(script: pathlib.Path, directory: pathlib.Path) -> list[list[str]]:
     """Runs a script with programs that only write down how they are called."""
+    assert script.read_text().startswith("#!/bin/bash\n")
     for name in ("python", "dflash", "srun", "gcloud"):
         (directory / name).write_text(STUB)
         (directory / name).chmod(0o755)
     environment = {
-        "PATH": f"{directory}:/usr/bin:/bin",
-        "HOME": str(directory),
-        "CALLS": str(directory / "calls"),
-        "SLURM_ARRAY_TASK_ID": "3",
-    }
+        "PATH": f"{directory}:/usr/bin:/bin", "HOME": str(directory),
+        "CALLS": str(directory / "calls"), "SLURM_ARRAY_TASK_ID": "3",
+    }  # fmt: skip
     subprocess.run(["bash", script, "BUCKET"], env=environment, check=True, capture_output=True)
     return [call.splitlines() for call in (directory / "calls").read_text().split("\n\n")]
 
@@ -146,10 +141,3 @@ def test_each_pod_finds_its_shard():
         for index in range(count)
     ]
     assert found == shards.Shard(0, count).all()
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_sound(path):
-    assert path.read_text().startswith("#!/bin/bash\n")
-    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -3,11 +3,11 @@
 import importlib.metadata
 import pathlib
 import re
-import subprocess
 import sys
 import tomllib
 
 import pytest
+from support import outcome, run_python
 
 from dflash import cli, doctor, version
 from dflash.cli import installation
@@ -17,11 +17,9 @@ PROJECT = pathlib.Path(__file__).parent.parent / "pyproject.toml"
 
 def run(capsys, monkeypatch, found=("1 × cpu", True)):
     monkeypatch.setattr(installation, "devices", lambda: found)
-    with pytest.raises(SystemExit) as caught:
-        doctor.main([])
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return caught.value.code, captured.out
+    status, out, err = outcome(capsys, doctor.main)
+    assert err == ""
+    return status, out
 
 
 def names(requirements):
@@ -56,8 +54,7 @@ def test_a_whole_installation(capsys, monkeypatch, tmp_path):
 def test_probes_of_the_installation_do_not_import_jax():
     probes = "installation.cpu_kernels(), installation.cache_directories()"
     code = f"import sys; from dflash.cli import installation; {probes}; print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert run_python(code).stdout == "False\n"
 
 
 def test_what_is_missing_has_a_purpose_and_a_remedy(capsys, monkeypatch):
@@ -71,14 +68,12 @@ def test_what_is_missing_has_a_purpose_and_a_remedy(capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     status, out = run(capsys, monkeypatch, ("none: Unable to initialize backend 'tpu'", False))
     assert status == 1
-    assert (
-        "tokenizer.json (Qwen, Llama)\n              lacks tokenizers: pip install 'dflash-jax[hf]'"
-        in out
-    )
+    remedy = "lacks tokenizers: pip install 'dflash-jax[hf]'"
+    assert f"tokenizer.json (Qwen, Llama)\n              {remedy}" in out
     assert "missing: pip install 'dflash-jax[tpu]'" in out
-    assert out.endswith(
-        "problem: missing packages: pip install rich\nproblem: jax finds no device, see above\n"
-    )
+    *_, packages, device = out.splitlines()
+    assert packages == "problem: missing packages: pip install rich"
+    assert device == "problem: jax finds no device, see above"
 
 
 # (distribution, what it installs, its console script) -> whether it clashes with this one.

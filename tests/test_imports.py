@@ -15,12 +15,10 @@ import itertools
 import json
 import pathlib
 import re
-import subprocess
-import sys
-import textwrap
 from collections.abc import Mapping
 
 import pytest
+import support
 
 import dflash
 from dflash.config import registry
@@ -43,11 +41,9 @@ LEVELS = (
     {"sampling"},
     {"cli", "llm"},
     # entry points
-    {
-        *("__main__", "benchmark", "chat", "compile", "convert", "decode", "distill"),
-        *("check", "doctor", "rl", "serve", "sweep", "train"),
-    },
-)
+    {*"__main__ benchmark chat check compile convert decode distill doctor rl serve".split(),
+     *"sweep train".split()},
+)  # fmt: skip
 # Comparisons with words that only look like a strategy's or target's name: (module, word).
 NAMESAKES = {("dflash.checkpoints.hf_config", "llama3")}  # a rope type of Hugging Face's
 # Dataclasses of one strategy, one target family or one file format. They are read with a config, so
@@ -277,24 +273,15 @@ def test_forks_are_found(source):
 
 def run_python(code: str):
     """Runs `code` in a process of its own, and returns what it printed, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        cwd=PACKAGE.parent,
-        timeout=300,
-        check=False,
-    )
+    done = support.run_python(code, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_reading_a_config_imports_no_array_library():
     """So that a bad config fails in milliseconds."""
-    modules = [name for name in MODULES if LEVEL_OF.get(unit_of(name)) == 0] + [
-        "dflash.cli.subcommand"
-    ]
-    modules = [name for name in modules if name in MODULES]
+    modules = [name for name in MODULES if LEVEL_OF.get(unit_of(name)) == 0]
+    modules.append("dflash.cli.subcommand")
     loaded = run_python(
         f"""
         import importlib, json, sys
@@ -337,18 +324,11 @@ def test_imports_have_no_side_effects():
     assert report == {"flags": [], "changed": [], "devices": False, "optional": []}
 
 
-@pytest.mark.parametrize(
-    "reference",
-    sorted(
-        {
-            reference
-            for entries in (registry.DRAFTERS, registry.TARGETS, registry.RUNS)
-            for entry in entries.values()
-            for reference in (entry.implementation, entry.schema)
-        }
-        | {*registry.DATASETS.values()}
-    ),
-)
+ENTRIES = [*registry.DRAFTERS.values(), *registry.TARGETS.values(), *registry.RUNS.values()]
+REFERENCES = {*(entry.implementation for entry in ENTRIES), *(entry.schema for entry in ENTRIES)}
+
+
+@pytest.mark.parametrize("reference", sorted(REFERENCES | {*registry.DATASETS.values()}))
 def test_the_registry_points_at_what_is_there(reference):
     assert registry.load(reference).__module__.startswith("dflash.")
     assert importlib.import_module(reference.partition(":")[0]).__name__ in MODULES

@@ -4,13 +4,12 @@ import itertools
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import tomllib
 import zipfile
 
 import pytest
 import yaml
+from support import run_python
 
 from dflash import version
 from dflash.cli import installation
@@ -27,14 +26,7 @@ def build(hook, tmp_path_factory) -> pathlib.Path:
         # Links do: the build only reads them, and writes beside them.
         (copy / name).symlink_to(ROOT / name)
     target = tmp_path_factory.mktemp("wheel")
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD.format(hook), str(target)],
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python(BUILD.format(hook), target, cwd=copy)
     assert done.returncode == 0, done.stderr
     (path,) = target.glob("*.whl")
     return path
@@ -66,9 +58,8 @@ def test_wheel_holds_every_module_and_config(wheel):
 
 def test_configs_have_one_suffix():
     """Others would not be installed."""
-    assert [
-        p.name for p in (ROOT / "configs").rglob("*") if p.is_file() and p.suffix != ".yml"
-    ] == []
+    files = [path for path in (ROOT / "configs").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".yml"}
 
 
 def test_an_editable_install_is_a_path_and_no_hook(tmp_path_factory):

@@ -1,11 +1,10 @@
 """The shipped training recipes, reduced in size: from decode's own output to a first evaluation."""
 
-import json
 import math
 import pathlib
 
 import pytest
-from support import exit_status
+from support import exit_status, read_lines, write_lines
 from support.reduced_recipes import REDUCED, TARGET, TRAINING
 
 from dflash import decode, train
@@ -18,11 +17,11 @@ RECIPES = sorted(path.stem for path in (ROOT / "configs" / "train").glob("*.yml"
 def answers(tmp_path_factory) -> pathlib.Path:
     """outputs.jsonl of a decode run over 24 questions, made as the docs say."""
     directory = tmp_path_factory.mktemp("answers")
-    lines = [json.dumps({"prompt": f"Count from {n} to {n + 9}."}) for n in range(24)]
-    (directory / "questions.jsonl").write_text("\n".join(lines))
+    questions = ({"prompt": f"Count from {n} to {n + 9}."} for n in range(24))
+    file = write_lines(directory / "questions.jsonl", questions)
     arguments = (
         "configs/qwen3_4b_dflash.yml", *TARGET, "drafter.name=none", "prompts.text=[]",
-        f"prompts.file={directory / 'questions.jsonl'}", "decode.batch_size=8",
+        f"prompts.file={file}", "decode.batch_size=8",
         "decode.max_new_tokens=8", "dtype=float32", "--nostream",
     )  # fmt: skip
     assert exit_status(decode.main, *arguments, "--workdir", directory / "run") == 0
@@ -40,7 +39,7 @@ def test_a_recipe_trains_on_what_decode_wrote(answers, tmp_path, recipe):
         f"data.data_dir={answers.parent / 'data'}",
     )
     assert exit_status(train.main, *arguments, "--workdir", tmp_path) == 0
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    lines = read_lines(tmp_path / "metrics.jsonl")
     (found,) = [line for line in lines if line["kind"] == "evaluation"]
     assert math.isfinite(found["loss"])
     assert found["tau"] >= 1
