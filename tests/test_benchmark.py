@@ -13,16 +13,15 @@ import sys
 import time
 
 import pytest
+from support import write_lines
 from support.models import BYTE_TARGET
 
 from dflash import benchmark, sweep
 
 CONFIG = f"""
 target: {BYTE_TARGET}
-drafter:
-  name: dflash
-  checkpoint: random
-  architecture: {{num_hidden_layers: 1, block_size: 4, target_layer_ids: [0]}}
+drafter: {{name: dflash, checkpoint: random,
+  architecture: {{num_hidden_layers: 1, block_size: 4, target_layer_ids: [0]}}}}
 strategies: {{dflash: }}
 tasks: [spec-bench]
 raw_dir: raw
@@ -75,8 +74,7 @@ def measured(tmp_path_factory):
     """What a whole run prints and writes; run once for all tests."""
     directory = tmp_path_factory.mktemp("measured")
     path = directory / "raw" / "spec_bench" / "question.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    write_lines(path, QUESTIONS)
     others = "strategies.short.block_size=3", "strategies.chosen.block_size=auto"
     status, out, err = command([*others, "--workdir=out"], directory)
     assert status == 0, err
@@ -181,9 +179,7 @@ def test_the_page_replays_what_every_strategy_wrote(measured):
 
 def test_files_of_prompts_at_several_temperatures(run, tmp_path):
     for folder, texts in (("a", ["one", "two", "three"]), ("b", ["four"])):
-        (tmp_path / folder).mkdir()
-        lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
-        (tmp_path / folder / "mine.jsonl").write_text("".join(lines))
+        write_lines(tmp_path / folder / "mine.jsonl", [{"prompt": text} for text in texts])
     tasks = "tasks=[a/mine.jsonl, b/mine.jsonl]"
     status, _, err = run(tasks, "temperatures=[0, 0.8]", "rounds=1", "--workdir=out")
     assert status == 0, err
@@ -313,12 +309,10 @@ def test_what_is_wrong_is_said_in_one_line(run, tmp_path, argv, message):
         (["--trace=t.json"], "t.json: prompt 0 (gsm8k): commits 4 tokens in a cycle, but strategy"),
         (["--trace=t.json", "study.name=load"], "t.json: prompt 0 (gsm8k): commits 4 tokens"),
         (["--acceptance=alpaca", "prompt_tokens=16777216"], "acceptance=alpaca: 16777216"),
-        (
-            ["--acceptance=alpaca", "decode.max_new_tokens=16777216"],
-            "the target was made for 256 positions",
-        ),
+        (["--acceptance=alpaca", "decode.max_new_tokens=16777216"],
+         "the target was made for 256 positions"),
     ],
-)
+)  # fmt: skip
 def test_a_dry_run_finds_what_is_wrong_with_given_lengths(run, tmp_path, argv, message):
     write_trace(tmp_path / "t.json")
     status, _, err = run(*argv, "strategies.short.block_size=3", "--dry_run")
@@ -340,12 +334,8 @@ def test_an_interrupted_run_leaves_the_rounds_that_are_done(tmp_path):
     (tmp_path / "c.yml").write_text(CONFIG)
     write_trace(tmp_path / "t.json")
     options = ["--trace", "t.json", "rounds=100000", "--workdir=out"]
-    done = subprocess.Popen(
-        [sys.executable, "-m", "dflash.benchmark", "c.yml", *options],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "dflash.benchmark", "c.yml", *options]
+    done = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     path = tmp_path / "out/results.json"
     deadline = time.monotonic() + 300
     while not path.exists() and time.monotonic() < deadline and done.poll() is None:

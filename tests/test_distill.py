@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
-from support import exit_status, tiny_distillation
+from support import exit_status, read_lines, tiny_distillation, write_lines
 
 from dflash import distill
 from dflash.checkpoints import checkpoint
@@ -40,10 +40,9 @@ def tree(directory: pathlib.Path) -> dict[str, tuple[int, int]]:
 
 
 def test_everything_is_there_in_the_end(whole):
-    answers = [json.loads(line) for line in (whole / stages.ANSWERS).read_text().splitlines()]
-    assert [bytes(one["prompt_ids"]).decode() for one in answers] == [
-        f"Question {number}?" for number in range(14)
-    ]
+    answers = read_lines(whole / stages.ANSWERS)
+    asked = [bytes(one["prompt_ids"]).decode() for one in answers]
+    assert asked == [f"Question {number}?" for number in range(14)]
     assert {len(one["output_ids"]) for one in answers} == {12}
     assert json.loads((whole / stages.TRAINED).read_text())["steps"] == 4
     measured = json.loads((whole / stages.TESTED).read_text())["math"]
@@ -134,8 +133,7 @@ def test_another_config_is_refused(config, whole, capsys):
 
 def test_a_dry_run_plans_time_and_disk(tmp_path, capsys):
     """Uses fewer layers of the 4B target, so that tracing is quick."""
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text('{"prompt": "Why?"}\n' * 30_000)
+    questions = write_lines(tmp_path / "questions.jsonl", [{"prompt": "Why?"}] * 30_000)
     fewer = "target.architecture.num_hidden_layers=4", "drafter.architecture.num_hidden_layers=1"
     taps = "drafter.architecture.target_layer_ids=[0, 1]"
     path = "configs/distill/qwen3_4b_dflash.yml"
@@ -145,9 +143,8 @@ def test_a_dry_run_plans_time_and_disk(tmp_path, capsys):
     assert "parameters   target 792,681,984, drafter 0" in out
     assert "frozen target 792,681,984" in out
     assert "at the peaks of 8 × v5p" in out
-    rows = {
-        line.split()[0]: line.split() for line in out.partition("at least")[2].splitlines()[1:6]
-    }
+    lines = map(str.split, out.partition("at least")[2].splitlines()[1:6])
+    rows = {line[0]: line for line in lines}
     assert list(rows) == ["answers", "training", "test", "export", "all"]
     # 61 M tokens of answers in steps of 256: each reads the weights and 1,280 tokens of the cache.
     kv_bytes = 4 * 2 * 8 * 128 * 2 * 256 * (256 + 1024)

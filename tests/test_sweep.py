@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import pytest
+from support import outcome, read_lines
 from support.models import BYTE_TARGET
 
 from dflash import decode, sweep
@@ -37,9 +38,7 @@ def run(tmp_path, monkeypatch, capsys):
     (tmp_path / "s.yml").write_text("base: [c.yml]\n" + BLOCK)
 
     def run_with(*argv, command=sweep, config="s.yml"):
-        with pytest.raises(SystemExit) as caught:
-            command.main([config, *argv])
-        return caught.value.code, capsys.readouterr().err
+        return outcome(capsys, command.main, config, *argv)[::2]
 
     return run_with
 
@@ -50,8 +49,8 @@ def table():
 
 
 def output_ids(directory):
-    lines = map(json.loads, (pathlib.Path(directory) / "outputs.jsonl").read_text().splitlines())
-    return {record["index"]: record["output_ids"] for record in lines}
+    records = read_lines(pathlib.Path(directory) / "outputs.jsonl")
+    return {record["index"]: record["output_ids"] for record in records}
 
 
 def test_a_sweep_from_end_to_end(run):
@@ -96,9 +95,8 @@ def test_drafters_change_while_the_target_stays(run):
 def test_bad_points_are_reported_before_anything_runs(run):
     status, err = run("--workdir=w", "sweep.product.decode.temperature=[0, -1]")
     assert status == 2
-    assert err.startswith(
-        "error: command line: decode.temperature: expected a number >= 0, got -1 ["
-    )
+    expected = "error: command line: decode.temperature: expected a number >= 0, got -1 ["
+    assert err.startswith(expected)
     # What only the models know: the last point asks for more positions than the target has.
     status, err = run("--workdir=w", "sweep.product.decode.max_new_tokens=[4, 300]")
     assert status == 2
@@ -110,16 +108,14 @@ def test_bad_points_are_reported_before_anything_runs(run):
     assert err == (
         "error: prompts: required: text, file or dataset; a sweep reads no prompts from stdin\n"
     )
-    assert run() == (2, "error: --workdir: required, for the points and their table\n")
     status, err = run("--workdir=w", "--coordinator_address=host:1")
     assert status == 2
     assert not pathlib.Path("w").exists()
 
 
 def test_a_dry_run_lists_the_points(run, capsys):
-    with pytest.raises(SystemExit) as caught:
-        sweep.main(["s.yml", "--dry_run"])
-    assert caught.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
+    status, out, _ = outcome(capsys, sweep.main, "s.yml", "--dry_run")
+    assert status == 0
+    lines = out.splitlines()
     assert lines[1] == "   1  decode.temperature=0.5,target.architecture.rope_theta=20000"
     assert len(lines) == 4

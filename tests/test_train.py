@@ -8,7 +8,8 @@ import string
 
 import numpy as np
 import pytest
-from support import examples, exit_status
+from safetensors.numpy import load_file
+from support import examples, exit_status, read_lines, write_lines
 
 from dflash import train
 from dflash.checkpoints import checkpoint
@@ -21,29 +22,14 @@ SHAPE = {
     "max_position_embeddings": 512, "tie_word_embeddings": True, "eos_token_id": [2],
 }  # fmt: skip
 CONFIG = """
-target:
-  name: qwen3
-  checkpoint: random
-  architecture: {shape}
+target: {{name: qwen3, checkpoint: random, architecture: {shape}}}
 tokenizer: {tokenizer}
-data:
-  files: [{file}]
-  held_out_percent: 20
-  length: 64
-  data_dir: {data_dir}
+data: {{files: [{file}], held_out_percent: 20, length: 64, data_dir: {data_dir}}}
 loss: {{num_anchors: 8}}
 optimizer: {{learning_rate: 3e-3}}
-train:
-  steps: 6
-  dtype: float32
-  log_every: 2
-  checkpoint_every: 3
-  export_dtype: float32
-evaluation:
-  every: 100
-  batches: 0
-  prompts: 0
-  decode: {{max_new_tokens: 16, page_size: 16, prefill_chunk: 16, batch_size: 4}}
+train: {{steps: 6, dtype: float32, log_every: 2, checkpoint_every: 3, export_dtype: float32}}
+evaluation: {{every: 100, batches: 0, prompts: 0,
+  decode: {{max_new_tokens: 16, page_size: 16, prefill_chunk: 16, batch_size: 4}}}}
 """
 TARGET = ("task=target",)
 SHALLOW = (*TARGET, "target.architecture.num_hidden_layers=1")  # Compiles sooner.
@@ -60,11 +46,12 @@ def data(tmp_path_factory):
     """Conversations whose answers follow from their first letter."""
     directory = tmp_path_factory.mktemp("data")
     letters = string.ascii_lowercase * 3
-    with (directory / "alphabet.jsonl").open("w") as file:
-        for number in range(120):
-            start = number % 26
-            line = {"prompt": f"{number}{letters[start]}", "response": letters[start : start + 24]}
-            file.write(json.dumps(line) + "\n")
+    starts = [(number, number % 26) for number in range(120)]
+    lines = [
+        {"prompt": f"{number}{letters[start]}", "response": letters[start : start + 24]}
+        for number, start in starts
+    ]
+    write_lines(directory / "alphabet.jsonl", lines)
     (directory / "tokenizer").mkdir()
     for name in ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(examples.PROMPTS.parent / "tiny_target" / name, directory / "tokenizer")
@@ -74,14 +61,9 @@ def data(tmp_path_factory):
 @pytest.fixture
 def config(data, tmp_path):
     """A config file."""
-    text = CONFIG.format(
-        shape=json.dumps(SHAPE),
-        tokenizer=data / "tokenizer",
-        file=data / "alphabet.jsonl",
-        data_dir=data / "d",
-    )
+    files = {"tokenizer": data / "tokenizer", "file": data / "alphabet.jsonl"}
     path = tmp_path / "config.yml"
-    path.write_text(text)
+    path.write_text(CONFIG.format(shape=json.dumps(SHAPE), data_dir=data / "d", **files))
     return path
 
 
@@ -92,9 +74,7 @@ def final_state(workdir: pathlib.Path, step: int) -> dict[str, int]:
 
 
 def weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
-    from safetensors import numpy
-
-    return numpy.load_file(directory / "model.safetensors")
+    return load_file(directory / "model.safetensors")
 
 
 def losses(workdir: pathlib.Path, kind: str = "train") -> list[float]:
@@ -102,8 +82,7 @@ def losses(workdir: pathlib.Path, kind: str = "train") -> list[float]:
 
 
 def metrics(workdir: pathlib.Path, kind: str, name: str) -> list[float]:
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [line[name] for line in lines if line["kind"] == kind]
+    return [line[name] for line in read_lines(workdir / "metrics.jsonl") if line["kind"] == kind]
 
 
 @pytest.mark.parametrize("task", [TARGET, DRAFTER], ids=["target", "drafter"])
@@ -168,11 +147,9 @@ def test_target_then_drafter_then_tau(config, data, tmp_path, capsys):
         "tokenizer=null", "evaluation.every=60", "evaluation.batches=1", "evaluation.prompts=4",
     )  # fmt: skip
     assert run(config, *DRAFTER, *against, *long, "--workdir", drafter) == 0
-    lines = [json.loads(line) for line in (drafter / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [line for line in lines if line["kind"] == "evaluation"]
-    assert [line["step"] for line in evaluations] == [60, 120]
-    assert evaluations[-1]["tau"] > 2.5  # of at most 4
-    assert evaluations[-1]["loss"] < losses(drafter)[0]
+    assert metrics(drafter, "evaluation", "step") == [60, 120]
+    assert metrics(drafter, "evaluation", "tau")[-1] > 2.5  # of at most 4
+    assert losses(drafter, "evaluation")[-1] < losses(drafter)[0]
     assert "τ/jsonl" in capsys.readouterr().err
 
 
@@ -190,20 +167,15 @@ REFUSED = {
     "length": ((*TARGET, "data.length=1024"), "data.length: 1024, but the target was made for 512"),
     "vocabulary": ((*TARGET, "target.architecture.vocab_size=200"), "200"),
     "too few rows": ((*TARGET, "train.batch_size=4096"), "but a batch has 4096"),
-    "nothing held out": (
-        (*TARGET, "evaluation.batches=1", "data.held_out_percent=0"),
-        "no examples in its split validation: raise data.held_out_percent=0",
-    ),
+    "nothing held out": ((*TARGET, "evaluation.batches=1", "data.held_out_percent=0"),
+                         "no examples in its split validation: raise data.held_out_percent=0"),
     "too little held out": (
         (*TARGET, "evaluation.batches=1", "data.held_out_percent=3", "mesh.data=8"),
         "data.held_out_percent: 3 leaves ",
     ),
-    "steps twice": (
-        (*TARGET, "train.epochs=1"),
-        "give exactly one of train.steps and train.epochs",
-    ),
+    "steps twice": ((*TARGET, "train.epochs=1"), "exactly one of train.steps and train.epochs"),
     "pieces": ((*TARGET, "optimizer.accumulate_steps=3"), "train.batch_size: 8 does not divide"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -264,8 +236,8 @@ def test_a_draft_vocabulary_is_chosen_once_and_stays(config, tmp_path):
         "evaluation.every=1", "evaluation.prompts=2",
     )  # fmt: skip
     assert run(config, *onward, "--workdir", tmp_path / "onward") == 0
-    lines = map(json.loads, (tmp_path / "onward" / "metrics.jsonl").read_text().splitlines())
-    assert [1 <= line["tau"] <= 3 for line in lines if line["kind"] == "evaluation"] == [True]
+    (tau,) = metrics(tmp_path / "onward", "evaluation", "tau")
+    assert 1 <= tau <= 3
     after = weights(tmp_path / "onward" / "hf")
     np.testing.assert_array_equal(after["d2t"], stored["d2t"])
     assert not np.array_equal(after["fc.weight"], stored["fc.weight"])
@@ -274,11 +246,9 @@ def test_a_draft_vocabulary_is_chosen_once_and_stays(config, tmp_path):
 @pytest.mark.parametrize("defect", ["are empty", "do not end with an end token", "end in a loop"])
 def test_defects_of_the_answers_are_told_before_the_first_step(config, tmp_path, capfd, defect):
     outputs = {"are empty": [2], "do not end with an end token": [5, 6, 7]}
-    path = tmp_path / "outputs.jsonl"
-    with path.open("w") as file:
-        for number in range(60):
-            ids = {"prompt_ids": [7, number], "output_ids": outputs.get(defect, [9] * 40 + [2])}
-            file.write(json.dumps(ids) + "\n")
+    output_ids = outputs.get(defect, [9] * 40 + [2])
+    lines = [{"prompt_ids": [7, number], "output_ids": output_ids} for number in range(60)]
+    path = write_lines(tmp_path / "outputs.jsonl", lines)
     length = "train.steps=1", "train.batch_size=1", "data.held_out_percent=0"
     files = f"data.files=[{path}]"
     assert run(config, *SHALLOW, files, *length, "--workdir", tmp_path / "w") == 0
