@@ -455,5 +455,5 @@ class Engine:
             self.cycle_seconds = timing.measure(self.shapes, self.program, generate)
         seconds = 1.0 if self.cycle_seconds is None else self.cycle_seconds
         if self._forced is not None:
-            seconds = choice.only(self._forced, len(self.rules.choices))
+            seconds = timing.only(self._forced, len(self.rules.choices))
         return np.broadcast_to(np.asarray(seconds, np.float32), self.shapes.seconds().shape)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
 from dflash.inference import batch_buckets, first_token, timing
-from dflash.inference.cycle import choice, dispatch
+from dflash.inference.cycle import dispatch
 from dflash.inference.cycle.state import DecodeState, Occupancy
 from dflash.inference.logits import controls, nonfinite
 from dflash.inference.logits.controls import Controls
@@ -126,7 +126,7 @@ def generate(shapes: Shapes, bucket: int | None = None, *, greedy: bool = False)
     entry = shapes.layout.bucket_sizes.index(bucket or shapes.layout.slots_per_replica)
 
     def run(target: Decoder, drafter: Drafter, state: DecodeState, max_idle: jax.Array):
-        lengths = choice.timed_lengths(shapes.layout.max_length)
+        lengths = timing.timed_lengths(shapes.layout.max_length)
         timed = state.choice.timed(entry, state.mean_length(), lengths)
         state = dataclasses.replace(state, choice=timed)
         return dispatch.run_cycles(

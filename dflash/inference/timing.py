@@ -90,8 +90,8 @@ def measure(
     """
     rules, layout, shape = shapes.rules, shapes.layout, shapes.seconds().shape
     groups = len(rules.block_sizes), len(rules.choices.mean_rows)
-    lengths = choice.timed_lengths(layout.max_length)
-    plain = np.broadcast_to(choice.only(choice.PLAIN, len(rules.choices)), shape)
+    lengths = timed_lengths(layout.max_length)
+    plain = np.broadcast_to(only(choice.PLAIN, len(rules.choices)), shape)
 
     def occupied(state: DecodeState, seconds: np.ndarray, length: int) -> DecodeState:
         return program("occupied")(state, np.broadcast_to(seconds, shape), np.int32(length))
@@ -133,7 +133,7 @@ def cycle_seconds(
     while len(samples) < min(rounds, FEWEST) or (len(samples) < rounds and spent < ENOUGH):
         samples.append(np.empty((len(lengths), count), np.float32))
         for at, index in np.ndindex(samples[-1].shape):
-            state = occupied(state, choice.only(index, count), lengths[at])
+            state = occupied(state, only(index, count), lengths[at])
             state, seconds, samples[-1][at, index] = _sample(generate, state)
             spent += seconds
     # More rows and longer sequences never take less time, so make each group ascend: noise must not
@@ -170,3 +170,18 @@ def _timed(
     if jax.process_count() > 1:  # All must go on in the same way.
         seconds = multihost_utils.broadcast_one_to_all(seconds)
     return state, float(seconds), int(report.cycles)
+
+
+def timed_lengths(max_length: int) -> tuple[int, int]:
+    """Returns the two lengths at which cycles are timed, given the maximal one."""
+    return max(1, max_length // 8), max(1, max_length // 2)
+
+
+def only(index: int, count: int) -> np.ndarray:
+    """Returns a table, float32 [S], that forces one of S = `count` choices.
+
+    All others are infinitely slow in it.
+    """
+    seconds = np.full(count, np.inf, np.float32)
+    seconds[index] = 1.0
+    return seconds

@@ -18,9 +18,9 @@ from support.models import drafter, takes
 
 from dflash.config import registry
 from dflash.drafters.base import Drafter
-from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
 from dflash.inference.request import RequestOutput
+from dflash.inference.timing import only
 from dflash.offline import decoding
 
 

@@ -10,7 +10,7 @@ from support.models import drafter, takes
 from support.other_targets import ARCHITECTURES, SHAPES, target
 
 from dflash import errors
-from dflash.inference.cycle.choice import only
+from dflash.inference.timing import only
 
 FORMS = [(form.name, form.tree) for form in KINDS if form.name != "none"]
 PROMPTS = random_prompts((16, 9, 31, 12, 13, 30))

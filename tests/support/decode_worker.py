@@ -69,7 +69,7 @@ def decode_constrained(run, task: dict) -> list:
 
 def decode_divided(name: str, mesh: tuple[int, ...], task: dict) -> list:
     """The outputs, with grammars for some, of cycles that divide their rows in each replica."""
-    from dflash.inference.cycle.choice import only
+    from dflash.inference.timing import only
     from support.engines import engine
     from support.models import drafter
 

@@ -130,7 +130,7 @@ class ChosenRows(FixedRows):
       pool: Counts of all sequences, past ones included, [G].
       gains: Counts of the cycles of each division, and the sum of their gains, [P].
       table: float32 [W, 2, S]; seconds of a cycle for each batch bucket, each of two lengths of
-        all sequences (see `timed_lengths`), and each choice.
+        all sequences (see `timing.timed_lengths`), and each choice.
       seconds: float32 [S]; seconds of a cycle of each choice, at present.
       trial: The best choice and the one to try; its loss and credit are in seconds.
       promise: float32 []; expected tokens per second of the best choice, of all sequences together.
@@ -364,18 +364,3 @@ def seconds_at(table: ArrayLike, length: ArrayLike, lengths: tuple[int, int]) ->
     weight = jnp.maximum(length - least, 0) / max(most - least, 1)
     # Equal times may both be infinite, and their difference is then no number.
     return jnp.where(short == long, short, short + weight * (long - short))
-
-
-def timed_lengths(max_length: int) -> tuple[int, int]:
-    """Returns the two lengths at which cycles are timed, given the maximal one."""
-    return max(1, max_length // 8), max(1, max_length // 2)
-
-
-def only(index: int, count: int) -> np.ndarray:
-    """Returns a table, float32 [S], that forces one of S = `count` choices.
-
-    All others are infinitely slow in it.
-    """
-    seconds = np.full(count, np.inf, np.float32)
-    seconds[index] = 1.0
-    return seconds

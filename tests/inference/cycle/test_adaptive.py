@@ -8,8 +8,8 @@ from support.engines import decode, engine, expected, random_prompts, redrafted
 from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
 
-from dflash.inference.cycle.choice import only
 from dflash.inference.engine import Engine
+from dflash.inference.timing import only
 
 LENGTH = 128  # positions that a script covers
 SIZES = (1, 2, 4, 8)
