@@ -40,8 +40,7 @@ def commands(directory: pathlib.Path, count: int) -> None:
     # A shard is a run of all processes too, and the last one, here the only one, sums up.
     where = {"workdir": directory / "decode", "shard": "0/1", "stream": False}
     decode._decode(parse(decode, "c.yml", **where))
-    where = {"workdir": directory / "benchmark", "shard": "0/1"}
-    benchmark._benchmark(parse(benchmark, "b.yml", **where))
+    benchmark._benchmark(parse(benchmark, "b.yml", workdir=directory / "benchmark"))
     train._train(parse(train, "t.yml", workdir=directory / "train"))
     distill._distill(
         parse(
