@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.engines import decode, engine, expected, random_prompts
+from support.engines import change_often, check_plain, engine, random_prompts
 from support.models import drafter
 
 from dflash.drafters.parts.bandit import Counts
@@ -34,14 +34,10 @@ def test_output_is_that_of_plain_decoding(name, tree, way):
     model = drafter(name, block_size=4, tree=tree, mesh=mesh)
     model.windows = (8, 24)
     run = engine(model, **options)
-    if way == "sizes":  # Plain cycles, whole blocks and divided rows take turns.
-        sizes, means = len(run.block_sizes), len(run.rules.choices.mean_rows)
-        seconds = [*(1.0 + 0.25 * np.arange(sizes)), *(1.2 + 0.25 * np.arange(means))]
-        run.cycle_seconds = tuple(seconds)
+    if way == "sizes":
+        change_often(run)
     for temperature in (0.0,) if way == "rejection" else (0.0, 0.8):
-        done = decode(run, PROMPTS, LIMITS, temperature=temperature, seed=3)
-        wanted = expected(PROMPTS, LIMITS, temperature=temperature, seed=3)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+        done = check_plain(run, PROMPTS, LIMITS, temperature=temperature, seed=3)
     pool = run.new_state().drafter
     while not isinstance(pool, Counts):
         pool = pool.shared or pool.inner

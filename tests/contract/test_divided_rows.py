@@ -5,22 +5,30 @@ pages for all slots, over buckets of slots and over replicas. What a strategy st
 test_strategy_contract.py; here is one of each kind.
 """
 
-import dataclasses
 import functools
 import itertools
 
 import numpy as np
 import pytest
 from support import grammars
-from support.engines import decode, engine, expected, make_requests, random_prompts
+from support.engines import (
+    change_often,
+    check_plain,
+    completions,
+    divide_always,
+    engine,
+    make_requests,
+    outcomes,
+    plain_engine,
+    random_prompts,
+)
 from support.forms import KINDS, Form
 from support.models import drafter, takes
 
 from dflash.config import registry
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
-from dflash.inference.request import RequestOutput
-from dflash.inference.timing import only
+from dflash.inference.request import RequestOutput, Tokens
 from dflash.offline import decoding
 
 
@@ -44,24 +52,6 @@ def make_engine(form: Form, *, mesh=ALONE) -> Engine:
     return engine(model, mesh=mesh, adaptive_blocks=True, **options)
 
 
-def divide_always(run: Engine) -> None:
-    """Lets every cycle divide two rows per slot."""
-    first = len(run.block_sizes)
-    run.cycle_seconds = tuple(only(first, len(run.rules.choices)).tolist())
-
-
-def change_often(run: Engine) -> None:
-    """Lets plain cycles, whole blocks and divided rows win in turns."""
-    sizes, means = len(run.block_sizes), len(run.rules.choices.mean_rows)
-    whole, divided = 1.0 + 0.25 * np.arange(sizes), 1.2 + 0.25 * np.arange(means)
-    run.cycle_seconds = (*whole.tolist(), *divided.tolist())
-
-
-@functools.cache
-def plain_engine() -> Engine:
-    return engine(batch_size=6, sync_every=8, max_length=64)
-
-
 def mixed(run: Engine, temperature: float) -> tuple[list[RequestOutput], list]:
     """Outputs of requests of which every third has a grammar, log-probabilities, or nothing.
 
@@ -73,17 +63,12 @@ def mixed(run: Engine, temperature: float) -> tuple[list[RequestOutput], list]:
         {"logprobs": 3, "frequency_penalty": 0.6, "logit_bias": ((3, 1.0),)},
         {},
     ]
-    requests = []
-    for i, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
-        (one,) = make_requests([prompt], limit, first_index=i, **how, **asked[i % 3])
-        requests.append(dataclasses.replace(one, id=i))
-    outputs, logprobs = [], [[] for _ in requests]
-    for event in decoding.decode(run, requests):
-        if isinstance(event, RequestOutput):
-            outputs.append(event)
-        else:
+    events = list(decoding.decode(run, make_requests(PROMPTS, LIMITS, each=asked * 2, **how)))
+    logprobs = [[] for _ in PROMPTS]
+    for event in events:
+        if isinstance(event, Tokens):
             logprobs[event.id] += event.logprobs
-    return sorted(outputs, key=lambda one: one.id), logprobs
+    return completions(events), logprobs
 
 
 @functools.cache
@@ -94,8 +79,7 @@ def plain_mixed(temperature: float) -> tuple[list[RequestOutput], list]:
 def check_mixed(run: Engine, temperature: float) -> list[RequestOutput]:
     """Asserts that outputs and log-probabilities are those of plain decoding; returns the first."""
     (done, mine), (wanted, plain) = mixed(run, temperature), plain_mixed(temperature)
-    for one, other in zip(done, wanted, strict=True):
-        assert (one.output_ids, one.finish_reason) == (other.output_ids, other.finish_reason)
+    assert outcomes(done) == outcomes(wanted)
     assert [len(each) for each in mine] == [len(each) for each in plain]
     assert any(mine)
     for one, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
@@ -119,8 +103,7 @@ def test_output_is_that_of_plain_decoding(form):
     # These have a program of their own.
     for way in (divide_always, change_often):
         way(run)
-        done = decode(run, PROMPTS, LIMITS)
-        assert [(one.output_ids, one.finish_reason) for one in done] == expected(PROMPTS, LIMITS)
+        check_plain(run, PROMPTS, LIMITS)
 
 
 @pytest.mark.parametrize("form", [Form("dspark"), Form("dflash2", tree=True)], ids=str)
@@ -129,7 +112,5 @@ def test_replicas_divide_rows_of_their_own(form):
     divide_always(run)
     for temperature in (0.0, 0.8):
         how = {"temperature": temperature, "logprobs": 2, "presence_penalty": 1.5}
-        done = decode(run, PROMPTS, LIMITS, **how)
-        wanted = expected(PROMPTS, LIMITS, temperature=temperature, presence_penalty=1.5)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+        done = check_plain(run, PROMPTS, LIMITS, **how)
         assert len({size for one in done for size in one.block_sizes}) > 2

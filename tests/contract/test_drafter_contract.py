@@ -18,20 +18,23 @@ import pytest
 from support import grammars
 from support.engines import (
     all_logits,
+    check_plain,
+    completions,
     decode,
-    decode_all,
     engine,
     expected,
     make_requests,
+    outcomes,
     random_prompts,
     shared_engine,
+    watch_dispatches,
     without_prefix_cache,
 )
 from support.forms import FORMS, KINDS, Form, each_form, each_kind
-from support.models import ARCHITECTURE, drafter, takes, target
+from support.models import ARCHITECTURE, drafter, make_sampling, takes, target
 
 from dflash.inference.engine import Engine
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.inference.logits.sampling import SequenceSampler
 from dflash.inference.request import Request, RequestOutput
 from dflash.inference.scheduler import Scheduler
 from dflash.text.token_rules import TokenRules
@@ -114,9 +117,7 @@ def test_output_is_that_of_plain_decoding(form, case):
     reasons = set()
     for temperature, seed in [(0.0, 0), (0.8, 0), (0.8, 1), (0.8, 2**32 - 1)]:
         how = {"temperature": temperature, "seed": seed, "stop_ids": case.stop_ids}
-        done = decode(run, prompts, LIMITS, **how)
-        wanted = expected(prompts, LIMITS, **how)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+        done = check_plain(run, prompts, LIMITS, **how)
         check_acceptance_lengths(done, run.drafter.longest_path)
         reasons |= {one.finish_reason for one in done}
     assert reasons == ({"stop", "length"} if case.stop_ids else {"length"})
@@ -128,45 +129,29 @@ def check_acceptance_lengths(done: Sequence[RequestOutput], longest: int) -> Non
         assert all(1 <= length <= longest for length in one.acceptance_lengths)
 
 
-class Watch:
-    """An engine that counts what its dispatches did."""
-
-    def __init__(self, run: Engine):
-        self._run = run
-        self.cycles = 0
-        self.busy: list[int] = []  # slots at work in the first cycle of each dispatch
-
-    def __getattr__(self, name):
-        return getattr(self._run, name)
-
-    def generate(self, state, *width, **how):
-        state, report = self._run.generate(state, *width, **how)
-        self.cycles += int(report.cycles)
-        self.busy.append(int((report.num_committed[0] > 0).sum()))
-        return state, report
-
-
 @pytest.mark.parametrize("form", [Form("none"), THOROUGH], ids=str)
 def test_sixty_prompts_keep_five_slots_busy(form):
     rng = np.random.default_rng(7)
     prompts = random_prompts(rng.integers(1, 13, 60).tolist())
     limits = rng.integers(1, 21, 60).tolist()
-    watch = Watch(ragged_engine(form))
-    done = decode(watch, prompts, limits)
-    wanted = expected(prompts, limits, temperature=0.0)
-    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    run, dispatches = watch_dispatches(
+        ragged_engine(form),
+        lambda report, *_, **__: (int(report.cycles), int((report.num_committed[0] > 0).sum())),
+    )
+    done = check_plain(run, prompts, limits)
+    cycles, busy = zip(*dispatches, strict=True)  # And slots at work in the first cycle of each.
 
     slot_cycles = sum(len(one.acceptance_lengths) for one in done)
     longest = max(len(one.acceptance_lengths) for one in done)
     ideal = slot_cycles / 5
     # A slot waits for at most the rest of its dispatch (one cycle here), and at the end for others.
-    assert ideal <= watch.cycles <= ideal + 60 / 5 + longest
-    drained = len(watch.busy) - watch.busy[::-1].index(5)
-    empty = sum(5 - count for count in watch.busy[:drained])
+    assert ideal <= sum(cycles) <= ideal + 60 / 5 + longest
+    drained = len(busy) - busy[::-1].index(5)
+    empty = sum(5 - count for count in busy[:drained])
     # The device alone knows that a sequence has ended with its first token, for one dispatch.
     at_once = sum(len(one.output_ids) == 1 for one in done)
     assert empty <= at_once, "a slot stayed empty while others were waiting"
-    assert len(watch.busy) - drained <= longest
+    assert len(busy) - drained <= longest
 
 
 @each_kind
@@ -175,8 +160,7 @@ def test_a_sequence_that_gives_way_says_what_it_would_have_said(form):
     # What they have said counts again when they come back.
     how = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
     prompts, limits = random_prompts([31, 30, 29, 28, 27, 5]), [32, 32, 31, 32, 32, 20]
-    done = decode(without_prefix_cache(ragged_engine(form)), prompts, limits, **how)
-    assert [(one.output_ids, one.finish_reason) for one in done] == expected(prompts, limits, **how)
+    done = check_plain(without_prefix_cache(ragged_engine(form)), prompts, limits, **how)
     assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
 
 
@@ -191,7 +175,7 @@ def finish(scheduler: Scheduler, request: Request) -> tuple[RequestOutput, dict]
         if state.active[0]:
             proposal, _ = propose(form)(state.drafter, state.anchor, state.length - 1)
             drafts[int(state.length[0])] = np.asarray(proposal.tokens[0]).tolist()
-    (done,) = (event for event in events if isinstance(event, RequestOutput))
+    (done,) = completions(events)
     return done, drafts
 
 
@@ -241,10 +225,7 @@ def test_greedy_rejection_is_plain_greedy_decoding(form):
             ragged_engine(form, "rejection")
         return
     run = ragged_engine(form, "rejection")
-    done = decode(run, prompts, LIMITS)
-    wanted = expected(prompts, LIMITS, temperature=0.0)
-    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-    check_acceptance_lengths(done, run.drafter.longest_path)
+    check_acceptance_lengths(check_plain(run, prompts, LIMITS), run.drafter.longest_path)
 
 
 def weighs_drafts(model) -> bool:
@@ -256,10 +237,9 @@ def weighs_drafts(model) -> bool:
 def test_top_k_and_top_p_apply_alike(form):
     prompts = random_prompts(ONE_BUCKET)
     how = {"temperature": 1.5, "top_k": 6, "top_p": 0.8}
-    done = decode(ragged_engine(form), prompts, LIMITS, **how)
-    wanted = expected(prompts, LIMITS, **how)
-    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-    assert wanted != expected(prompts, LIMITS, temperature=1.5), "the filters took nothing away"
+    done = check_plain(ragged_engine(form), prompts, LIMITS, **how)
+    unfiltered = expected(prompts, LIMITS, temperature=1.5)
+    assert outcomes(done) != unfiltered, "the filters took nothing away"
 
 
 # What a request may ask for; neighbors in the batch ask for different things.
@@ -276,14 +256,13 @@ CONTROLS = [
 
 def controlled(run: Engine, prompts, *, greedy: bool = False) -> list[tuple]:
     """Output ids and reasons of prompts under the controls, one after the other."""
-    requests = []
-    for i, (prompt, limit, how) in enumerate(zip(prompts, LIMITS, CONTROLS, strict=True)):
-        how = how | ({"temperature": 0.0} if greedy else {})
-        how = {"min_new_tokens": 0} | how
-        how["min_new_tokens"] = min(how["min_new_tokens"], limit)
-        (one,) = make_requests([prompt], limit, first_index=i, **how)
-        requests.append(dataclasses.replace(one, id=i))
-    return [(done.output_ids, done.finish_reason) for done in decode_all(run, requests)]
+    each = [
+        how
+        | ({"temperature": 0.0} if greedy else {})
+        | {"min_new_tokens": min(how.get("min_new_tokens", 0), limit)}
+        for how, limit in zip(CONTROLS, LIMITS, strict=True)
+    ]
+    return outcomes(decode(run, prompts, LIMITS, each=each))
 
 
 @functools.cache
@@ -326,12 +305,8 @@ def constrained(run: Engine, *, greedy: bool = False) -> list[tuple]:
     limits = [32, 20, 32, 9, 6, 32, 4]
     prompts = random_prompts(ONE_BUCKET)
     how = {"temperature": 0.0 if greedy else 1.5, "stop_ids": (grammars.END,), "seed": 5}
-    requests = make_requests(prompts, limits, **how)
-    requests = [
-        dataclasses.replace(one, grammar=grammar, min_new_tokens=2 if grammar else 0)
-        for one, grammar in zip(requests, asked, strict=True)
-    ]
-    return [(done.output_ids, done.finish_reason) for done in decode_all(run, requests)]
+    each = [{"grammar": grammar, "min_new_tokens": 2 if grammar else 0} for grammar in asked]
+    return outcomes(decode(run, prompts, limits, each=each, **how))
 
 
 @functools.cache
@@ -372,13 +347,9 @@ def ruled(run, *, greedy: bool) -> list[tuple]:
     ]  # fmt: skip
     prompts = random_prompts(ONE_BUCKET)
     how = {"temperature": 0.0 if greedy else 1.5, "stop_ids": (grammars.END,), "seed": 5}
-    requests = make_requests(prompts, [32, 20, 32, 32, 6, 6, 12], **how)
-    requests = [
-        dataclasses.replace(one, token_rules=rule, min_new_tokens=2 if rule else 0)
-        for one, rule in zip(requests, rules, strict=True)
-    ]
-    requests[-1] = dataclasses.replace(requests[-1], grammar=grammars.regex("(a|b){3,12}"))
-    return [(done.output_ids, done.finish_reason) for done in decode_all(run, requests)]
+    each = [{"token_rules": rule, "min_new_tokens": 2} if rule else {} for rule in rules]
+    each[-1]["grammar"] = grammars.regex("(a|b){3,12}")
+    return outcomes(decode(run, prompts, [32, 20, 32, 32, 6, 6, 12], each=each, **how))
 
 
 @functools.cache
@@ -404,26 +375,14 @@ def test_rules_of_tokens_apply_alike(form):
         assert re.fullmatch("b{3,12}", grammars.text_of(ids[6]))
 
 
-def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:
-    keys = jax.random.split(jax.random.key(3, impl="threefry2x32"), batch)
-    temperature = jnp.where(jnp.arange(batch) % 2 == 0, 0.8, 0.0)
-    params = SamplingParams(
-        jax.random.key_data(keys),
-        temperature,
-        jnp.zeros(batch, jnp.int32),
-        jnp.ones(batch, jnp.float32),
-        jnp.zeros(batch, jnp.float32),
-    )
-    return SequenceSampler(params, with_probs)
-
-
 @functools.cache
-def propose(form: Form, with_probs: bool = False):
+def propose(form: Form):
     """The proposal of a drafter for a state, jitted."""
     model, heads = ragged_engine(form).drafter, target()
 
     def draft(state, anchor, position):
-        sampler = make_sampler(anchor.shape[0], with_probs=with_probs)
+        temperatures = [0.8 * (i % 2 == 0) for i in range(anchor.shape[0])]
+        sampler = SequenceSampler(make_sampling(temperatures, seed=3))
         return model.draft(state, anchor, position, sampler, heads)
 
     return jax.jit(draft)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.engines import decode, engine, random_prompts
 from support.forms import KINDS
-from support.models import drafter, takes
+from support.models import drafter
 from support.other_targets import ARCHITECTURES, SHAPES, target
 
 from dflash import errors
@@ -76,8 +76,7 @@ def test_eight_devices_equal_one(family):
 )
 def test_chosen_block_sizes_change_nothing(family, name, tree, choice):
     """One size for all sequences of a cycle, or a number of rows that is divided among them."""
-    form = {"block_size": 4} if takes(name, "block_size") else {}
-    model = drafter(name, arch=SHAPES[family], tree=tree, **form)
+    model = drafter(name, arch=SHAPES[family], tree=tree, block_size=4)
     run = engine(model, on=target(family), adaptive_blocks=True, **OPTIONS)
     sizes, choices = len(run.block_sizes), len(run.rules.choices)
     table = only(min(sizes, choices - 1), choices)
@@ -106,8 +105,7 @@ def test_recurrent_state_is_not_found_in_a_prefix_cache():
 
 @pytest.mark.parametrize(("family", "name", "tree"), GRID, ids=str)
 def test_preemption_on_a_mesh_gives_the_output_of_plain_decoding(family, name, tree):
-    form = {"block_size": 4} if takes(name, "block_size") else {}
-    model = drafter(name, arch=SHAPES[family], tree=tree, mesh=(1, 1, 2, 2), **form)
+    model = drafter(name, arch=SHAPES[family], tree=tree, block_size=4, mesh=(1, 1, 2, 2))
     run = engine(model, on=target(family, **MESH), **OPTIONS | PREEMPTED)
     done = [decode(run, PROMPTS, LIMITS, **how) for how in HOW]
     assert [[one.output_ids for one in each] for each in done] == plain(family)

@@ -15,14 +15,13 @@ import pytest
 from flax import nnx
 from support.engines import expected, random_prompts
 from support.forms import FORMS, Form, each_form
-from support.models import ARCHITECTURE, make_cache, make_sharding, target, zeros
+from support.models import ARCHITECTURE, make_cache, make_sampling, make_sharding, target, zeros
 
 from dflash.drafters.base import Drafter, Proposal
 from dflash.drafters.wrappers.copies import WithCopies
 from dflash.inference.cycle import tree as trees
 from dflash.inference.cycle import verify
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.inference.request import RequestSampling
 from dflash.layers.cache import PagedCache
 
 PROMPTS = random_prompts([10, 16, 9, 20, 12])
@@ -114,15 +113,6 @@ class Loop:
 
 
 loop = functools.cache(Loop)
-
-
-def make_sampling(temperatures, seed: int = 0) -> SamplingParams:
-    """Returns the parameters of sequences, numbered from 0."""
-    each = [
-        SamplingParams.of(RequestSampling(temperature=temperature, seed=seed, sequence=i))
-        for i, temperature in enumerate(temperatures)
-    ]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each).with_keys()
 
 
 @dataclasses.dataclass(frozen=True)

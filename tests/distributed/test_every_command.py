@@ -78,20 +78,12 @@ def one(tmp_path_factory):
     """What one process makes of each command."""
     directory = tmp_path_factory.mktemp("one")
     prepare(directory)
-    decode._decode(
-        cli.parse(
-            decode.SUBCOMMAND, directory / "c.yml", workdir=directory / "decode", stream=False
-        )
-    )
+    workdir = directory / "decode"
+    decode._decode(cli.parse(decode.SUBCOMMAND, directory / "c.yml", workdir=workdir, stream=False))
     benchmark.run(directory / "b.yml", workdir=directory / "benchmark")
     train.run(directory / "t.yml", workdir=directory / "train")
-    distilled = cli.parse(
-        distill.SUBCOMMAND,
-        directory / "config.yml",
-        *tiny_distillation.ROWS_FOR_FOUR,
-        workdir=directory / "distill",
-    )
-    assert distill._distill(distilled) == 0
+    command = distill.SUBCOMMAND, directory / "config.yml", *tiny_distillation.ROWS_FOR_FOUR
+    assert distill._distill(cli.parse(*command, workdir=directory / "distill")) == 0
     return directory
 
 
@@ -110,6 +102,14 @@ def several(tmp_path_factory):
 
 def outputs(path) -> dict[int, list[int]]:
     return {line["index"]: line["output_ids"] for line in read(path)}
+
+
+def check_weights(one, several, path) -> None:
+    found, wanted = (
+        safetensors.load_file(place / path / "model.safetensors") for place in (several, one)
+    )
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, atol=2e-5, err_msg=name)
 
 
 def test_decode(one, several):
@@ -138,18 +138,12 @@ def test_train(one, several):
         for place in (several, one)
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    found, wanted = (
-        safetensors.load_file(place / "train" / "hf" / "model.safetensors")
-        for place in (several, one)
-    )
-    for name, array in wanted.items():
-        np.testing.assert_allclose(found[name], array, atol=2e-5, err_msg=name)
+    check_weights(one, several, "train/hf")
 
 
 def test_distill(one, several):
-    assert (several / "distill" / stages.ANSWERS).read_text() == (
-        one / "distill" / stages.ANSWERS
-    ).read_text()
+    found, wanted = ((place / "distill" / stages.ANSWERS).read_text() for place in (several, one))
+    assert found == wanted
     trained = [
         json.loads((place / "distill" / stages.TRAINED).read_text()) for place in (several, one)
     ]
@@ -162,12 +156,7 @@ def test_distill(one, several):
     )
     assert (found["tau"], found["prompts"]) == (wanted["tau"], 2)
     assert found["baseline"]["identical"] == 2
-    found, wanted = (
-        safetensors.load_file(place / "distill" / stages.DRAFTER / "model.safetensors")
-        for place in (several, one)
-    )
-    for name, array in wanted.items():
-        np.testing.assert_allclose(found[name], array, atol=2e-5, err_msg=name)
+    check_weights(one, several, f"distill/{stages.DRAFTER}")
 
 
 @pytest.mark.parametrize("devices", [1, 8])

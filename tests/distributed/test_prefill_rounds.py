@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from support.engines import engine, expected, make_requests, random_prompts
+from support.engines import completions, engine, expected, make_requests, random_prompts
 from support.models import drafter
 
-from dflash.inference.request import RequestOutput
 from dflash.offline.decoding import Usage, decode
 
 PROMPTS = random_prompts([9 + i % 7 for i in range(64)], seed=1)
@@ -26,8 +25,8 @@ def run(eight, limits, prompts=PROMPTS):
         make_requests(prompts, limits),
         lambda stats: found.append(stats) or usage.add(stats, slots=slots, tokens=1, seconds=1.0),
     )
-    done = {event.id: event.output_ids for event in events if isinstance(event, RequestOutput)}
-    return [done[i] for i in range(64)], usage.facts(), found[0]
+    outputs = [one.output_ids for one in completions(events)]
+    return outputs, usage.facts(), found[0]
 
 
 def test_64_prompts_take_eight_rounds(eight):

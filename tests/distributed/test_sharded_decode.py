@@ -4,16 +4,18 @@ import jax
 import pytest
 from support.engines import (
     check_plain_outputs,
+    completions,
     decode,
+    drain,
     engine,
     expected,
     make_requests,
+    outcomes,
     random_prompts,
 )
 from support.models import drafter
 
 from dflash.config import registry
-from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 
 LENGTHS = [9, 16, 41, 10, 13, 31, 48, 12, 11]  # 41 takes three chunks; all one prefill program
@@ -65,15 +67,9 @@ def test_a_mesh_shares_cached_pages_within_each_replica(name):
     how = {"temperature": 0.8, "seed": 4}
     one, rounds = Scheduler(run), []
     for _ in range(2):
-        for request in make_requests(prompts, limits, **how):
-            one.submit(request)
-        done = {}
-        while not one.idle:
-            done |= {e.id: e for e in one.step() if isinstance(e, RequestOutput)}
-        rounds.append([done[i] for i in range(len(prompts))])
+        rounds.append(completions(drain(one, make_requests(prompts, limits, **how))))
     first, second = rounds
-    assert [(d.output_ids, d.finish_reason) for d in first] == expected(prompts, limits, **how)
-    assert [d.output_ids for d in second] == [d.output_ids for d in first]
+    assert outcomes(first) == outcomes(second) == expected(prompts, limits, **how)
     assert [d.acceptance_lengths for d in second] == [d.acceptance_lengths for d in first]
     assert sum(d.cached_tokens for d in first) == 0
     # A prompt goes where its pages are, unless that replica is taken.

@@ -13,70 +13,51 @@ WORKER = SUPPORT / "decode_worker.py"
 TIMEOUT_S = 1800
 
 
-def run_workers(count: int, task: dict) -> list[tuple[int, str, str]]:
-    """Exit status, stdout and stderr of each."""
-    address = f"localhost:{free_port()}"
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), address, str(count), str(i), json.dumps(task)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
-        for i in range(count)
-    ]
+OPTIONS = {"temperature": 0.8, "seed": 2}
+
+
+def run_workers(prompts, limits, **task) -> list[dict]:
+    """The outputs that each of two processes has, by name; see `support/decode_worker.py`."""
+    given = {"mesh": (2, 1, 2), "prompts": prompts, "limits": limits, "options": OPTIONS} | task
+    command = [sys.executable, str(WORKER), f"localhost:{free_port()}", "2"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options["env"] = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    workers = [subprocess.Popen([*command, str(i), json.dumps(given)], **options) for i in range(2)]
+    found = []
     try:
-        outputs = [worker.communicate(timeout=TIMEOUT_S) for worker in workers]
+        for worker in workers:
+            out, err = worker.communicate(timeout=TIMEOUT_S)
+            assert worker.returncode == 0, err
+            found.append(json.loads(out.splitlines()[-1]))
     finally:
         for worker in workers:
             worker.kill()
-    return [(w.returncode, *output) for w, output in zip(workers, outputs, strict=True)]
+    return found
 
 
 def test_two_processes_decode_as_one():
     prompts, limits = random_prompts([1, 35, 9, 4]), [12, 9, 15, 1]
-    options = {"temperature": 0.8, "seed": 2}
     # One for each kind of state: a dense cache, pages, a history. The others' states
     # are split over devices in test_sharded_decode.py; the host does the same for all.
     names = ["dflash", "autoregressive", "ngram"]
-    task = {
-        "drafters": names,
-        # Each process measures what cycles take, and all must go by the same measurement.
-        "adaptive": ["ngram"],
-        # Each process keeps its own account of pages, and all must come to the same.
-        "cached": ["dflash"],
-        "constrained": ["dflash"],
-        "mesh": (2, 1, 2),
-        "prompts": prompts,
-        "limits": limits,
-        "options": options,
-    }
-    wanted = [list(ids) for ids, _ in expected(prompts, limits, **options)]
+    wanted = [list(ids) for ids, _ in expected(prompts, limits, **OPTIONS)]
     plain = engine(batch_size=4, max_length=48)
-    constrained = grammars.decode_some(plain, prompts, limits, **options)
-    decoded = [*names, "dflash, cached"]
-    for status, out, err in run_workers(2, task):
-        assert status == 0, err
-        found = json.loads(out.splitlines()[-1])
+    constrained = grammars.decode_some(plain, prompts, limits, **OPTIONS)
+    # Each process measures what cycles take, and keeps an account of pages: all must go by the
+    # same measurement, and come to the same pages.
+    others = {"adaptive": ["ngram"], "cached": ["dflash"], "constrained": ["dflash"]}
+    for found in run_workers(prompts, limits, drafters=names, **others):
         assert found.pop("dflash, constrained") == [list(ids) for ids in constrained]
-        assert found == dict.fromkeys(decoded, wanted)
+        assert found == dict.fromkeys([*names, "dflash, cached"], wanted)
 
 
 def test_two_processes_divide_rows_alike():
     """Each process divides the rows of its replica, and both with grammars for some sequences."""
     prompts, limits = random_prompts([1, 35, 9, 4, 12, 20]), [12, 9, 15, 1, 13, 12]
-    options = {"temperature": 0.8, "seed": 2}
     names = ["dspark", "dflash2-tree"]
-    task = {
-        "drafters": [], "divided": names, "mesh": (2, 1, 2), "prompts": prompts, "limits": limits,
-        "options": options,
-    }  # fmt: skip
     plain = engine(batch_size=4, max_length=48)
-    wanted = [list(ids) for ids in grammars.decode_some(plain, prompts, limits, **options)]
-    for status, out, err in run_workers(2, task):
-        assert status == 0, err
-        found = json.loads(out.splitlines()[-1])
+    wanted = [list(ids) for ids in grammars.decode_some(plain, prompts, limits, **OPTIONS)]
+    for found in run_workers(prompts, limits, drafters=[], divided=names):
         assert found == {f"{name}, divided": wanted for name in names}
 
 
@@ -84,19 +65,8 @@ def test_two_processes_divide_rows_alike():
 def test_targets_of_other_makes(family):
     """Recurrent state, rings of pages and experts, over a replica and half of the heads each."""
     prompts, limits = random_prompts([1, 35, 9, 4]), [12, 9, 15, 1]
-    options = {"temperature": 0.8, "seed": 2}
     names = ["dflash", "ngram"]
-    task = {
-        "family": family,
-        "drafters": names,
-        "adaptive": ["ngram"],
-        "mesh": (2, 1, 2),
-        "prompts": prompts,
-        "limits": limits,
-        "options": options,
-    }
     alone = engine(on=other_targets.target(family), batch_size=4, max_length=48)
-    wanted = [list(one.output_ids) for one in decode(alone, prompts, limits, **options)]
-    for status, out, err in run_workers(2, task):
-        assert status == 0, err
-        assert json.loads(out.splitlines()[-1]) == dict.fromkeys(names, wanted)
+    wanted = [list(one.output_ids) for one in decode(alone, prompts, limits, **OPTIONS)]
+    task = {"family": family, "drafters": names, "adaptive": ["ngram"]}
+    assert run_workers(prompts, limits, **task) == [dict.fromkeys(names, wanted)] * 2

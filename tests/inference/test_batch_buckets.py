@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engines import (
-    Watched,
     completions,
     drain,
     engine,
     expected,
     make_requests,
+    outcomes,
     random_prompts,
+    watch_dispatches,
 )
-from support.models import drafter, takes
+from support.models import drafter
 
 from dflash.inference import batch_buckets
 from dflash.inference.scheduler import Scheduler
@@ -23,34 +24,21 @@ PROMPTS = random_prompts([9, 16, 5, 12, 3, 14])
 LIMITS = [12, 3, 8, 5, 7, 4]
 
 
-class Watch(Watched):
-    """An engine that notes the bucket of every dispatch."""
-
-    def generate(self, state, bucket=None, **how):
-        self.seen.append(bucket)
-        return self._inner.generate(state, bucket, **how)
-
-
 def check(run, **how) -> list[int]:
     """One request alone, four more, then another one; returns the buckets of the dispatches."""
-    watch = Watch(run)
-    one = Scheduler(watch)
-    requests = make_requests(PROMPTS, LIMITS, **how)
-    events = []
+    watched, buckets = watch_dispatches(run, lambda report, bucket=None, **_: bucket)
+    one, requests, events = Scheduler(watched), make_requests(PROMPTS, LIMITS, **how), []
     for group in (requests[:1], requests[1:5], requests[5:]):
-        for request in group:
-            one.submit(request)
-        events += drain(one)
-    found = [(done.output_ids, done.finish_reason) for done in completions(events)]
-    assert found == expected(PROMPTS, LIMITS, **how)
-    return watch.seen
+        events += drain(one, group)
+    assert outcomes(completions(events)) == expected(PROMPTS, LIMITS, **how)
+    return buckets
 
 
 # State in pages, in arrays, and in both with rows that depend on the next token.
 @pytest.mark.parametrize("name", ["autoregressive", "dflash", "eagle3"])
 def test_every_kind_of_state_is_cut_and_put_back(name):
-    options = {"block_size": 3} if takes(name, "block_size") else {}
-    run = engine(drafter(name, **options), batch_size=4, sync_every=2, partial_dispatches=True)
+    model = drafter(name, block_size=3)
+    run = engine(model, batch_size=4, sync_every=2, partial_dispatches=True)
     used = check(run, temperature=0.8, seed=2)
     assert used[0] == used[-1] == 1, "one sequence alone needs one slot"
     assert max(used) == 4

@@ -3,14 +3,13 @@
 Random schemas are met in text/chat_formats/test_formats.py; drafts under grammars in the contract.
 """
 
-import dataclasses
 import functools
 
 import pytest
 from support import grammars
 from support.engines import (
     completions,
-    decode_all,
+    decode,
     drain,
     make_requests,
     random_prompts,
@@ -18,7 +17,7 @@ from support.engines import (
 )
 
 from dflash import errors
-from dflash.inference.request import RequestOutput, Tokens
+from dflash.inference.request import Tokens
 from dflash.inference.scheduler import Scheduler
 from dflash.offline import decoding
 from dflash.text.grammar import Matcher
@@ -26,22 +25,16 @@ from dflash.text.grammar import Matcher
 CHAIN = functools.partial(shared_engine, "dflash")
 
 
-def decode(run, prompts, limits, asked, **how) -> list[RequestOutput]:
-    """Completions of prompts with grammars, or None."""
-    requests = make_requests(prompts, limits, stop_ids=(grammars.END,), **how)
-    requests = [
-        dataclasses.replace(request, grammar=grammar)
-        for request, grammar in zip(requests, asked, strict=True)
-    ]
-    return decode_all(run, requests)
+def matching(pattern: str) -> dict:
+    """The options of a request for an output that a regular expression matches."""
+    return {"grammar": grammars.regex(pattern), "stop_ids": (grammars.END,)}
 
 
 def test_others_keep_their_dispatch():
     """A sequence with a grammar takes one cycle of a dispatch, its neighbor all of them."""
     scheduler = Scheduler(shared_engine("none"))
-    requests = make_requests(random_prompts([5, 5]), 30, stop_ids=(grammars.END,))
-    requests[0] = dataclasses.replace(requests[0], grammar=grammars.regex("a{20,40}"))
-    for request in requests:
+    each = [matching("a{20,40}"), {"stop_ids": (grammars.END,)}]
+    for request in make_requests(random_prompts([5, 5]), 30, each=each):
         scheduler.submit(request)
     sizes: dict[int, set[int]] = {0: set(), 1: set()}
     while not scheduler.idle:
@@ -53,14 +46,14 @@ def test_others_keep_their_dispatch():
 
 
 def test_a_cut_output_says_so():
-    (one,) = decode(CHAIN(), random_prompts([4]), 5, [grammars.regex("a{9}")])
+    (one,) = decode(CHAIN(), random_prompts([4]), 5, **matching("a{9}"))
     assert one.finish_reason == "length"
     assert grammars.text_of(one.output_ids) == "aaaaa"
 
 
 def test_an_output_that_cannot_go_on_is_an_error():
     """The grammar wants a letter that no token writes."""
-    (one, other) = decode(CHAIN(), random_prompts([4, 6]), 9, [grammars.regex("aaxb"), None])
+    one, other = decode(CHAIN(), random_prompts([4, 6]), 9, each=[matching("aaxb"), {}])
     assert one.finish_reason == "error"
     assert grammars.text_of(one.output_ids) == "aa"
     assert len(other.output_ids) == 9
@@ -70,10 +63,9 @@ def test_an_output_that_cannot_go_on_is_an_error():
 def test_a_grammar_that_raises_ends_its_own_sequence(step, monkeypatch):
     """An exception of the matcher becomes the error of its request, and the others go on."""
     prompts = random_prompts([5, 7, 3])
-    free = decode(CHAIN(), prompts, 12, [None] * 3)
+    free = decode(CHAIN(), prompts, 12)
     one = Scheduler(CHAIN())
-    given = make_requests(prompts, 12, stop_ids=(grammars.END,))
-    given[1] = dataclasses.replace(given[1], grammar=grammars.regex("[a-z]{8,}"))
+    given = make_requests(prompts, 12, each=[{}, matching("[a-z]{8,}"), {}])
     for request in given:
         one.submit(request)
 

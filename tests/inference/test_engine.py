@@ -31,20 +31,9 @@ def compiled():
 
 def test_programs_are_few_and_known_beforehand(compiled):
     run, told = compiled
-    names = [" ".join(map(str, key)) for key in run.program_names([3, 33])]
-    assert names == [
-        "new_state",
-        "new_prefill_state",
-        "prefill 16",
-        "unconstrained 1",
-        "insert",
-        "generate",
-        "release",
-        "set_pages",
-        "new_context",
-        "store",
-        "restore",
-    ]
+    names = ["-".join(map(str, key)) for key in run.program_names([3, 33])]
+    first = "new_state new_prefill_state prefill-16 unconstrained-1 insert generate release"
+    assert names == [*first.split(), "set_pages", "new_context", "store", "restore"]
     assert told == [(0, 2), (1, 2), (2, 2)]
     assert run.program_names(range(1, 17)) == run.program_names([16])
 

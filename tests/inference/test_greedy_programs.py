@@ -1,18 +1,20 @@
 """Tests of the programs for batches in which all requests are greedy."""
 
-import dataclasses
 import functools
 
 import pytest
 from support import grammars
 from support.engines import (
-    Watched,
+    check_plain,
     count_compilations,
     decode_all,
     expected,
     make_requests,
+    outcomes,
     random_prompts,
     shared_engine,
+    untraced_cycles,
+    watch_dispatches,
     with_programs,
     without_prefix_cache,
 )
@@ -25,9 +27,7 @@ PROMPTS, LIMITS = random_prompts([5, 9]), [24, 4]
 @functools.cache
 def for_greedy() -> Engine:
     """The shared engine with the programs that greedy requests need."""
-    base = shared_engine("dflash")
-    names = base.program_names(map(len, PROMPTS), greedy=True)
-    run = with_programs(base, [name for name in names if name != ("generate_greedy",)])
+    run = untraced_cycles("dflash", PROMPTS, greedy=True)
     run.compile(map(len, PROMPTS), greedy=True)
     return run
 
@@ -44,23 +44,10 @@ def alone() -> Engine:
     return without_prefix_cache(shared_engine("none"))
 
 
-class Watch(Watched):
-    """An engine that notes which dispatches are greedy."""
-
-    def generate(self, state, *bucket, **how):
-        self.seen.append(how["greedy"])
-        return self._inner.generate(state, *bucket, **how)
-
-
-def outputs(run, requests) -> list[tuple]:
-    return [(one.output_ids, one.finish_reason) for one in decode_all(run, requests)]
-
-
 def test_greedy_requests_need_no_other_programs():
     run = for_greedy()
     with count_compilations() as compilations:
-        found = outputs(run, make_requests(PROMPTS, LIMITS))
-    assert found == expected(PROMPTS, LIMITS)
+        check_plain(run, PROMPTS, LIMITS)
     assert compilations == []
 
 
@@ -79,14 +66,13 @@ def test_greedy_requests_need_no_other_programs():
 )
 def test_a_greedy_request_beside_another_one(other):
     """The dispatches become greedy when the other one, which is shorter, has ended."""
-    watch, requests = Watch(for_all()), make_requests(PROMPTS, LIMITS)
-    (second,) = make_requests(PROMPTS[1:], LIMITS[1:], **other)
-    requests[1] = dataclasses.replace(second, id=1)
-    found = outputs(watch, requests)
+    watched, greedy = watch_dispatches(for_all(), lambda report, *_, **how: how["greedy"])
+    requests = make_requests(PROMPTS, LIMITS, each=[{}, other])
+    found = outcomes(decode_all(watched, requests))
     assert found[0] == expected(PROMPTS, LIMITS)[0]
-    assert found[1] == outputs(alone(), requests[1:])[0]
-    assert watch.seen == sorted(watch.seen)
-    assert set(watch.seen) == {False, True}
+    assert found[1:] == outcomes(decode_all(alone(), requests[1:]))
+    assert greedy == sorted(greedy)
+    assert set(greedy) == {False, True}
 
 
 def test_a_greedy_program_neither_draws_nor_filters():

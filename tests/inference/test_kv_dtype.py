@@ -4,13 +4,10 @@ Rows of prompts, blocks and trees must end up in the same bits as rows that come
 drafting would change what is drafted from.
 """
 
-import dataclasses
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 from support.engines import engine, random_prompts
-from support.models import target
+from support.models import make_cache, target
+from support.parity import step
 
 from dflash.loading import decode_plan
 
@@ -19,19 +16,11 @@ KV_DTYPES = ["int8", "float8_e4m3fn"]
 
 def logits_over(kv_dtype):
     """Logits of 48 tokens: 40 of a prompt, and a block of 8 over what the cache kept of them."""
-    model = target()
-    abstract = model.new_cache(
-        batch=1, pages_per_sequence=3, num_pages=4, page_size=16, kv_dtype=kv_dtype
-    )
-    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-    cache = dataclasses.replace(cache, page_table=jnp.array([[2, 1, 3]]))
-    tokens = jnp.array(random_prompts([48]))
-    found = []
-    for rows in (slice(0, 40), slice(40, 48)):
-        output = jax.jit(model)(tokens[:, rows], jnp.arange(48)[None, rows], cache)
-        cache = output.cache
-        found.append(model.unembed(output.hidden))
-    return np.asarray(jnp.concatenate(found, axis=1))
+    cache = make_cache(target(), 1, 48, page_size=16, kv_dtype=kv_dtype)
+    tokens = np.array(random_prompts([48]))
+    *_, first, cache = step(target(), tokens[:, :40], [0], cache)
+    *_, last, _ = step(target(), tokens[:, 40:], [40], cache)
+    return np.concatenate([first, last], axis=1)
 
 
 def test_logits_stay_close():

@@ -12,31 +12,30 @@ from dflash.drafters.base import Proposal
 from dflash.inference import replay
 from dflash.loading import job as jobs
 
+TREE = Proposal(jnp.array([[9, 5, 6, 6, 7, 4]]), jnp.array([[0, 0, 1, 2, 3, 4]]))
+CHAIN = Proposal(jnp.array([[5, 6, 4]]))
+
 
 def test_the_longest_path_of_a_tree_that_the_text_takes_is_accepted():
     """Text 5 6 7 8; the tree has 5, 9 and 5 6 besides 4, and 9 6 7."""
     tokens = jnp.array([[1, 5, 6, 7, 8]])
-    tree = Proposal(jnp.array([[9, 5, 6, 6, 7, 4]]), jnp.array([[0, 0, 1, 2, 3, 4]]))
     num_accepted = jax.jit(replay.num_accepted)
-    assert num_accepted(tree, tokens).tolist() == [2]
-    chain = Proposal(jnp.array([[5, 6, 4]]))
-    assert num_accepted(chain, tokens).tolist() == [2]
+    assert num_accepted(TREE, tokens).tolist() == [2]
+    assert num_accepted(CHAIN, tokens).tolist() == [2]
 
 
 def test_drafts_count_if_those_before_them_were_accepted():
     """The same tree; the confidence is in whole paths, that of a chain in one draft."""
     tokens, left = jnp.array([[1, 5, 6, 7, 8]]), jnp.array([4])
     confidence = jnp.array([[0.5, 0.4, 0.3, 0.2, 0.1, 0.05]])
-    tree = Proposal(
-        jnp.array([[9, 5, 6, 6, 7, 4]]), jnp.array([[0, 0, 1, 2, 3, 4]]), confidence=confidence
-    )
+    tree = dataclasses.replace(TREE, confidence=confidence)
     found = replay.drafts(tree, tokens, left)
     assert found.depth.tolist() == [[1, 1, 2, 2, 3, 3]]
     assert found.counted.tolist() == [[True, True, False, True, False, True]]
     assert found.accepted.tolist() == [[False, True, False, True, False, False]]
     np.testing.assert_allclose(found.chance[0], [0.5, 0.4, 0.6, 0.5, 1 / 3, 0.25], rtol=1e-6)
     assert replay.drafts(tree, tokens, jnp.array([2])).counted.sum() == 3, "the text ends"
-    chain = Proposal(jnp.array([[5, 6, 4]]), confidence=confidence[:, :3])
+    chain = dataclasses.replace(CHAIN, confidence=confidence[:, :3])
     found = replay.drafts(chain, tokens, left)
     assert found.counted.tolist() == [[True, True, True]]
     assert found.accepted.tolist() == [[True, True, False]]

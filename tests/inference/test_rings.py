@@ -1,42 +1,19 @@
 """Tests of rings: layers with a window keep its rows alone, and nothing else changes."""
 
-import functools
 from unittest import mock
 
-import jax
-import numpy as np
 import pytest
 from support.engines import decode, engine, logits_before, random_prompts
-from support.models import (
-    ARCHITECTURE,
-    EMPHASIS,
-    FAVOURITES,
-    drafter,
-    family_architecture,
-    make_sharding,
-)
+from support.models import drafter
+from support.other_targets import target
 
 from dflash.inference.pages import Layout
 from dflash.layers.cache import Ring
-from dflash.models.gemma3 import Gemma3Text
-from dflash.parallel import parameters
 
-WINDOWS = {"sliding_window": 7, "layer_types": ("sliding_attention", "full_attention")}
-ARCH = family_architecture("gemma3", ARCHITECTURE, **WINDOWS)
 PROMPTS = random_prompts((90, 5, 33, 61, 17))
 LIMITS = (40, 30, 60, 9, 50)
 OPTIONS = {"batch_size": 2, "sync_every": 4, "max_length": 160, "page_size": 8}
 PAGES = 7  # A window of 7, a chunk of 16 and a tile of 32 rows.
-
-
-@functools.cache
-def target():
-    model = Gemma3Text(ARCH, dtype=np.dtype("float32"), sharding=make_sharding())
-    parameters.initialize(model, jax.random.key(0))
-    emphasis = np.where(np.arange(ARCH.vocab_size) < FAVOURITES, EMPHASIS, 1.0)
-    kernel = model.lm_head.kernel
-    kernel.set_value(kernel.get_value() * emphasis.astype(np.float32))
-    return model
 
 
 def outputs(run):
@@ -46,7 +23,7 @@ def outputs(run):
 def check_plain(outputs):
     """Asserts that outputs are the likeliest tokens by passes that keep all rows."""
     for prompt, ids in zip(PROMPTS, outputs, strict=True):
-        likeliest = logits_before(target(), prompt, ids, length=160).argmax(-1)
+        likeliest = logits_before(target("gemma3"), prompt, ids, length=160).argmax(-1)
         assert likeliest.tolist() == list(ids)
 
 
@@ -59,7 +36,8 @@ def check_plain(outputs):
     ],
 )
 def test_output_is_that_of_one_pool(name, tree, options):
-    run = engine(drafter(name, arch=ARCH, tree=tree), on=target(), **OPTIONS | options)
+    model = target("gemma3")
+    run = engine(drafter(name, arch=model.arch, tree=tree), on=model, **OPTIONS | options)
     assert run.layout.ring == Ring(PAGES, 2 * PAGES + 1)
     sliding, full = ([pool.shape[1] for pool in layer] for layer in pools_by_layer(run))
     assert set(sliding) == {2 * PAGES + 1}
@@ -69,7 +47,7 @@ def test_output_is_that_of_one_pool(name, tree, options):
         check_plain(found)
         return
     with mock.patch.object(Layout, "ring", None):
-        plain = engine(on=target(), **OPTIONS | options)
+        plain = engine(on=model, **OPTIONS | options)
         assert plain.abstract_state().cache.slots is None
         assert outputs(plain) == found
 

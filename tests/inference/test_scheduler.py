@@ -5,7 +5,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import (
@@ -15,12 +14,14 @@ from support.engines import (
     engine,
     expected,
     make_requests,
+    outcomes,
     random_prompts,
     retargeted,
     shared_engine,
     without_prefix_cache,
 )
-from support.models import ARCHITECTURE, drafter, make_sharding
+from support.foreign_trees import hf_tree
+from support.models import ARCHITECTURE, drafter, random_module
 
 from dflash import errors
 from dflash.inference import batch, scheduler
@@ -30,7 +31,6 @@ from dflash.inference.request import Request, RequestOutput, RequestSampling, To
 from dflash.inference.scheduler import Scheduler
 from dflash.models.dense import Qwen3
 from dflash.offline.decoding import decode
-from dflash.parallel import parameters
 
 LENGTHS = [5, 1, 16, 9, 12, 3, 7]
 LIMITS = [20, 1, 2, 32, 11, 1, 17]
@@ -49,17 +49,12 @@ def run_of(num_pages: int | None = None, **options) -> Engine:
     return engine(model, batch_size=3, max_length=48, num_pages=num_pages, **options)
 
 
-def requests(lengths=LENGTHS, limits=LIMITS, **sampling) -> list[Request]:
-    return make_requests(random_prompts(lengths), limits, stop_ids=STOP_IDS, **sampling)
+def requests(lengths=LENGTHS, limits=LIMITS) -> list[Request]:
+    return make_requests(random_prompts(lengths), limits, stop_ids=STOP_IDS)
 
 
-def wanted(lengths=LENGTHS, limits=LIMITS, **sampling):
-    how = {"temperature": 0.0} | sampling
-    return expected(random_prompts(lengths), limits, stop_ids=STOP_IDS, **how)
-
-
-def outputs(done) -> list[tuple[tuple[int, ...], str]]:
-    return [(one.output_ids, one.finish_reason) for one in done]
+def wanted():
+    return expected(random_prompts(LENGTHS), LIMITS, stop_ids=STOP_IDS)
 
 
 @pytest.fixture
@@ -107,7 +102,7 @@ def test_events_come_in_order_and_add_up(pools):
     # Requests begin in the order in which they came.
     assert list(open_requests) == sorted(open_requests)
     assert {reason for _, reason in wanted()} == {"stop", "length"}
-    assert outputs(done[i] for i in sorted(done)) == wanted()
+    assert outcomes(done[i] for i in sorted(done)) == wanted()
     for index, one in done.items():
         assert one.output_ids == tuple(open_requests[index])
         assert sum(one.acceptance_lengths) == len(one.output_ids) - 1
@@ -133,9 +128,8 @@ def test_requests_come_in_while_others_run():
     assert {event.id for event in events} == {0}
     one.submit(third)
     events += one.step()
-    one.submit(second)
-    events += drain(one)
-    assert outputs(completions(events)) == wanted()[:3]
+    events += drain(one, [second])
+    assert outcomes(completions(events)) == wanted()[:3]
     order = [event.id for event in events if isinstance(event, Tokens)]
     assert order.index(2) < order.index(1), "in the order in which they were submitted"
 
@@ -146,8 +140,7 @@ def test_an_id_in_flight_is_refused_and_may_come_again_later():
     with pytest.raises(ValueError, match="request 0 is in flight already"):
         one.submit(request)
     first = drain(one)
-    one.submit(request)
-    assert outputs(completions(drain(one))) == outputs(completions(first))
+    assert outcomes(completions(drain(one, [request]))) == outcomes(completions(first))
 
 
 # --- cancellation -------------------------------------------------------------------------------
@@ -169,7 +162,7 @@ def test_a_cancelled_request_frees_its_pages_and_is_never_heard_of_again(pools, 
     rest = drain(one)
     assert not any(event.id == 3 for event in rest)
     done = completions((*events, *rest))
-    assert outputs(done) == [w for i, w in enumerate(wanted()) if i != 3]
+    assert outcomes(done) == [w for i, w in enumerate(wanted()) if i != 3]
     assert pools[0].held == set()
 
 
@@ -181,12 +174,9 @@ def test_sequences_grow_into_pages_and_give_way_to_older_ones(pools, temperature
     assert run().layout.overcommits
     prompts, limits = random_prompts(GROWING), [32, 32, 31, 30, 28]
     how = {"temperature": temperature}
-    one = Scheduler(run())
-    for request in make_requests(prompts, limits, **how):
-        one.submit(request)
-    events = drain(one)
+    events = drain(Scheduler(run()), make_requests(prompts, limits, **how))
     done = completions(events)
-    assert outputs(done) == expected(prompts, limits, **how)
+    assert outcomes(done) == expected(prompts, limits, **how)
     assert max(d.preemptions for d in done) == 1, "it comes back when another has ended"
     assert done[0].preemptions == 0, "the oldest sequence never waits"
     assert pools[0].held == set()
@@ -207,10 +197,7 @@ def test_coming_back_compiles_nothing():
 
 
 def test_a_preempted_sequence_comes_back_before_later_requests_begin():
-    one = Scheduler(run())
-    for request in make_requests(random_prompts([*GROWING, 12]), 32):
-        one.submit(request)
-    events = drain(one)
+    events = drain(Scheduler(run()), make_requests(random_prompts([*GROWING, 12]), 32))
     preempted = next(d.id for d in completions(events) if d.preemptions > 0)
     heard = [event.id for event in events if isinstance(event, Tokens)]
     later = heard[heard.index(preempted + 1) + 1 :]
@@ -250,9 +237,7 @@ class Slow:
     It takes one after the other, and gives results when it is done.
     """
 
-    def __init__(
-        self, inner: Engine, clock: Clock, prefill_s: float = 0.0, generate_s: float = 0.0
-    ):
+    def __init__(self, inner: Engine, clock: Clock, *, prefill_s=0.0, generate_s=0.0):
         self._inner, self._clock = inner, clock
         self._prefill_s, self._generate_s = prefill_s, generate_s
         self._free_at = 0.0
@@ -334,7 +319,7 @@ def test_decoding_may_be_broken_off(taken):
     for _ in range(taken):
         next(events)
     events.close()
-    assert outputs(completions(decode(run(), requests()[:3]))) == wanted()[:3]
+    assert outcomes(completions(decode(run(), requests()[:3]))) == wanted()[:3]
 
 
 GOOD = Request(4, (1, 2), 1)
@@ -382,7 +367,7 @@ def test_a_pause_lets_admitted_requests_finish():
     assert one.stats().waiting == len(LENGTHS) - len(completions(events)) > 0
     assert one.step() == []
     one.paused = False
-    assert outputs(completions(events + drain(one))) == wanted()
+    assert outcomes(completions(events + drain(one))) == wanted()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -390,7 +375,7 @@ def test_after_an_update_requests_go_on_with_the_new_weights(temperature):
     """They keep what was reported; nothing of the old weights' caches is left."""
     how = {"temperature": temperature, "seed": 4}
     (prompt, *_), limit = random_prompts([24, 5]), 24
-    old, new = (_of_weights(seed) for seed in (0, 1))
+    old, new = (random_module(Qwen3, ARCHITECTURE, seed=seed) for seed in (0, 1))
     base = without_prefix_cache(retargeted(shared_engine("none"), old))
     one = Scheduler(base)
     for request in make_requests([prompt, prompt], limit, **how):
@@ -399,25 +384,10 @@ def test_after_an_update_requests_go_on_with_the_new_weights(temperature):
     reported = {i: [t for e in events if e.id == i for t in e.ids] for i in (0, 1)}
     assert reported[0]
     assert not completions(events)
-    base.update_weights(foreign(new))
+    base.update_weights(hf_tree(new))
     one.restart()
     for done in completions(drain(one)):
         kept = tuple(reported[done.id])
         begun = make_requests([prompt + kept], limit - len(kept), first_index=done.id, **how)
         (rest,) = completions(decode(base, begun))
         assert done.output_ids == kept + rest.output_ids
-
-
-def _of_weights(seed: int) -> Qwen3:
-    model = Qwen3(ARCHITECTURE, dtype=jnp.float32, sharding=make_sharding())
-    parameters.initialize(model, jax.random.key(seed))
-    return model
-
-
-def foreign(model) -> dict[str, jax.Array]:
-    """The weights of a model under the names of Hugging Face."""
-    tree = {}
-    for path, leaf in parameters.named_parameters(model):
-        value = leaf.get_value()
-        tree[model.checkpoint_name(path)] = value.T if path.endswith("kernel") else value
-    return tree

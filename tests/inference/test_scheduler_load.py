@@ -8,15 +8,16 @@ import itertools
 import numpy as np
 import pytest
 from support.engines import (
-    Watched,
     completions,
     drain,
     engine,
     expected,
     make_requests,
+    outcomes,
     plain_engine,
     random_prompts,
     shared_engine,
+    watch_dispatches,
     without_prefix_cache,
 )
 from support.models import drafter
@@ -48,25 +49,16 @@ def few() -> Engine:
     return run_of(num_pages=15)
 
 
-class Spy(Watched):
-    """An engine that notes what the device is given: rows of prefill, or "cycles"."""
+def watch_chunks(base: Engine) -> tuple[Engine, list]:
+    """Returns an engine, and what its device is given: rows of prefill, or "cycles"."""
+    twin, given = watch_dispatches(base, lambda *_, **__: "cycles")
 
-    def prefill(self, state, lanes, pieces):
-        self.seen.append(sum(len(piece.tokens) for piece in pieces.values()))
-        return self._inner.prefill(state, lanes, pieces)
+    def prefill(state, lanes, pieces):
+        given.append(sum(len(piece.tokens) for piece in pieces.values()))
+        return base.prefill(state, lanes, pieces)
 
-    def generate(self, state, *bucket, **how):
-        self.seen.append("cycles")
-        return self._inner.generate(state, *bucket, **how)
-
-
-class Counted(Watched):
-    """An engine that notes the cycles of every dispatch."""
-
-    def generate(self, state, *bucket, **how):
-        state, report = self._inner.generate(state, *bucket, **how)
-        self.seen.append(int(report.cycles))
-        return state, report
+    twin.prefill = prefill
+    return twin, given
 
 
 def heard(events) -> list[int]:
@@ -74,7 +66,8 @@ def heard(events) -> list[int]:
 
 
 def outputs(events) -> dict[int, tuple[tuple[int, ...], str]]:
-    return {one.id: (one.output_ids, one.finish_reason) for one in completions(events)}
+    done = completions(events)
+    return dict(zip((one.id for one in done), outcomes(done), strict=True))
 
 
 def check_pages(one: Scheduler) -> None:
@@ -94,20 +87,20 @@ def check_pages(one: Scheduler) -> None:
 
 
 def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk_and_a_dispatch():
-    spy = Spy(run())
-    one = Scheduler(spy)
+    spied, given = watch_chunks(run())
+    one = Scheduler(spied)
     prompts, limits = random_prompts([5, 9, 80]), [32, 32, 4]
     first, second, late = make_requests(prompts, limits, temperature=0.8)
     one.submit(first)
     one.submit(second)
     events = one.step() + one.step()
-    spy.seen.clear()
+    given.clear()
     one.submit(late)
     since = []
     while 2 not in heard(since):
         since += one.step()
-    chunks = [i for i, given in enumerate(spy.seen) if given != "cycles"]
-    assert [spy.seen[i] for i in chunks] == [CHUNK] * 5
+    chunks = [i for i, rows in enumerate(given) if rows != "cycles"]
+    assert [given[i] for i in chunks] == [CHUNK] * 5
     assert all(b - a > 1 for a, b in itertools.pairwise(chunks)), "two without cycles"
     # Each of these dispatches brought both streams tokens.
     for stream in (0, 1):
@@ -118,15 +111,15 @@ def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk_and_a_dispatch():
 
 
 def test_while_nothing_is_decoded_chunks_follow_one_another():
-    spy = Spy(run())
-    one = Scheduler(spy)
+    spied, given = watch_chunks(run())
+    one = Scheduler(spied)
     one.submit(make_requests(random_prompts([80]), 2)[0])
     steps = 0
     while not (events := one.step()):
         steps += 1
     assert heard(events) == [0], "the first token comes by itself"
     assert steps == 4
-    assert spy.seen == [CHUNK] * 5 + ["cycles"]
+    assert given == [CHUNK] * 5 + ["cycles"]
 
 
 def test_the_first_token_does_not_wait_for_cycles():
@@ -153,8 +146,7 @@ def test_a_request_is_cancelled_while_it_is_prefilled(beside_a_stream):
     assert one.cancel(long.id)
     assert (one.stats().prefilling, one.stats().pages_used < before) == (0, True)
     check_pages(one)
-    one.submit(late)
-    events = drain(one)
+    events = drain(one, [late])
     assert long.id not in heard(events)
     wanted = expected(random_prompts([5, 80, 7]), [32, 5, 6], temperature=0.0)
     assert outputs(events)[late.id] == wanted[late.id]
@@ -237,14 +229,12 @@ def test_soak(temperature):
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_dispatch_ends_early_only_for_requests_that_wait(waiting):
     """The first sequence ends after one cycle, and would leave its slot idle for seven."""
-    watch = Counted(plain_engine())
-    slots = watch.layout.batch_size
+    watched, cycles = watch_dispatches(plain_engine(), lambda report, *_, **__: int(report.cycles))
+    slots = watched.layout.batch_size
     prompts, limits = random_prompts([5] * (slots + waiting)), [2, *[14] * (slots + waiting - 1)]
-    one = Scheduler(watch, fill_at_once=True)
-    for request in make_requests(prompts, limits):
-        one.submit(request)
-    assert list(outputs(drain(one)).values()) == expected(prompts, limits, temperature=0.0)
-    assert watch.seen == ([1, 8, 5] if waiting else [8, 5])
+    events = drain(Scheduler(watched, fill_at_once=True), make_requests(prompts, limits))
+    assert outcomes(completions(events)) == expected(prompts, limits)
+    assert cycles == ([1, 8, 5] if waiting else [8, 5])
 
 
 def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
@@ -254,11 +244,10 @@ def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
     one = Scheduler(chosen)
     (prompt,) = random_prompts([20])
     (request,) = make_requests([prompt], 32)
-    one.submit(request)
-    ((said, _),) = outputs(drain(one)).values()
-    assert (said, "length") == expected([prompt], [32], temperature=0.0)[0]
-    one.submit(dataclasses.replace(request, prompt=(*prompt, *said, 1), max_new_tokens=2))
-    (done,) = completions(drain(one))
+    ((said, reason),) = outcomes(completions(drain(one, [request])))
+    assert (said, reason) == expected([prompt], [32])[0]
+    again = dataclasses.replace(request, prompt=(*prompt, *said, 1), max_new_tokens=2)
+    (done,) = completions(drain(one, [again]))
     assert done.cached_tokens == 16, "of 48 that the target has"
 
 
@@ -268,8 +257,8 @@ def test_pages_are_shared_by_requests_of_one_salt_alone():
     salts = ["", "a", "", "a", "b", "ab"]
     cached = []
     for id, salt in enumerate(salts):
-        one.submit(Request(id, prompt, 4, cache_salt=salt))
-        cached += [done.cached_tokens for done in completions(drain(one))]
+        events = drain(one, [Request(id, prompt, 4, cache_salt=salt)])
+        cached += [done.cached_tokens for done in completions(events)]
     assert cached == [0, 0, 32, 32, 0, 0]
 
 

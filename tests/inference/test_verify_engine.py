@@ -79,12 +79,8 @@ def engine_pvalue(run, form: str) -> float:
 def exact_joint(small, anchor: int) -> np.ndarray:
     """p(t1, t2 | prompt, anchor), [V, V], from the target's logits."""
     texts = np.array([(*PROMPT, anchor, token) for token in range(VOCAB)], np.int32)
-    cache = small.new_cache(batch=VOCAB, pages_per_sequence=1, num_pages=VOCAB + 1, page_size=16)
-    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-    cache = dataclasses.replace(cache, page_table=1 + jnp.arange(VOCAB, dtype=jnp.int32)[:, None])
-    positions = np.tile(np.arange(texts.shape[1], dtype=np.int32), (VOCAB, 1))
-    logits = small.unembed(small(texts, positions, cache).hidden)
-    probs = scipy.special.softmax(np.asarray(logits, np.float64) / TEMPERATURE, axis=-1)
+    logits = np.stack([engines.all_logits(small, text[None]) for text in texts])
+    probs = scipy.special.softmax(logits.astype(np.float64) / TEMPERATURE, axis=-1)
     return probs[0, -2][:, None] * probs[:, -1]
 
 

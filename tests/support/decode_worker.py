@@ -69,41 +69,32 @@ def decode_constrained(run, task: dict) -> list:
 
 def decode_divided(name: str, mesh: tuple[int, ...], task: dict) -> list:
     """The outputs, with grammars for some, of cycles that divide their rows in each replica."""
-    from dflash.inference.timing import only
-    from support.engines import engine
+    from support.engines import divide_always, engine
     from support.models import drafter
 
-    model = drafter(
-        name.removesuffix("-tree"), mesh=mesh, tree=name.endswith("-tree"), block_size=4
-    )
+    tree = name.endswith("-tree")
+    model = drafter(name.removesuffix("-tree"), mesh=mesh, tree=tree, block_size=4)
     run = engine(model, mesh=mesh, batch_size=4, sync_every=4, max_length=48, adaptive_blocks=True)
-    first = len(run.block_sizes)
-    run.cycle_seconds = tuple(only(first, len(run.rules.choices)).tolist())
+    divide_always(run)
     return decode_constrained(run, task)
 
 
 def decode_cached(name: str, mesh: tuple[int, ...], task: dict) -> list:
     """The outputs of one prompt after the other, each given twice, with few pages."""
-    from dflash.inference.request import RequestOutput
     from dflash.inference.scheduler import Scheduler
-    from support.engines import engine, make_requests
+    from support.engines import completions, drain, engine, make_requests
     from support.models import drafter
 
     options = {"page_size": 8, "num_pages": 18, "prefix_cache": True, "max_length": 48}
     run = engine(drafter(name, mesh=mesh), mesh=mesh, batch_size=2, sync_every=4, **options)
-    one, hits, outputs = Scheduler(run), [], {}
-    for _ in range(2):
-        for request in make_requests(task["prompts"], task["limits"], **task["options"]):
-            one.submit(request)
-        while not one.idle:
-            for event in one.step():
-                if isinstance(event, RequestOutput):
-                    hits.append(event.cached_tokens)
-                    again = outputs.setdefault(event.id, event.output_ids)
-                    assert again == event.output_ids
-    assert sum(hits) > 0, "nothing was found in the cache"
+    one = Scheduler(run)
+    requests = make_requests(task["prompts"], task["limits"], **task["options"])
+    rounds = [completions(drain(one, requests)) for _ in range(2)]
+    outputs, again = ([each.output_ids for each in done] for done in rounds)
+    assert again == outputs
+    assert sum(each.cached_tokens for done in rounds for each in done) > 0, "the cache has nothing"
     assert one.stats().pages_used == 0
-    return [outputs[i] for i in range(len(task["prompts"]))]
+    return outputs
 
 
 if __name__ == "__main__":

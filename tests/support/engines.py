@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,13 @@ from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, RequestOutput, RequestSampling
 from dflash.inference.scheduler import Scheduler
+from dflash.inference.timing import only
 from dflash.models.decoder import Decoder
 from dflash.offline import decoding
 from support.forms import Form
 from support.models import ARCHITECTURE, ONE_DEVICE, target
 
-_ASKED = ("min_new_tokens", "logprobs", "grammar", "rejected")
+_ASKED = ("min_new_tokens", "logprobs", "grammar", "token_rules", "rejected")
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
@@ -75,6 +76,15 @@ def with_programs(base: Engine, names: Iterable[tuple]) -> Engine:
     return twin
 
 
+def untraced_cycles(
+    name: str, prompts: Sequence[Sequence[int]], *, tree: bool = False, greedy: bool = False
+) -> Engine:
+    """Returns the shared engine of a strategy, without its programs of cycles."""
+    base = shared_engine(name, tree=tree)
+    names = base.program_names(map(len, prompts), greedy=greedy)
+    return with_programs(base, [each for each in names if not each[0].startswith("generate")])
+
+
 def retargeted(base: Engine, target: Decoder) -> Engine:
     """`base` with another target of the same shapes; both share all programs."""
     twin = copy.copy(base)
@@ -89,14 +99,17 @@ def redrafted(base: Engine, model: Drafter) -> Engine:
     return twin
 
 
-class Watched:
-    """An engine some of whose calls a subclass notes in `seen`."""
+def watch_dispatches(base: Engine, note: Callable) -> tuple[Engine, list]:
+    """Returns `base`, and a list that grows by `note(report, *arguments, **options)` of each."""
+    twin, seen = copy.copy(base), []
 
-    def __init__(self, inner: Engine):
-        self._inner, self.seen = inner, []
+    def generate(state, *arguments, **options):
+        state, report = base.generate(state, *arguments, **options)
+        seen.append(note(report, *arguments, **options))
+        return state, report
 
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
+    twin.generate = generate
+    return twin, seen
 
 
 @contextlib.contextmanager
@@ -118,6 +131,18 @@ def count_compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def divide_always(run: Engine) -> None:
+    """Lets every cycle divide two rows per slot."""
+    run.cycle_seconds = tuple(only(len(run.block_sizes), len(run.rules.choices)).tolist())
+
+
+def change_often(run: Engine) -> None:
+    """Lets plain cycles, whole blocks and divided rows win in turns."""
+    sizes, means = len(run.block_sizes), len(run.rules.choices.mean_rows)
+    whole, divided = 1.0 + 0.25 * np.arange(sizes), 1.2 + 0.25 * np.arange(means)
+    run.cycle_seconds = (*whole.tolist(), *divided.tolist())
+
+
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[tuple[int, ...]]:
     """Prompts of these lengths, whose first tokens tell them apart while there are enough."""
     rng = np.random.default_rng(seed)
@@ -132,31 +157,28 @@ def make_requests(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int] | int,
     *,
+    each: Sequence[Mapping] | None = None,
     first_index: int = 0,
-    stop_ids: Sequence[int] = (),
-    **sampling,
+    **options,
 ) -> list[Request]:
     """Requests whose ids count from 0.
 
     Args:
       limits: max_new_tokens, of each prompt or of all.
+      each: options of each prompt, beside those of all.
       first_index: number of the first sequence under the seed; another one means other noise.
-      sampling: options of `RequestSampling`, or of `Request`.
+      options: those of `RequestSampling`, or of `Request`.
     """
-    asked = {name: sampling.pop(name) for name in _ASKED if name in sampling}
     if isinstance(limits, int):
         limits = [limits] * len(prompts)
-    return [
-        Request(
-            i,
-            tuple(prompt),
-            limit,
-            RequestSampling(sequence=first_index + i, **sampling),
-            tuple(stop_ids),
-            **asked,
-        )
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-    ]
+    requests = []
+    for prompt, limit, own in zip(prompts, limits, each or [{}] * len(prompts), strict=True):
+        sampling, i = options | own, len(requests)
+        asked = {name: sampling.pop(name) for name in _ASKED if name in sampling}
+        stop_ids = tuple(sampling.pop("stop_ids", ()))
+        sampling = RequestSampling(sequence=first_index + i, **sampling)
+        requests.append(Request(i, tuple(prompt), limit, sampling, stop_ids, **asked))
+    return requests
 
 
 def occupied(run: Engine, requests: Sequence[Request]) -> DecodeState:
@@ -188,8 +210,15 @@ def completions(events: Iterable) -> list[RequestOutput]:
     return sorted((e for e in events if isinstance(e, RequestOutput)), key=lambda e: e.id)
 
 
-def drain(scheduler: Scheduler) -> list:
-    """Returns the events until nothing is left to do."""
+def outcomes(done: Iterable[RequestOutput]) -> list[tuple[tuple[int, ...], str]]:
+    """Returns output ids and finish reasons, as `expected` does."""
+    return [(one.output_ids, one.finish_reason) for one in done]
+
+
+def drain(scheduler: Scheduler, requests: Iterable[Request] = ()) -> list:
+    """Submits requests, and returns the events until nothing is left to do."""
+    for request in requests:
+        scheduler.submit(request)
     events = []
     while not scheduler.idle:
         events += scheduler.step()
@@ -214,16 +243,21 @@ def logits_before(
     return np.asarray(all_logits(model, text))[begin : begin + len(output_ids)]
 
 
+def check_plain(
+    run: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int], **options
+) -> list[RequestOutput]:
+    """Asserts that an engine's outputs are those of plain decoding, and returns them."""
+    done = decode(run, prompts, limits, **options)
+    assert outcomes(done) == expected(prompts, limits, **options)
+    return done
+
+
 def check_plain_outputs(
     run: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int], stop_ids: Sequence[int]
 ) -> None:
     """Asserts that an engine's outputs are those of plain decoding, greedy and drawn."""
     for temperature in (0.0, 0.8):
-        how = {"temperature": temperature, "seed": 4, "stop_ids": stop_ids}
-        done = decode(run, prompts, limits, **how)
-        assert [(one.output_ids, one.finish_reason) for one in done] == expected(
-            prompts, limits, **how
-        )
+        check_plain(run, prompts, limits, temperature=temperature, seed=4, stop_ids=stop_ids)
 
 
 def expected(

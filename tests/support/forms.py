@@ -21,8 +21,7 @@ class Form:
 
     def build(self) -> Drafter:
         """Returns the drafter with random weights and a small block."""
-        block_size = 4 if takes(self.name, "block_size") else None
-        return drafter(self.name, block_size=block_size, tree=self.tree)
+        return drafter(self.name, block_size=4, tree=self.tree)
 
 
 _NAMES = sorted(registry.DRAFTERS)

@@ -1,17 +1,14 @@
 """Grammars over the tokens of the tiny target, which are made up for them."""
 
-import dataclasses
 import functools
 import json
 
 import pytest
 
-from dflash.inference.request import RequestOutput
-from dflash.offline import decoding
 from dflash.text import grammar, grammar_compiler
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.token_bytes import TokenBytes
-from support.engines import make_requests
+from support.engines import decode
 
 # The tokens that the tiny target prefers come first.
 TEXTS = ["a", "{", '"', "1", *"}b:,[]20-. ", '{"', '":', "12", '"}', "tru", "null", "e", None, None]
@@ -42,18 +39,10 @@ def json_schema(schema: str) -> Grammar:
 
 def decode_some(run, prompts, limits, **how) -> list[tuple[int, ...]]:
     """Outputs of prompts, of which every other one has a grammar and a penalty."""
-    requests = make_requests(prompts, limits, stop_ids=(END,), logprobs=1, **how)
-    requests[::2] = [
-        dataclasses.replace(
-            request,
-            grammar=regex("(a|1|tru){4,20}"),
-            sampling=dataclasses.replace(request.sampling, presence_penalty=1.0),
-        )
-        for request in requests[::2]
-    ]
-    events = decoding.decode(run, requests)
-    done = {event.id: event.output_ids for event in events if isinstance(event, RequestOutput)}
-    return [done[request.id] for request in requests]
+    constrained = {"grammar": regex("(a|1|tru){4,20}"), "presence_penalty": 1.0}
+    each = [{} if i % 2 else constrained for i in range(len(prompts))]
+    done = decode(run, prompts, limits, each=each, stop_ids=(END,), logprobs=1, **how)
+    return [one.output_ids for one in done]
 
 
 def flat_object(**properties) -> str:

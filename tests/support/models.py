@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from dflash.checkpoints import checkpoint
 from dflash.config import registry, schema
 from dflash.drafters.base import Drafter
 from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
+from dflash.inference.request import RequestSampling
 from dflash.layers.recurrent_state import RecurrentState
 from dflash.models.decoder import Decoder
 from dflash.models.dense import Qwen3
@@ -52,6 +54,7 @@ _HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 6,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _GEMMA4 = _WINDOWS | {"global_head_dim": 24, "num_global_key_value_heads": 1}
 # What the shape of a family has beside that of a dense decoder, or instead.
 OWN_FIELDS = {
@@ -59,13 +62,10 @@ OWN_FIELDS = {
     "qwen3_5_text": _HYBRID,
     "qwen3_next": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 16},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5},
+    "gpt_oss": _LOCAL_EXPERTS | {"sliding_window": 5},
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
-    "minimax_m2": {
-        "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "partial_rotary_factor": 0.5,
-    },
+    "minimax_m2": _LOCAL_EXPERTS | {"head_dim": 8, "partial_rotary_factor": 0.5},
     "muse_glimmer": _WINDOWS,
     "muse_glimmer_text": _WINDOWS,
     "gemma3": _WINDOWS,
@@ -132,15 +132,20 @@ TINY_TREE = {"budget": 6}
 SMALL = {"checkpoint": "random", "ngram_size": 3, "candidates": 2, "pool_size": 8}
 
 # Tokens that the tiny target prefers: drafts of untrained drafters then hit now and then.
-FAVOURITES, EMPHASIS = 4, 3.0
+FAVORITES, EMPHASIS = 4, 3.0
+
+
+def random_module(kind, shape, *, seed: int = 0, dtype=jnp.float32, placed=None, **options):
+    """A target or a drafter of a shape with random weights, on one device unless told otherwise."""
+    module = kind(shape, dtype=jnp.dtype(dtype), sharding=placed or make_sharding(), **options)
+    parameters.initialize(module, jax.random.key(seed))
+    return module
 
 
 @functools.cache
 def make_target(kind=Qwen3, *, dtype=jnp.float32, **changes):
     """A target with random weights on one device; shared, so never to be changed."""
-    target = kind(make_architecture(**changes), dtype=dtype, sharding=make_sharding())
-    parameters.initialize(target, jax.random.key(0))
-    return target
+    return random_module(kind, make_architecture(**changes), dtype=dtype)
 
 
 @functools.cache
@@ -148,11 +153,14 @@ def target(
     mesh: tuple[int, int, int] = ONE_DEVICE, vocab_size: int = ARCHITECTURE.vocab_size
 ) -> Decoder:
     arch = dataclasses.replace(ARCHITECTURE, vocab_size=vocab_size)
-    model = Qwen3(arch, dtype=jnp.float32, sharding=make_sharding(*mesh))
-    parameters.initialize(model, jax.random.key(0))
-    emphasis = np.where(np.arange(vocab_size) < FAVOURITES, EMPHASIS, 1.0).astype(np.float32)
+    return with_favorites(random_module(Qwen3, arch, placed=make_sharding(*mesh)))
+
+
+def with_favorites(model: Decoder) -> Decoder:
+    """Lets a target prefer its first tokens; returns it."""
     kernel = model.lm_head.kernel
-    kernel.set_value(kernel.get_value() * emphasis)
+    factors = np.where(np.arange(model.arch.vocab_size) < FAVORITES, EMPHASIS, 1.0)
+    kernel.set_value(kernel.get_value() * factors.astype(np.float32))
     return model
 
 
@@ -168,8 +176,8 @@ def drafter(
 ) -> Drafter:
     """The registered drafter of this name with random weights, as small as its schema allows.
 
-    Drafts trees where asked to, else what the strategy drafts by default. `sharding` stands in for
-    that of `mesh`.
+    Drafts trees where asked to, else what the strategy drafts by default. A strategy without blocks
+    takes no notice of `block_size`; `sharding` stands in for that of `mesh`.
     """
     entry = registry.DRAFTERS[name]
     kind = registry.load(entry.implementation)
@@ -216,6 +224,15 @@ def packed_rows(rows, length: int) -> tuple[np.ndarray, np.ndarray]:
     return segments, positions
 
 
+def make_sampling(temperatures: Sequence[float], seed: int = 0) -> SamplingParams:
+    """Returns the parameters of sequences, numbered from 0."""
+    each = [
+        SamplingParams.of(RequestSampling(temperature=temperature, seed=seed, sequence=i))
+        for i, temperature in enumerate(temperatures)
+    ]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each).with_keys()
+
+
 def greedy(batch: int) -> SequenceSampler:
     """A sampler that takes the largest logits of each of `batch` sequences."""
     nothing = jnp.asarray(np.zeros(batch, np.float32))
@@ -240,16 +257,12 @@ def failed_load(module, directory) -> str:
     return message
 
 
-def make_cache(target, batch: int, max_length: int, *, page_size: int = 8):
+def make_cache(target, batch: int, max_length: int, *, page_size: int = 8, **options):
     """A cache of empty sequences, each of which owns scattered pages full of stale rows."""
     per_sequence, shares = -(-max_length // page_size), target.sharding.size("pages")
     owned = batch // shares * per_sequence  # pages of one share, but for its scratch page
-    abstract = target.new_cache(
-        batch=batch,
-        pages_per_sequence=per_sequence,
-        num_pages=shares * (owned + 1),
-        page_size=page_size,
-    )
+    sizes = {"batch": batch, "pages_per_sequence": per_sequence, "page_size": page_size}
+    abstract = target.new_cache(**sizes, num_pages=shares * (owned + 1), **options)
 
     def fill(leaf):
         number = 0 if isinstance(leaf, RecurrentState) else 100

@@ -13,11 +13,10 @@ from dflash.parallel.sharding import Sharding
 from dflash.parallel.sharding import make_sharding as make
 from support.models import (
     ARCHITECTURE,
-    EMPHASIS,
-    FAVOURITES,
     family_architecture,
     make_sharding,
     move,
+    with_favorites,
 )
 
 ARCHITECTURES = {
@@ -72,10 +71,7 @@ def build(family: str, sharding: Sharding) -> Decoder:
             rng = np.random.default_rng(len(path))
             values = rng.normal(size=parameter.shape).astype(np.float32)
             parameter.set_value(jax.device_put(values, parameter.get_value().sharding))
-    kernel = model.lm_head.kernel
-    emphasis = np.where(np.arange(ARCHITECTURE.vocab_size) < FAVOURITES, EMPHASIS, 1.0)
-    kernel.set_value(kernel.get_value() * emphasis.astype(np.float32))
-    return model
+    return with_favorites(model)
 
 
 def _abstract(family: str, sharding: Sharding) -> Decoder:

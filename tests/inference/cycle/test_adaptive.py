@@ -4,12 +4,19 @@ import functools
 
 import numpy as np
 import pytest
-from support.engines import decode, engine, expected, random_prompts, redrafted
+from support.engines import (
+    check_plain,
+    decode,
+    divide_always,
+    engine,
+    expected,
+    random_prompts,
+    redrafted,
+)
 from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
 
 from dflash.inference.engine import Engine
-from dflash.inference.timing import only
 
 LENGTH = 128  # positions that a script covers
 SIZES = (1, 2, 4, 8)
@@ -28,8 +35,7 @@ def whole_rows(run: Engine, seconds) -> np.ndarray:
 @functools.cache
 def scripted_engine(batch_size: int) -> Engine:
     blank = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
-    run = engine(blank, batch_size=batch_size, sync_every=5, max_length=64, adaptive_blocks=True)
-    return run
+    return engine(blank, batch_size=batch_size, sync_every=5, max_length=64, adaptive_blocks=True)
 
 
 def decode_scripted(
@@ -42,9 +48,7 @@ def decode_scripted(
     model = ScriptedDrafter(Script.chain(LENGTH, 7, wrong), texts, tree=False)
     run = redrafted(scripted_engine(batch_size), model)
     run.cycle_seconds = whole_rows(run, seconds)
-    done = decode(run, PROMPTS, limits, **how)
-    wanted = expected(PROMPTS, limits, **how)
-    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    done = check_plain(run, PROMPTS, limits, **how)
     for one in done:
         pairs = zip(one.acceptance_lengths, one.block_sizes, strict=True)
         assert all(1 <= length <= size for length, size in pairs)
@@ -102,9 +106,7 @@ def test_output_is_that_of_plain_decoding(name, batch_size):
         run.cycle_seconds = whole_rows(run, SECONDS[: len(run.block_sizes)])
     limits = [20, 9, 1, 18, 2, 23]
     for temperature in (0.0, 0.8):
-        done = decode(run, PROMPTS, limits, temperature=temperature)
-        wanted = expected(PROMPTS, limits, temperature=temperature)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+        done = check_plain(run, PROMPTS, limits, temperature=temperature)
         assert max(sizes_of(done)) <= 2
 
 
@@ -112,11 +114,9 @@ def test_from_the_longest_context_on_sequences_decode_plainly():
     model = drafter("dspark", block_size=5)
     model.longest_context = 24
     run = engine(model, batch_size=2, max_length=64, adaptive_blocks=True)
-    run.cycle_seconds = tuple(only(len(run.block_sizes), len(run.rules.choices)).tolist())
+    divide_always(run)
     limits = [20, 9, 1, 18, 2, 23]
-    done = decode(run, PROMPTS, limits, temperature=0.0)
-    wanted = expected(PROMPTS, limits, temperature=0.0)
-    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    done = check_plain(run, PROMPTS, limits)
     assert max(done[0].block_sizes) > 1
     long, length, late = done[3], len(PROMPTS[3]) + 1, []
     for count, size in zip(long.acceptance_lengths, long.block_sizes, strict=True):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import (
-    decode,
+    check_plain,
     engine,
     expected,
     make_requests,
@@ -45,9 +45,7 @@ def check(base: Engine, script: Script, *, temperature: float, index: int, stop_
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, whole, strict=True)]
     form = {"tree": base.drafter.tree, "depth": base.drafter.max_depth}
     run = redrafted(base, ScriptedDrafter(script, texts, **form))
-    done = decode(run, PROMPTS, LIMITS, stop_ids=stop_ids, **how)
-    wanted = expected(PROMPTS, LIMITS, stop_ids=stop_ids, **how)
-    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    done = check_plain(run, PROMPTS, LIMITS, stop_ids=stop_ids, **how)
     for prompt, one in zip(PROMPTS, done, strict=True):
         lengths = script.acceptance_lengths(len(prompt), len(one.output_ids))
         assert one.acceptance_lengths == lengths, one.id

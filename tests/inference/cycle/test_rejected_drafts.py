@@ -11,10 +11,8 @@ from dflash.offline import decoding
 def test_what_was_drafted_was_accepted_or_rejected(tree):
     run = shared_engine("dflash", tree=tree)
     drafts = run.drafter.block_size - 1
-    (curious, other) = (
-        make_requests(random_prompts([5, 9]), 14, temperature=0.8, rejected=rejected)[i]
-        for i, rejected in enumerate((True, False))
-    )
+    each = [{"rejected": True}, {}]
+    curious, other = make_requests(random_prompts([5, 9]), 14, each=each, temperature=0.8)
     events = decoding.decode(run, [curious, other])
     told = {one.id: [] for one in (curious, other)}
     sizes = {one.id: [] for one in (curious, other)}

@@ -1,16 +1,14 @@
 """Log-probabilities, and plain decoding under controls, against one forward over the whole text."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 from support.engines import logits_before, make_requests, random_prompts, shared_engine
-from support.models import target
+from support.models import make_sampling, target
 
 from dflash.inference.logits import logprobs
-from dflash.inference.logits.sampling import SamplingParams
-from dflash.inference.request import RequestOutput, RequestSampling, Tokens
+from dflash.inference.request import RequestOutput, Tokens
 from dflash.offline import decoding
 
 PROMPTS = random_prompts([5, 17, 9, 33])
@@ -23,11 +21,7 @@ def run(form: str):
 
 def decode(form: str, **how):
     """Completions, and all that was told of each request."""
-    requests = make_requests(PROMPTS, 20, **how)
-    requests = [
-        type(one)(**{**vars(one), "logprobs": asked})
-        for one, asked in zip(requests, ASKED, strict=True)
-    ]
+    requests = make_requests(PROMPTS, 20, each=[{"logprobs": asked} for asked in ASKED], **how)
     done, told = {}, {i: [] for i in range(len(PROMPTS))}
     for event in decoding.decode(run(form), requests):
         if isinstance(event, RequestOutput):
@@ -74,7 +68,7 @@ def under_sampling(logits, ids, *, temperature=1.0, top_k=None, presence_penalty
 
 def test_a_small_vocabulary_has_fewer_likeliest_tokens():
     logits = jnp.log(jnp.array([[[0.5, 0.2, 0.3]]]))
-    params = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingParams.of(RequestSampling()))
+    params = make_sampling([0.0])
     ids, wanted = jnp.array([[2]]), jnp.array([True])
     found = logprobs.of_tokens(lambda: (logits, logits), params, ids, wanted, logits.shape[-1])
     assert found.top_ids.tolist() == [[[0, 2, 1]]]

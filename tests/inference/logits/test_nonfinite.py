@@ -7,23 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import failure
 from support.engines import (
     completions,
     decode,
     drain,
     make_requests,
+    outcomes,
     random_prompts,
     retargeted,
     shared_engine,
     without_prefix_cache,
 )
-from support.models import ARCHITECTURE, make_sharding
+from support.models import ARCHITECTURE, random_module
 
 from dflash import errors
 from dflash.inference.cycle import verify
 from dflash.inference.engine import Engine
 from dflash.inference.logits import nonfinite
-from dflash.inference.request import RequestOutput
 from dflash.inference.scheduler import Scheduler
 from dflash.models.dense import Qwen3
 from dflash.parallel import parameters
@@ -32,9 +33,7 @@ PROMPTS = random_prompts([5, 9])
 
 
 def make_target() -> Qwen3:
-    model = Qwen3(ARCHITECTURE, dtype=jnp.dtype("float32"), sharding=make_sharding())
-    parameters.initialize(model, jax.random.key(0))
-    return model
+    return random_module(Qwen3, ARCHITECTURE)
 
 
 @functools.cache
@@ -50,10 +49,8 @@ def damaged(name: str, path: str, value: float, at=...) -> Engine:
     return retargeted(sound_engine(name), target)
 
 
-def message(run: Engine, prompts=PROMPTS, **how) -> str:
-    with pytest.raises(errors.NumericsError) as caught:
-        decode(run, prompts, 12, **how)
-    return str(caught.value)
+def message(run: Engine, **how) -> str:
+    return failure(decode, run, PROMPTS, 12, kind=errors.NumericsError, **how)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -119,9 +116,7 @@ def test_a_sequence_with_nonfinite_logits_ends_alone(name):
     run = damaged(name, "embed_tokens.embedding", jnp.inf, bad)
     prompts = [PROMPTS[0], (3, bad, 4), PROMPTS[1], (bad,), PROMPTS[0]]
     one = Scheduler(run)
-    for request in make_requests(prompts, 12):
-        one.submit(request)
-    done = completions(drain(one))
+    done = completions(drain(one, make_requests(prompts, 12)))
     assert [done[i].output_ids for i in (0, 2, 4)] == [each.output_ids for each in whole]
     assert all(done[i].error is None for i in (0, 2, 4))
     for i in (1, 3):
@@ -133,21 +128,15 @@ def test_a_sequence_with_nonfinite_logits_ends_alone(name):
 def test_rows_that_another_sequence_has_damaged_are_computed_again():
     run = sound_engine("none")
     whole = decode(run, PROMPTS, 12)
-    one, done = Scheduler(run), {}
+    one, events = Scheduler(run), []
     for request in make_requests(PROMPTS, 12):
         one.submit(request)
-    begun = 0
-    while not one.idle:
-        for event in one.step():
-            if isinstance(event, RequestOutput):
-                done[event.id] = event
-            begun += not isinstance(event, RequestOutput)
-        if begun == 2:  # Both prompts have their first token.
-            begun += 1
-            state = one._batch.state
-            pools = jax.tree.map(lambda pages: pages * jnp.nan, state.cache.layers)
-            cache = dataclasses.replace(state.cache, layers=pools)
-            one._batch.state = dataclasses.replace(state, cache=cache)
-    assert [(done[i].output_ids, done[i].error) for i in (0, 1)] == [
-        (each.output_ids, None) for each in whole
-    ]
+    while len(events) < 2:  # Until both prompts have their first token.
+        events += one.step()
+    state = one._batch.state
+    pools = jax.tree.map(lambda pages: pages * jnp.nan, state.cache.layers)
+    cache = dataclasses.replace(state.cache, layers=pools)
+    one._batch.state = dataclasses.replace(state, cache=cache)
+    done = completions(events + drain(one))
+    assert outcomes(done) == outcomes(whole)
+    assert [each.error for each in done] == [None, None]
