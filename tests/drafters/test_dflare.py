@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dflash_cases import FULL, make_shape, weights_of
-from support.models import make_sharding, make_target, zeros
+from support.dflash_cases import FULL, make_shape
+from support.models import make_sharding, make_target
+from support.training import observed, weights_of
 
 from dflash.drafters.dflare import DFlare
 from dflash.drafters.dflare_config import DFlareShape
@@ -21,9 +22,9 @@ WIDTH = SHAPE.decoder.hidden_size
 BUILD = {"dtype": jnp.float32, "sharding": make_sharding()}
 
 
-def make_drafter(seed=0, shape=SHAPE):
+def make_drafter(shape=SHAPE):
     drafter = DFlare(shape, **BUILD)
-    parameters.init_fast_random(drafter, seed)
+    parameters.init_fast_random(drafter, 0)
     return drafter
 
 
@@ -74,10 +75,8 @@ def hidden_of(drafter, features, heads):
 
     @jax.jit
     def run(features):
-        state = zeros(drafter.init_state(2, 16))
-        tokens, start = jnp.ones((2, 5), jnp.int32), jnp.zeros(2, jnp.int32)
-        state = drafter.observe(state, start, tokens, start + 5, features, heads)
-        return drafter.run_block(state, jnp.array([3, 4]), start + 5, heads)[0]
+        state = observed(drafter, features, heads)
+        return drafter.run_block(state, jnp.array([3, 4]), jnp.full(2, 5), heads)[0]
 
     return run(features)
 
@@ -92,5 +91,5 @@ def test_the_context_has_projections_of_its_own():
 
 def test_fresh_mixtures_prefer_one_layer_each():
     shape = dataclasses.replace(SHAPE, views=(FULL,) * 2)
-    shares = jax.nn.softmax(weights_of(make_drafter(shape=shape))["layer_fusion_weights"], axis=1)
+    shares = jax.nn.softmax(weights_of(make_drafter(shape))["layer_fusion_weights"], axis=1)
     assert shares.argmax(axis=1).tolist() == [0, 1]

@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.golden import FAMILY_CASES, GOLDEN_CASES, ZLAB_CASES, golden, golden_models
+from support.golden import (
+    FAMILY_CASES,
+    GOLDEN_CASES,
+    ZLAB_CASES,
+    check_decoding,
+    golden,
+    golden_models,
+    prefilled,
+)
 from support.models import greedy, make_cache, zeros
-
-from dflash.config.schema import DecodeConfig
-from dflash.inference.engine import Engine
-from dflash.inference.request import Request, RequestOutput
-from dflash.offline.decoding import decode as decode_requests
+from support.training import observed
 
 CYCLES = range(4)
 TOLERANCE = 1e-4  # absolute, of logits and drafter outputs
@@ -26,17 +30,8 @@ SENSITIVE = {"qwen3_next_v9": 20}
 
 @pytest.mark.parametrize("case", [*GOLDEN_CASES, *FAMILY_CASES, *ZLAB_CASES])
 def test_prompt_logits_and_features(case):
-    vectors, (target, drafter) = golden(case), golden_models(case)
-    ids = jnp.asarray(vectors["input_ids"], jnp.int32)[None]
-
-    @jax.jit
-    def prefill(cache):
-        positions = jnp.arange(ids.shape[1])[None]
-        output = target(ids, positions, cache, feature_layers=drafter.feature_layers)
-        return target.unembed(output.hidden), output.features
-
-    logits, features = prefill(make_cache(target, 1, ids.shape[1]))
-    assert drafter.feature_layers == tuple(vectors["target_layer_ids"])
+    vectors, (logits, features) = golden(case), prefilled(case)
+    assert golden_models(case)[1].feature_layers == tuple(vectors["target_layer_ids"])
     close = functools.partial(np.testing.assert_allclose, rtol=0)
     factor = SENSITIVE.get(case, 1)
     close(logits[0], vectors["prefill_logits"], atol=factor * TOLERANCE)
@@ -113,8 +108,7 @@ def test_drafts_of_metas_drafter_after_each_context():
             ids, jnp.arange(ids.shape[1])[None], make_cache(target, 1, ids.shape[1]),
             feature_layers=drafter.feature_layers,
         )  # fmt: skip
-        state, start = zeros(drafter.init_state(1, 96)), jnp.zeros(1, jnp.int32)
-        state = drafter.observe(state, start, ids, position, output.features, target)
+        state = observed(drafter, output.features, target, count=position, capacity=96)
         hidden, _ = drafter.run_block(state, ids[:, position[0]], position, target)
         return drafter._unembed(hidden[:, 1:], target)[0]
 
@@ -124,18 +118,6 @@ def test_drafts_of_metas_drafter_after_each_context():
         expected = bound * np.tanh(vectors[f"cycle{i}_draft_logits"] * factor / bound)
         np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
         np.testing.assert_array_equal(logits.argmax(-1), vectors[f"cycle{i}_draft_tokens"])
-
-
-def decode(case, drafter, num_requests=1, **options):
-    """Completions of the case's prompt, decoded well past the golden output's end."""
-    vectors, (target, _) = golden(case), golden_models(case)
-    prompt = tuple(vectors["input_ids"].tolist())
-    new_tokens = len(vectors["output_ids"]) - len(prompt) + 20
-    config = DecodeConfig(**options)
-    engine = Engine(target, drafter, config, max_length=len(prompt) + new_tokens)
-    requests = [Request(i, prompt, new_tokens) for i in range(num_requests)]
-    events = list(decode_requests(engine, requests))
-    return [event for event in events if isinstance(event, RequestOutput)]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +130,4 @@ def decode(case, drafter, num_requests=1, **options):
     ],
 )
 def test_decoding(case, options):
-    vectors = golden(case)
-    expected = vectors["output_ids"][len(vectors["input_ids"]) :].tolist()
-    lengths = vectors["acceptance_lengths"].tolist()
-    for completion in decode(case, golden_models(case)[1], **options):
-        assert list(completion.output_ids[: len(expected)]) == expected
-        assert list(completion.acceptance_lengths[: len(lengths)]) == lengths
+    check_decoding(case, *golden_models(case), **options)

@@ -10,13 +10,13 @@ import pytest
 from support import failure
 from support.dflash_cases import FULL, make_shape
 from support.models import check_same_weights, greedy, make_sharding, make_target, zeros
+from support.training import random_weights, weights_of, whole_rows
 
 from dflash.checkpoints import checkpoint
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.lilicorr import LiLiCorr
 from dflash.drafters.lilicorr_config import LiLiCorrShape
 from dflash.drafters.parts.blocks import Anchors
-from dflash.layers.losses import TrainBatch
 from dflash.parallel import parameters
 
 BUILD = {"dtype": jnp.float32, "sharding": make_sharding()}
@@ -34,14 +34,7 @@ SLOTS = SHAPE.block_size - 1
 @functools.cache
 def make_drafter(shape=SHAPE):
     drafter = LiLiCorr(shape, **BUILD)
-    rng = np.random.default_rng(1)
-    values = {}
-    for path, parameter in parameters.named_parameters(drafter):
-        mean = 1.0 if path.endswith("scale") else 0.0
-        values[path] = jnp.asarray(
-            rng.normal(mean, 0.3, parameter.get_value().shape).astype(jnp.float32)
-        )
-    parameters.assign(drafter, values)
+    parameters.assign(drafter, random_weights(drafter, 0.3))
     return drafter
 
 
@@ -49,15 +42,15 @@ def network_weights(drafter):
     """The network's tensors in float64, by their names in files."""
     return {
         drafter.checkpoint_name(path).removeprefix("lilicorr."): np.asarray(
-            leaf.get_value().T if path.endswith(".kernel") else leaf.get_value(), np.float64
+            array.T if path.endswith(".kernel") else array, np.float64
         )
-        for path, leaf in parameters.named_parameters(drafter)
+        for path, array in weights_of(drafter).items()
         if path.startswith("lilicorr.")
     }
 
 
-def unit(x, eps=NETWORK["lilicorr_vector_eps"]):
-    return x / max(np.linalg.norm(x), eps)
+def unit(x):
+    return x / max(np.linalg.norm(x), NETWORK["lilicorr_vector_eps"])
 
 
 def direct_scores(w, embedded, log_probs, hidden, row):
@@ -111,12 +104,7 @@ def direct_scores(w, embedded, log_probs, hidden, row):
                 ])  # fmt: skip
                 shares = np.exp(scores - scores.max())
                 shares /= shares.sum()
-                outputs.append(
-                    sum(
-                        s * other[2 * width :][part]
-                        for s, other in zip(shares, joined, strict=True)
-                    )
-                )
+                outputs.append(shares @ np.array([other[2 * width :][part] for other in joined]))
             branches.append(linear(f"{at}.attn.out_proj", np.concatenate(outputs)))
         rows = [x + branch for x, branch in zip(rows, branches, strict=True)]
         rows = [
@@ -221,14 +209,7 @@ def test_training_scores_what_decoding_drafts():
     tokens = tokens.at[1, 10].set(absent)
     length = tokens.shape[1]
     padded = jnp.pad(features_of(), ((0, 0), (0, length - 7), (0, 0)))
-    ones = jnp.ones((2, length), jnp.int32)
-    batch = TrainBatch(
-        tokens=tokens,
-        positions=jnp.broadcast_to(jnp.arange(length), (2, length)),
-        segment_ids=ones,
-        loss_mask=ones,
-        features=padded,
-    )
+    batch = whole_rows(tokens, padded)
     anchors = Anchors(jnp.full((2, 1), 7), jnp.ones((2, 1), bool))
     options = LossConfig(gamma=0.0)
 

@@ -4,6 +4,7 @@ Each drafter must draft as one without such parts does over a target that is cha
 """
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -11,8 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support import failure
 from support.dflash_cases import FULL, make_shape
-from support.models import check_same_weights, make_architecture, make_sharding, make_target, zeros
+from support.golden import build_drafter
+from support.models import (
+    check_same_weights,
+    make_architecture,
+    make_sampling,
+    make_sharding,
+    make_target,
+    random_module,
+)
+from support.training import observed, whole_rows
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -25,26 +36,16 @@ from dflash.drafters.dflash_config import DFlashConfig
 from dflash.drafters.dspark import DSpark
 from dflash.drafters.dspark_config import DSparkShape
 from dflash.drafters.parts.blocks import Anchors
-from dflash.inference.logits.sampling import SamplingParams, SequenceSampler
-from dflash.layers.losses import TrainBatch
-from dflash.loading import models
+from dflash.inference.logits.sampling import SequenceSampler
 from dflash.parallel import parameters
 
 BUILD = {"dtype": jnp.float32, "sharding": make_sharding()}
 BASE = make_shape(FULL)
 WIDTH, DRAFTED = BASE.decoder.hidden_size, np.arange(1, 40, 2)  # of 48 tokens
-SAMPLED = SequenceSampler(
-    SamplingParams(
-        jnp.full((2, 2), 3, jnp.uint32), jnp.full(2, 0.8), jnp.zeros(2, jnp.int32), jnp.ones(2),
-        jnp.zeros(2),
-    )
-)  # fmt: skip
+SAMPLED = SequenceSampler(make_sampling([0.8, 0.8]))
 
 
-def make(kind, shape):
-    drafter = kind(shape, **BUILD)
-    parameters.initialize(drafter, jax.random.key(1))
-    return drafter
+make = functools.partial(random_module, seed=1)
 
 
 def assign(drafter, values):
@@ -60,11 +61,8 @@ def draft(drafter, heads, features):
 
     @jax.jit
     def run():
-        state, start = zeros(drafter.init_state(2, 32)), jnp.zeros(2, jnp.int32)
-        count = jnp.full(2, features.shape[1])
-        tokens = jnp.zeros((2, features.shape[1] + 1), jnp.int32)
-        state = drafter.observe(state, start, tokens, count, features, heads)
-        anchors = jnp.array([5, 9])
+        state = observed(drafter, features, heads)
+        anchors, count = jnp.array([5, 9]), jnp.full(2, features.shape[1])
         proposal, _ = drafter.draft(state, anchors, count, SAMPLED, heads)
         return proposal.tokens, drafter.run_block(state, anchors, count, heads)[0]
 
@@ -106,23 +104,12 @@ def test_files_with_a_mask_embedding(stored, tmp_path):
     else:
         row = {"mask_embedding": np.arange(WIDTH, dtype=np.float32)}
         save_file(load_file(directory / stored) | row, directory / stored)
-    config = DFlashConfig(checkpoint=str(directory))
-    source = models.find_drafter(config)
-
-    def build():
-        sharding = make_sharding()
-        return models.build_drafter(
-            config, source, make_architecture(), dtype="float32", sharding=sharding
-        )
-
+    build = functools.partial(build_drafter, DFlashConfig(checkpoint=str(directory)))
     if stored.endswith(".pt"):
-        with pytest.raises(
-            errors.CheckpointError, match=r"mask_embedding\.pt: pickles are not read"
-        ):
-            build()
+        said = failure(build, make_architecture())
+        assert "mask_embedding.pt: pickles are not read" in said
         return
-    drafter = build()
-    models.load_weights(drafter, source)
+    drafter = build(make_architecture())
     np.testing.assert_array_equal(drafter.mask_embedding[...], np.arange(WIDTH))
     again = DFlash.architecture_from_hf(DFlash.config_to_hf(drafter.shape))
     assert again == drafter.shape
@@ -229,11 +216,7 @@ def test_the_anchor_s_row_drafts_or_does_not(kind, shape, from_anchor):
     if kind is not DFlash2:
         np.testing.assert_array_equal(drafts, SAMPLED.propose(logits, positions)[0])
     index = jnp.array([[2, 4]], jnp.int32)
-    batch = TrainBatch(
-        tokens=jnp.arange(12)[None], positions=jnp.arange(12)[None],
-        segment_ids=jnp.ones((1, 12), jnp.int32), loss_mask=jnp.ones((1, 12)),
-        features=jnp.pad(rows[:1], ((0, 0), (0, 2), (0, 0))), hidden=None,
-    )  # fmt: skip
+    batch = whole_rows(jnp.arange(12)[None], jnp.pad(rows[:1], ((0, 0), (0, 2), (0, 0))))
     anchors = Anchors(index, jnp.ones((1, 2), bool))
 
     @jax.jit

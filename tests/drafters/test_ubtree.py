@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from support.golden import build_drafter
 from support.models import (
     check_same_weights,
     greedy,
     make_architecture,
     make_sharding,
     make_target,
-    zeros,
+    random_module,
 )
+from support.training import observed, random_batch, weights_of, with_weights
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -29,8 +31,6 @@ from dflash.drafters.parts.blocks import Anchors
 from dflash.drafters.ubtree import UBTree
 from dflash.drafters.ubtree_config import UBTreeArchitecture, UBTreeConfig
 from dflash.layers import losses
-from dflash.layers.losses import TrainBatch
-from dflash.loading import models
 from dflash.parallel import parameters
 
 ARCHITECTURE = make_architecture()
@@ -47,8 +47,7 @@ def build(changes=None, kind=UBTree, **options) -> DFlash2:
     """A drafter whose selector is random and not small."""
     sizes = dataclasses.replace(SIZES, **(changes or {}))
     shape = kind.shape_class.for_target(ARCHITECTURE, sizes).fit(ARCHITECTURE)
-    model = kind(shape, dtype=jnp.float32, sharding=make_sharding(), **options)
-    parameters.initialize(model, jax.random.key(1))
+    model = random_module(kind, shape, seed=1, **options)
     rng, values = np.random.default_rng(0), {}
     for path, parameter in parameters.named_parameters(model):
         array = np.asarray(parameter.get_value())
@@ -76,10 +75,7 @@ def draft(model: UBTree) -> dict[str, np.ndarray]:
 
     @jax.jit
     def run():
-        state = zeros(model.init_state(1, 32))
-        tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
-        seen = features()
-        state = model.observe(state, jnp.zeros(1, jnp.int32), tokens, start, seen, target)
+        state = observed(model, features(), target)
         hidden, _ = model.run_block(state, anchor, start, target)
         proposal, _ = model.draft(state, anchor, start, greedy(1), target)
         found = {"hidden": hidden[:, 1:], "base": target.unembed(hidden[:, 1:])}
@@ -211,11 +207,7 @@ def save(model: UBTree, directory) -> None:
 
 
 def load(directory) -> UBTree:
-    config = UBTreeConfig(checkpoint=str(directory))
-    source = models.find_drafter(config)
-    place = {"dtype": "float32", "sharding": make_sharding()}
-    model = models.build_drafter(config, source, ARCHITECTURE, **place)
-    models.load_weights(model, source)
+    model = build_drafter(UBTreeConfig(checkpoint=str(directory)), ARCHITECTURE)
     model.tabulate(make_target())
     return model
 
@@ -248,48 +240,33 @@ def test_a_file_has_the_selector_of_dflash2_and_two_vectors(tmp_path):
 # --- training -------------------------------------------------------------------------------------
 
 
-def make_batch() -> TrainBatch:
-    rng, length = np.random.default_rng(2), 12
-    ones = jnp.ones((2, length), jnp.int32)
-    return TrainBatch(
-        jnp.asarray(rng.integers(VOCAB, size=(2, length)), jnp.int32),
-        jnp.broadcast_to(jnp.arange(length), (2, length)),
-        ones,
-        ones,
-        jnp.asarray(rng.normal(size=(2, length, 2 * WIDTH)), jnp.float32),
-        jnp.asarray(rng.normal(size=(2, length, WIDTH)), jnp.float32),
-    )
-
-
+BATCH = random_batch([[12], [12]], 12)
 # The last anchor leaves its block two labels.
 ANCHORS = Anchors(jnp.array([[1, 4], [3, 9]]), jnp.ones((2, 2), bool))
 
 
 def score(model: DFlash2, options: LossConfig):
     """Returns loss, metrics, gradients, hidden states and base logits [B, A, G, …]."""
-    target, batch = make_target(), make_batch()
-    values = {path: p.get_value() for path, p in parameters.named_parameters(model)}
+    target = make_target()
 
     @functools.partial(jax.value_and_grad, has_aux=True)
-    def call(values):
-        copy = nnx.clone(model)
-        parameters.assign(copy, values)
-        loss, metrics = copy.loss(batch, target, None, options, anchors=ANCHORS)
+    def call(weights):
+        copy = with_weights(model, weights)
+        loss, metrics = copy.loss(BATCH, target, None, options, anchors=ANCHORS)
         copy.tabulate(target)
-        rows = copy.run_conditioned(batch, target, None, options, anchors=ANCHORS)
+        rows = copy.run_conditioned(BATCH, target, None, options, anchors=ANCHORS)
         return loss, (metrics, rows.hidden, target.unembed(rows.hidden))
 
-    (loss, (metrics, *rows)), grads = jax.jit(call)(values)
+    (loss, (metrics, *rows)), grads = jax.jit(call)(weights_of(model))
     return loss, metrics, grads, *map(np.asarray, rows)
 
 
 def terms(model: DFlash2, hidden: np.ndarray, base: np.ndarray):
     """Yields equations, row and draft position, the target's row, and the true tokens."""
-    batch = make_batch()
     for row, block in np.ndindex(2, 2):
         published = Equations(model, hidden[row, block], base[row, block])
         first = int(ANCHORS.index[row, block])
-        tokens = np.asarray(batch.tokens[row, first : first + DRAFTS + 1])
+        tokens = np.asarray(BATCH.tokens[row, first : first + DRAFTS + 1])
         for i, (previous, label) in enumerate(itertools.pairwise(tokens)):
             yield published, i, (row, first + i), previous, label
 
@@ -313,10 +290,10 @@ def test_the_published_loss(kind):
     """KL among the candidates, after the true token before, and cross-entropy of base logits."""
     count, weight = 20, 0.3
     convolved = {"conv_kernel_size": 2, "conv_group_size": 8} if kind is DFlash2 else {}
-    model, batch = build(convolved, kind), make_batch()
+    model = build(convolved, kind)
     options = LossConfig("candidate_kl", gamma=0.0, num_candidates=count, base_weight=weight)
     loss, metrics, grads, *rows = score(model, options)
-    targets = np.asarray(make_target().unembed(batch.hidden))
+    targets = np.asarray(make_target().unembed(BATCH.hidden))
     values, right = [], []
     for published, i, row, previous, label in terms(model, *rows):
         among = published.among(i, count)
@@ -351,6 +328,4 @@ def test_a_divergence_needs_no_label():
 def test_other_drafters_refuse_the_published_loss():
     model, options = build(kind=DFlash), LossConfig("candidate_kl")
     with pytest.raises(errors.ConfigError, match=r"loss\.name: 'candidate_kl' is only for dflash2"):
-        jax.eval_shape(
-            lambda: model.loss(make_batch(), make_target(), None, options, anchors=ANCHORS)
-        )
+        jax.eval_shape(lambda: model.loss(BATCH, make_target(), None, options, anchors=ANCHORS))

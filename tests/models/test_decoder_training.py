@@ -1,5 +1,6 @@
 """Tests of the cache-free pass and of the target's own loss."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import models
 from support.models import make_cache, make_sharding, move
+from support.parity import step
+from support.training import random_batch, weights_of, with_weights
 
-from dflash.layers.losses import TrainBatch
 from dflash.models.dense import Llama3, Qwen3
-from dflash.parallel import parameters
 
 LENGTH = 24
 TAPS = (1, 0)
@@ -23,12 +24,9 @@ make_target = functools.partial(models.make_target, num_hidden_layers=2)
 
 def make_batch(rows, *, seed=0, mask=None):
     """Returns packed rows, each given as a list of document lengths and padded."""
-    rng = np.random.default_rng(seed)
-    segments, positions = models.packed_rows(rows, LENGTH)
-    tokens = rng.integers(0, 48, segments.shape)
-    mask = np.ones(segments.shape) if mask is None else mask
-    arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
-    return TrainBatch(*arrays, jnp.asarray(mask, jnp.float32))
+    batch = dataclasses.replace(random_batch(rows, LENGTH, seed=seed), features=None, hidden=None)
+    mask = batch.loss_mask if mask is None else jnp.asarray(mask, jnp.float32)
+    return dataclasses.replace(batch, loss_mask=mask)
 
 
 @functools.cache
@@ -50,11 +48,10 @@ def test_equals_the_pass_with_a_cache(family, changes):
     target = make_target(family, **changes)
     batch = make_batch([[LENGTH], [LENGTH]])
     hidden, features = forward(target)(batch)
-    expected = jax.jit(functools.partial(target, feature_layers=TAPS))(
-        batch.tokens, batch.positions, make_cache(target, 2, LENGTH)
-    )
-    np.testing.assert_allclose(hidden, expected.hidden, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(features, expected.features, rtol=1e-4, atol=1e-5)
+    cache = make_cache(target, 2, LENGTH)
+    *expected, _, _ = step(target, batch.tokens, [0, 0], cache, feature_layers=TAPS)
+    np.testing.assert_allclose(hidden, expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(features, expected[1], rtol=1e-4, atol=1e-5)
     assert features.shape == (2, LENGTH, 2 * 32)
 
 
@@ -67,7 +64,7 @@ def test_packed_documents_do_not_see_each_other():
     for length in lengths:
         alone = make_batch([[length]])
         tokens = np.roll(batch.tokens, -begin, axis=1)
-        alone = TrainBatch(tokens, alone.positions, alone.segment_ids, alone.loss_mask)
+        alone = dataclasses.replace(alone, tokens=tokens)
         alone_hidden, alone_features = map(np.asarray, forward(target)(alone))
         rows = slice(begin, begin + length)
         np.testing.assert_allclose(hidden[:, rows], alone_hidden[:, :length], atol=1e-5)
@@ -81,18 +78,9 @@ def value_and_grad(target, remat=False):
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def call(weights, batch):
-        copy = type(target)(target.arch, dtype=target.dtype, sharding=target.sharding)
-        parameters.assign(copy, weights)
-        return copy.loss(batch, remat=remat)
+        return with_weights(target, weights).loss(batch, remat=remat)
 
     return jax.jit(call)
-
-
-def weights_of(target, dtype=None):
-    return {
-        path: p.get_value().astype(dtype or p.get_value().dtype)
-        for path, p in parameters.named_parameters(target)
-    }
 
 
 def loss_by_loops(target, batch):
@@ -136,8 +124,7 @@ def test_gradients_equal_those_of_the_plain_loss():
     _, grads = value_and_grad(target)(weights_of(target), batch)
 
     def plain(weights):
-        copy = Qwen3(target.arch, dtype=target.dtype, sharding=target.sharding)
-        parameters.assign(copy, weights)
+        copy = with_weights(target, weights)
         hidden, _ = copy.forward(batch.tokens, batch.positions, batch.segment_ids)
         log_probs = jax.nn.log_softmax(hidden[:, :-1] @ copy.embed_tokens.embedding[...].T)
         nll = -jnp.take_along_axis(log_probs, batch.tokens[:, 1:, None], axis=-1)[..., 0]

@@ -1,62 +1,43 @@
-"""What the tests of the DFlash drafter share: shapes, their config.json, blocks and copies."""
+"""What the tests of the DFlash drafter share: shapes, their config.json, and blocks."""
 
 import jax
 
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import DFlashShape, LayerView
 from dflash.drafters.parts.blocks import cut_blocks
-from dflash.parallel import parameters
 from support.models import make_architecture
 
 FULL, CAUSAL = LayerView(), LayerView(causal=True)
 BLOCK = 6
 
-# What config.json says -> what its two layers see.
 SLIDE, WHOLE = "sliding_attention", "full_attention"
+# The first layer slides, or the last one; or all do by a flag.
+FIRST, LAST = (
+    {"layer_types": list(types), "sliding_window": 3} for types in ((SLIDE, WHOLE), (WHOLE, SLIDE))
+)
+FLAG = {"dflash_config": {"use_swa": True, "swa_window_size": 5}}
+NOT_CAUSAL = {"dflash_config": {"causal": False}}
+# What config.json says -> what its two layers see.
 VIEWS = {
     "nothing": ({}, (FULL, FULL)),
     "a window, but no layer that slides": ({"sliding_window": 3}, (FULL, FULL)),
-    "layer types": (
-        {"layer_types": [SLIDE, WHOLE], "sliding_window": 3},
-        (LayerView(3, causal=True), FULL),
-    ),
-    "layer types, all bidirectional": (
-        {"layer_types": [SLIDE, WHOLE], "sliding_window": 3, "is_causal": False},
-        (LayerView(3), FULL),
-    ),
+    "layer types": (FIRST, (LayerView(3, causal=True), FULL)),
+    "layer types, all bidirectional": (FIRST | {"is_causal": False}, (LayerView(3), FULL)),
     "layer types, bidirectional by the group": (
-        {
-            "layer_types": [SLIDE, WHOLE],
-            "sliding_window": 3,
-            "sliding_window_non_causal": False,
-            "dflash_config": {"causal": False},
-        },
+        FIRST | NOT_CAUSAL | {"sliding_window_non_causal": False},
         (LayerView(3), FULL),
     ),
-    "the file before the group": (
-        {"is_causal": True, "dflash_config": {"causal": False}},
-        (CAUSAL, CAUSAL),
-    ),
+    "the file before the group": (NOT_CAUSAL | {"is_causal": True}, (CAUSAL, CAUSAL)),
     "sliding layers marked causal": (
-        {"layer_types": [WHOLE, SLIDE], "sliding_window": 3, "sliding_window_non_causal": False},
+        LAST | {"sliding_window_non_causal": False},
         (FULL, LayerView(3, causal=True)),
     ),
     "sliding layers marked bidirectional": (
-        {"layer_types": [WHOLE, SLIDE], "sliding_window": 3, "sliding_window_non_causal": True},
+        LAST | {"sliding_window_non_causal": True},
         (FULL, LayerView(3)),
     ),
-    "the flag alone": (
-        {"dflash_config": {"use_swa": True, "swa_window_size": 5}},
-        (LayerView(5), LayerView(5)),
-    ),
-    "the flag with layer types": (
-        {
-            "layer_types": [WHOLE, SLIDE],
-            "sliding_window": 3,
-            "dflash_config": {"use_swa": True, "swa_window_size": 5},
-        },
-        (FULL, LayerView(5, causal=True)),
-    ),
+    "the flag alone": (FLAG, (LayerView(5), LayerView(5))),
+    "the flag with layer types": (LAST | FLAG, (FULL, LayerView(5, causal=True))),
     "the flag with the window beside it": (
         {"sliding_window": 4, "dflash_config": {"use_swa": True}},
         (LayerView(4), LayerView(4)),
@@ -64,7 +45,7 @@ VIEWS = {
     "the flag off": ({"dflash_config": {"use_swa": False, "swa_window_size": 5}}, (FULL, FULL)),
     "causal": ({"dflash_config": {"causal": True}}, (CAUSAL, CAUSAL)),
     "causal and sliding": (
-        {"layer_types": [SLIDE, WHOLE], "sliding_window": 3, "dflash_config": {"causal": True}},
+        FIRST | {"dflash_config": {"causal": True}},
         (LayerView(3, causal=True), CAUSAL),
     ),
 }
@@ -94,14 +75,3 @@ def cut(drafter, batch, anchors):
     return _cut(
         batch, anchors, block_size=drafter.block_size, mask_token_id=drafter.shape.mask_token_id
     )
-
-
-def with_weights(drafter, weights):
-    """A copy of the drafter with these weights, by path."""
-    copy = DFlash(drafter.shape, dtype=drafter.dtype, sharding=drafter.sharding)
-    parameters.assign(copy, weights)
-    return copy
-
-
-def weights_of(drafter):
-    return {path: p.get_value() for path, p in parameters.named_parameters(drafter)}

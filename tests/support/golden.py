@@ -11,12 +11,16 @@ import pytest
 
 from dflash.checkpoints import checkpoint
 from dflash.config import registry
-from dflash.config.schema import TargetConfig
+from dflash.config.schema import DecodeConfig, TargetConfig
+from dflash.drafters.base import Drafter
 from dflash.drafters.dflash import DFlash
+from dflash.inference.engine import Engine
+from dflash.inference.request import Request, RequestOutput
 from dflash.loading import models
 from dflash.models.decoder import Decoder
 from support import TESTS
-from support.models import make_sharding
+from support.engines import decode_all
+from support.models import make_cache, make_sharding
 
 GOLDEN = TESTS / "golden"
 
@@ -44,12 +48,50 @@ def golden_models(case: str) -> tuple[Decoder, DFlash]:
     """Target and drafter of a golden case, in float32."""
     target, directory = load_target(GOLDEN / case / "target"), GOLDEN / case / "draft"
     hf = checkpoint.read_config(directory)
-    name, kind = models.find_class(hf, directory, registry.DRAFTERS)
-    config = registry.load_schema(registry.DRAFTERS[name])()
-    build = {"dtype": jnp.float32, "sharding": make_sharding()}
-    drafter = kind.create(config, hf, target.arch, **build)
-    checkpoint.load(drafter, directory)
-    return target, drafter
+    name, _ = models.find_class(hf, directory, registry.DRAFTERS)
+    config = registry.load_schema(registry.DRAFTERS[name])(checkpoint=str(directory))
+    return target, build_drafter(config, target.arch)
+
+
+@functools.cache
+def prefilled(case: str, name: str = "input_ids") -> tuple[jax.Array, jax.Array]:
+    """The target's logits and features after each token of an array of a case, [1, T, ·]."""
+    target, drafter = golden_models(case)
+    ids = jnp.asarray(golden(case)[name], jnp.int32)[None]
+
+    @jax.jit
+    def prefill(cache):
+        positions = jnp.arange(ids.shape[1])[None]
+        output = target(ids, positions, cache, feature_layers=drafter.feature_layers)
+        return target.unembed(output.hidden), output.features
+
+    return prefill(make_cache(target, 1, ids.shape[1]))
+
+
+def decode_prompts(
+    case: str,
+    target: Decoder,
+    drafter: Drafter,
+    *,
+    num_tokens: int,
+    num_requests: int = 1,
+    **options,
+) -> list[RequestOutput]:
+    """Returns completions of a case's prompt; `options` are DecodeConfig's."""
+    prompt = tuple(golden(case)["input_ids"].tolist())
+    config = DecodeConfig(**options)
+    engine = Engine(target, drafter, config, max_length=len(prompt) + num_tokens)
+    return decode_all(engine, [Request(i, prompt, num_tokens) for i in range(num_requests)])
+
+
+def check_decoding(case: str, target: Decoder, drafter: Drafter, **options) -> None:
+    """Asserts that an engine gives the golden output in as many cycles, and decodes past it."""
+    vectors = golden(case)
+    expected = vectors["output_ids"][len(vectors["input_ids"]) :].tolist()
+    lengths = vectors["acceptance_lengths"].tolist()
+    for done in decode_prompts(case, target, drafter, num_tokens=len(expected) + 20, **options):
+        assert list(done.output_ids[: len(expected)]) == expected
+        assert list(done.acceptance_lengths[: len(lengths)]) == lengths
 
 
 def load_target(directory: pathlib.Path, **options) -> Decoder:
@@ -66,6 +108,16 @@ def build_target(place, quantization: str | None = None, **mesh) -> Decoder:
     model = models.build_target(config, source, dtype="float32", sharding=make_sharding(**mesh))
     models.load_weights(model, source)
     return model
+
+
+def build_drafter(config, arch, *, loads: bool = True) -> Drafter:
+    """The drafter of a config, built for a target's shape and loaded as commands do, in float32."""
+    source = models.find_drafter(config)
+    build = {"dtype": "float32", "sharding": make_sharding()}
+    drafter = models.build_drafter(config, source, arch, **build)
+    if loads:
+        models.load_weights(drafter, source)
+    return drafter
 
 
 def whole_logits(model: Decoder, tokens=range(12)) -> np.ndarray:

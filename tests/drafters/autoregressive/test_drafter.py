@@ -1,26 +1,24 @@
 """A language model as drafter: what it accepts of itself, its pages, its checkpoints."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from support.engines import decode, engine, expected, random_prompts
-from support.golden import GOLDEN, load
-from support.models import ARCHITECTURE, make_sharding, target
+from support import failure
+from support.engines import check_plain, decode, engine, random_prompts
+from support.golden import GOLDEN, build_drafter, load
+from support.models import ARCHITECTURE, check_same_weights, make_sharding, target
 
 from dflash import errors
 from dflash.drafters.autoregressive import Autoregressive
 from dflash.drafters.autoregressive_config import AutoregressiveConfig, DraftModelArchitecture
-from dflash.loading import models
 from dflash.models.dense import Llama3, Qwen3
-from dflash.parallel import parameters
 
 CASE = "qwen3_v12"
 
 
-def build(config: AutoregressiveConfig, arch=ARCHITECTURE) -> Autoregressive:
-    source = models.find_drafter(config)
-    return models.build_drafter(config, source, arch, dtype="float32", sharding=make_sharding())
+build = functools.partial(build_drafter, arch=ARCHITECTURE, loads=False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -29,10 +27,7 @@ def test_a_drafter_that_is_the_target_is_never_refused(temperature):
     model = Autoregressive(target(), block_size=4, page_size=16)
     run = engine(model, batch_size=3, sync_every=4, max_length=80)
     prompts, limits = random_prompts([1, 33, 16, 50, 7]), [30, 25, 1, 29, 32]
-    done = decode(run, prompts, limits, temperature=temperature)
-    wanted = expected(prompts, limits, temperature=temperature)
-    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-    for one in done:
+    for one in check_plain(run, prompts, limits, temperature=temperature):
         whole, rest = divmod(len(one.output_ids) - 1, 4)
         assert one.acceptance_lengths == (4,) * whole + (rest,) * bool(rest)
 
@@ -46,17 +41,11 @@ def test_probabilities_are_those_of_the_model():
 
 
 def test_a_checkpoint_of_a_target_becomes_a_drafter():
+    target = load(Qwen3, GOLDEN / CASE / "target")
     config = AutoregressiveConfig(checkpoint=str(GOLDEN / CASE / "target"))
-    source = models.find_drafter(config)
-    arch = Qwen3.architecture_from_hf(source.hf)
-    built = models.build_drafter(config, source, arch, dtype="float32", sharding=make_sharding())
-    models.load_weights(built, source)
+    built = build_drafter(config, target.arch)
     assert isinstance(built.model, Qwen3)
-    wanted = dict(parameters.named_parameters(load(Qwen3, GOLDEN / CASE / "target")))
-    found = dict(parameters.named_parameters(built.model))
-    assert found.keys() == wanted.keys()
-    for path, param in found.items():
-        np.testing.assert_array_equal(param.get_value(), wanted[path].get_value(), err_msg=path)
+    check_same_weights(built.model, target)
 
 
 def test_random_weights_are_of_the_family_that_is_named():
@@ -87,9 +76,7 @@ def test_random_weights_are_of_the_family_that_is_named():
     ids=["vocabulary", "architecture", "family", "heads"],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(options, kind, message):
-    with pytest.raises(kind, match=message) as caught:
-        build(AutoregressiveConfig(**options))
-    assert "\n" not in str(caught.value)
+    assert message in failure(build, AutoregressiveConfig(**options), kind=kind)
 
 
 def test_training_it_is_refused():
@@ -109,9 +96,8 @@ def test_a_mesh_splits_the_pages_as_it_splits_the_batch():
 
 
 def test_random_weights_of_a_family_whose_shape_is_not_stated():
-    with pytest.raises(errors.ConfigError) as caught:
-        build(AutoregressiveConfig(checkpoint="random", family="qwen3_moe"))
-    message = str(caught.value)
+    config = AutoregressiveConfig(checkpoint="random", family="qwen3_moe")
+    message = failure(build, config, kind=errors.ConfigError)
     assert message.startswith(
         "drafter.family: 'qwen3_moe' has experts or attention of its own, which "
         "drafter.architecture does not state; use drafter.checkpoint, or a family of qwen3, llama3"

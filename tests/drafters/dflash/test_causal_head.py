@@ -7,7 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 from support.dflash_cases import make_config
 from support.golden import GOLDEN, TableHeads, golden, load
-from support.models import greedy, zeros
+from support.models import greedy
+from support.training import observed
 
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape, LayerView
@@ -18,25 +19,21 @@ TOLERANCE = 1e-4  # absolute
 
 def drafted(count):
     """Returns the hidden states and tokens of the golden block when `count` tokens are drafted."""
-    drafter, inputs = load(DFlash, GOLDEN / CASE / "draft"), load_file(
-        GOLDEN / CASE / "inputs.safetensors"
-    )  # fmt: skip
+    drafter = load(DFlash, GOLDEN / CASE / "draft")
+    inputs = load_file(GOLDEN / CASE / "inputs.safetensors")
     tables = load_file(GOLDEN / CASE / "target_heads.safetensors")
     heads = TableHeads(tables["embed_tokens.weight"], tables["lm_head.weight"])
     features = jnp.asarray(inputs["context_features"])[None]
-    length = features.shape[1]
+    rows = jnp.full(1, features.shape[1])
 
     @jax.jit
-    def run(state, anchor):
-        tokens = jnp.zeros((1, length + 1), jnp.int32)
-        begin, rows = jnp.zeros(1, jnp.int32), jnp.full(1, length)
-        state = drafter.observe(state, begin, tokens, rows, features, heads)
+    def run(anchor):
+        state = observed(drafter, features, heads)
         hidden, _ = drafter.run_block(state, anchor, rows, heads, num_positions=count)
         proposal, _ = drafter.draft_fewer(count, state, anchor, rows, greedy(1), heads)
         return hidden[0], proposal.tokens[0]
 
-    state = zeros(drafter.init_state(1, length))
-    return run(state, jnp.asarray(inputs["anchor_token"], jnp.int32))
+    return run(jnp.asarray(inputs["anchor_token"], jnp.int32))
 
 
 @pytest.mark.parametrize("count", [7, 3])

@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.dflash_cases import FULL, cut, make_shape
-from support.models import ARCHITECTURE, check_same_weights, make_sharding, make_target, zeros
+from support.models import (
+    ARCHITECTURE,
+    make_sharding,
+    make_target,
+    random_module,
+    zeros,
+)
+from support.training import random_batch
 
 from dflash import errors
-from dflash.checkpoints import checkpoint
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
 from dflash.drafters.dspark_config import DSparkArchitecture, DSparkShape
 from dflash.drafters.parts.blocks import sample_anchors, score_blocks
-from dflash.layers.losses import TrainBatch
 from dflash.parallel import parameters
 from dflash.training import state as states
 
@@ -33,8 +38,7 @@ def count_odd_ones():
 def make_drafter():
     """Returns a drafter that tests share, so never change it."""
     shape = make_shape(FULL, draft_vocab_size=DRAFTED.size)
-    model = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
-    parameters.initialize(model, jax.random.key(1))
+    model = random_module(DFlash, shape, seed=1)
     model.prepare_training(count_odd_ones, make_target())
     return model
 
@@ -91,19 +95,6 @@ def test_a_tree_is_no_larger_than_its_tokens_allow():
 # --- training ------------------------------------------------------------------------------------
 
 
-def make_batch():
-    rng = np.random.default_rng(0)
-    shape = (2, 18)
-    return TrainBatch(
-        tokens=jnp.asarray(rng.integers(0, 47, shape).astype(jnp.int32)),
-        positions=jnp.broadcast_to(jnp.arange(18), shape),
-        segment_ids=jnp.ones(shape, jnp.int32),
-        loss_mask=jnp.ones(shape),
-        features=jnp.asarray(rng.normal(size=(*shape, 64)).astype(jnp.float32)),
-        hidden=jnp.asarray(rng.normal(size=(*shape, 32)).astype(jnp.float32)),
-    )
-
-
 class MaskedHeads:
     """The target's heads, with nothing but the drafted tokens."""
 
@@ -115,7 +106,7 @@ class MaskedHeads:
 
 @pytest.mark.parametrize("name", ["cross_entropy", "kl", "dpace"])
 def test_the_loss_is_that_of_a_target_without_the_other_tokens(name):
-    model, batch, heads = make_drafter(), make_batch(), make_target()
+    model, batch, heads = make_drafter(), random_batch([[18], [18]], 18), make_target()
     options = dataclasses.replace(LossConfig(name=name), num_anchors=4)
 
     @jax.jit
@@ -152,17 +143,6 @@ def test_the_head_is_never_trained():
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["hf", "orbax"])
-def test_it_travels_with_the_weights(tmp_path, layout):
-    model = make_drafter()
-    checkpoint.save(model, tmp_path / "out", DFlash.config_to_hf(model.shape), layout=layout)
-    shape = DFlash.architecture_from_hf(checkpoint.read_config(tmp_path / "out"))
-    assert shape == model.shape
-    again = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
-    checkpoint.load(again, tmp_path / "out")
-    check_same_weights(again, model)
 
 
 def test_a_table_that_names_other_tokens_is_refused(tmp_path):

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import failure
 from support.dense import dense_attention
 from support.dflash_cases import BLOCK, FULL, VIEWS, make_config, make_shape
 from support.models import make_sharding, make_target, move, zeros
+from support.training import random_weights
 
 from dflash import errors
 from dflash.drafters.base import Proposal
@@ -22,17 +24,10 @@ CAPACITY = 24
 
 
 @functools.cache
-def weights(num_layers, sinks=False, biases=False):
+def weights(num_layers, sinks, biases):
     """Returns weights for drafters of any views, with norm scales that differ from 1."""
     shape = make_shape(*[FULL] * num_layers, attention_sink_bias=sinks, attention_bias=biases)
-    drafter = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
-    rng = np.random.default_rng(1)
-    values = {}
-    for path, param in parameters.named_parameters(drafter):
-        mean, std = (1.0, 0.3) if path.endswith("scale") else (0.0, 0.2)
-        draws = rng.normal(mean, std, param.get_value().shape)
-        values[path] = jnp.asarray(draws, jnp.float32)
-    return values
+    return random_weights(DFlash(shape, dtype=jnp.float32, sharding=make_sharding()), 0.2)
 
 
 def weights_for(shape):
@@ -45,8 +40,8 @@ def make_drafter(shape, **options):
     return drafter
 
 
-def draw_features(batch, rows, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, rows, 64)), jnp.float32)
+def draw_features(batch, rows):
+    return jnp.asarray(np.random.default_rng(0).normal(size=(batch, rows, 64)), jnp.float32)
 
 
 def observe(drafter, state, position, features):
@@ -69,11 +64,11 @@ def run_block(drafter, state, anchor, position, heads=None):
 # --- the pass, in plain loops ---------------------------------------------------------------------
 
 
-def rms_norm(x, scale, eps=1e-6):
-    return scale * x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+def rms_norm(x, scale):
+    return scale * x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
 
 
-def rotate(x, positions, theta, share=1.0):
+def rotate(x, positions, theta, share):
     half = int(share * x.shape[-1]) // 2
     turns = np.exp(1j * np.asarray(positions)[:, None, None] * theta ** (-np.arange(half) / half))
     turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * turns
@@ -128,8 +123,9 @@ def plain_block(values, views, features, embedded, shape):
     return rms_norm(x, w["norm.scale"])
 
 
-def check_block(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
+def check_block(drafter, views):
     """Runs blocks of ragged sequences and compares each with `views` in plain loops."""
+    anchors, positions = (13, 11, 17), (0, 4, 15)
     batch, block = len(positions), drafter.block_size
     features = draw_features(batch, max(positions))
     state = observe(drafter, new_state(drafter, batch), [0] * batch, features)
@@ -191,7 +187,8 @@ def test_a_smaller_block_drafts_the_first_tokens_of_the_whole_one():
     for options in ({}, {"block_size": 4}, {"block_size": 4, "short_pass": True}):
         drafter = make_drafter(make_shape(FULL, FULL), **options)
         state = observe(drafter, new_state(drafter, 1), [0], features)
-        drafts.append(draft(drafter, state, anchor, position, heads).tokens[0].tolist())
+        proposal, _ = draft(drafter, state, anchor, position, heads)
+        drafts.append(proposal.tokens[0].tolist())
         passes.append(np.asarray(run_block(drafter, state, anchor, position)[0]))
     assert drafts[1] == drafts[0][:3]
     assert len(drafts[2]) == 3
@@ -201,9 +198,8 @@ def test_a_smaller_block_drafts_the_first_tokens_of_the_whole_one():
 
 
 def test_larger_blocks_than_trained_are_refused():
-    with pytest.raises(errors.ConfigError) as caught:
-        make_drafter(make_shape(FULL, FULL), block_size=BLOCK + 1)
-    assert str(caught.value) == (
+    larger = functools.partial(make_drafter, block_size=BLOCK + 1)
+    assert failure(larger, make_shape(FULL, FULL), kind=errors.ConfigError) == (
         "drafter.block_size: 7 is larger than the block size 6 that the drafter was trained with"
     )
 
@@ -268,14 +264,18 @@ class Greedy:
         return Candidates(tokens, scores, None)
 
 
-def draft(drafter, state, anchor, position, heads) -> Proposal:
-    """Drafts with the largest logits, and checks that the state is not changed."""
+def draft(drafter, state, anchor, position, heads) -> tuple[Proposal, jax.Array]:
+    """Drafts with the largest logits, and checks that drafts are not committed.
+
+    Also returns the positions of the drafts.
+    """
 
     @jax.jit
     def run(state, anchor, position):
-        proposal, after = drafter.draft(state, anchor, position, Greedy(), heads)
+        sampler = Greedy()
+        proposal, after = drafter.draft(state, anchor, position, sampler, heads)
         assert after is state
-        return proposal
+        return proposal, sampler.positions
 
     return run(state, anchor, position)
 
@@ -286,7 +286,7 @@ def test_a_tree_comes_from_the_pass_that_a_chain_comes_from():
     chain, tree = make_drafter(shape), make_drafter(shape, tree_budget=12)
     state = observe(chain, new_state(chain, 2), [0, 0], draw_features(2, 7))
     anchor, position = np.array([5, 6]), np.array([7, 3])
-    of_chain, of_tree = (draft(model, state, anchor, position, heads) for model in (chain, tree))
+    of_chain, of_tree = (draft(model, state, anchor, position, heads)[0] for model in (chain, tree))
     parents, tokens = np.asarray(of_tree.parents), np.asarray(of_tree.tokens)
     assert tokens.shape == (2, 12)
     for b in range(2):
@@ -303,16 +303,9 @@ def test_draft_takes_a_token_of_every_row_but_the_first():
     drafter, heads = make_drafter(make_shape(FULL, FULL)), make_target()
     state = observe(drafter, new_state(drafter, 2), [0, 0], draw_features(2, 7))
     anchor, position = jnp.array([5, 6]), jnp.array([7, 3])
-
-    @jax.jit
-    def draft(state, anchor, position):
-        sampler = Greedy()
-        proposal, after = drafter.draft(state, anchor, position, sampler, heads)
-        assert (proposal.parents, proposal.probs) == (None, None)
-        assert after is state  # drafts are not committed
-        return proposal.tokens, sampler.positions
-
-    tokens, positions = draft(state, anchor, position)
+    proposal, positions = draft(drafter, state, anchor, position, heads)
+    assert (proposal.parents, proposal.probs) == (None, None)
+    tokens = proposal.tokens
     logits = heads.unembed(run_block(drafter, state, anchor, position))
     np.testing.assert_array_equal(tokens, jnp.argmax(logits[:, 1:], axis=-1))
     np.testing.assert_array_equal(positions, [[8, 9, 10, 11, 12], [4, 5, 6, 7, 8]])

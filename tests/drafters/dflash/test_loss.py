@@ -10,46 +10,29 @@ import pytest
 import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.dflash_cases import CAUSAL, FULL, cut, make_shape, weights_of, with_weights
-from support.models import make_sharding, make_target, move, packed_rows, zeros
+from support.dflash_cases import CAUSAL, FULL, cut, make_shape
+from support.models import make_target, random_module
+from support.training import observed, random_batch, weights_of, with_weights
 
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.dflash_config import LayerView
 from dflash.drafters.parts.blocks import Anchors, sample_anchors
-from dflash.layers.losses import TrainBatch
-from dflash.parallel import parameters
 
 LENGTH, BLOCK = 18, 4
 NEAR = LayerView(window=3)
 
 
+make_batch = functools.partial(random_batch, length=LENGTH, share=0.7)
+
+
 @functools.cache
-def make_drafter(*views, mesh=()):
+def make_drafter(*views):
     """Returns a random drafter for `make_target`, which tests share, so never change it."""
-    shape = make_shape(*views, block_size=BLOCK)
-    drafter = DFlash(shape, dtype=jnp.float32, sharding=make_sharding(**dict(mesh)))
-    if mesh:
-        return move(make_drafter(*views), drafter)
-    parameters.initialize(drafter, jax.random.key(1))
-    return drafter
+    return random_module(DFlash, make_shape(*views, block_size=BLOCK), seed=1)
 
 
-def make_batch(rows, *, seed=0, share=0.7):
-    """Returns packed rows, each given as a list of document lengths and padded."""
-    rng = np.random.default_rng(seed)
-    segments, positions = packed_rows(rows, LENGTH)
-    return TrainBatch(
-        tokens=jnp.asarray(rng.integers(0, 47, segments.shape).astype(jnp.int32)),
-        positions=jnp.asarray(positions),
-        segment_ids=jnp.asarray(segments),
-        loss_mask=jnp.asarray((rng.random(segments.shape) < share).astype(jnp.float32)),
-        features=jnp.asarray(rng.normal(size=(*segments.shape, 64)).astype(jnp.float32)),
-        hidden=jnp.asarray(rng.normal(size=(*segments.shape, 32)).astype(jnp.float32)),
-    )
-
-
-def make_anchors(batch, count, seed=0):
+def make_anchors(batch, count, seed):
     """Returns random anchors, with the first and last position and some invalid ones."""
     rng = np.random.default_rng(seed)
     index = rng.integers(0, LENGTH, (batch.tokens.shape[0], count))
@@ -129,10 +112,9 @@ def test_blocks_are_run_as_the_decode_loop_does(views):
 
     @jax.jit
     def draft(features, token, start, anchor):
-        state = zeros(drafter.init_state(1, 2 * LENGTH))
         position = (anchor - start)[None]
         rows = jnp.roll(features, -start, axis=0)[None]
-        state = drafter.observe(state, jnp.zeros(1, int), None, position, rows, target)
+        state = observed(drafter, rows, target, count=position, capacity=2 * LENGTH)
         return drafter.run_block(state, token[None], position, target)[0][0]
 
     for b in range(2):

@@ -1,5 +1,6 @@
 """Tests of DFlash's training pass against golden vectors of the original code."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.dflash_cases import cut, weights_of, with_weights
+from support.dflash_cases import cut
 from support.golden import GOLDEN, TableHeads, golden, load
+from support.training import loss_and_gradients, whole_rows
 
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.dflash import DFlash
 from dflash.drafters.parts.blocks import Anchors
 from dflash.kernels.anchored_attention import visible_context
-from dflash.layers.losses import TrainBatch
 
 CASE = "dflash_train_v32"
 DECAY, DPACE, PLAIN = (LossConfig(gamma=7.0), LossConfig(name="dpace"), LossConfig(gamma=0.0))
@@ -30,30 +31,13 @@ def golden_case():
     """Returns the drafter, heads, batch and anchors of the golden case."""
     inputs = load_file(GOLDEN / CASE / "inputs.safetensors")
     heads = load_file(GOLDEN / CASE / "target_heads.safetensors")
-    tokens = jnp.asarray(inputs["input_ids"], jnp.int32)
-    batch = TrainBatch(
-        tokens=tokens,
-        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
-        segment_ids=jnp.ones_like(tokens),
-        loss_mask=jnp.asarray(inputs["loss_mask"]),
-        features=jnp.asarray(inputs["target_features"]),
-    )
+    batch = whole_rows(inputs["input_ids"], jnp.asarray(inputs["target_features"]))
+    batch = dataclasses.replace(batch, loss_mask=jnp.asarray(inputs["loss_mask"]))
     anchors = Anchors(
         jnp.asarray(inputs["anchor_positions"], jnp.int32), jnp.asarray(inputs["anchor_valid"])
     )
     heads = TableHeads(heads["embed_tokens.weight"], heads["lm_head.weight"])
     return load(DFlash, GOLDEN / CASE / "draft"), heads, batch, anchors
-
-
-def value_and_grad(drafter, heads, batch, options, **rest):
-    """Loss, metrics and gradients by path, in one jitted program."""
-
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def call(weights, batch):
-        return with_weights(drafter, weights).loss(batch, heads, None, options, **rest)
-
-    (loss, metrics), grads = jax.jit(call)(weights_of(drafter), batch)
-    return loss, metrics, grads
 
 
 def test_golden_blocks():
@@ -94,9 +78,8 @@ def test_golden_hidden_states():
 def test_golden_losses_and_gradients(name, remat):
     drafter, heads, batch, anchors = golden_case()
     vectors = golden(CASE)
-    loss, metrics, grads = value_and_grad(
-        drafter, heads, batch, LOSSES[name], anchors=anchors, remat=remat
-    )
+    how = {"anchors": anchors, "remat": remat}
+    loss, metrics, grads = loss_and_gradients(drafter, batch, heads, None, LOSSES[name], **how)
     np.testing.assert_allclose(loss, vectors[f"loss_{name}"], rtol=1e-5)
     np.testing.assert_allclose(metrics["token_accuracy"], vectors["accuracy"], rtol=1e-6)
     assert float(metrics["blocks"]) == anchors.valid.sum()

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import failure
 from support.dflash_cases import BLOCK, FULL, SLIDE, VIEWS, WHOLE, make_config, make_shape
 from support.models import make_architecture, make_sharding
 
@@ -125,9 +126,7 @@ def test_incomplete_configs_are_refused(message):
     config = make_config() | WRONG[message]
     if "mask_token_id" in config:
         del config["dflash_config"]["mask_token_id"]
-    with pytest.raises(errors.CheckpointError) as caught:
-        DFlash.architecture_from_hf(config)
-    assert str(caught.value) == f"config.json: {message}"
+    assert failure(DFlash.architecture_from_hf, config) == f"config.json: {message}"
 
 
 @st.composite
@@ -216,9 +215,8 @@ def test_the_budget_of_a_tree_comes_from_the_config():
     assert create(base).tree_budget is None
     most = dataclasses.replace(base, tree=MarginalTree(budget=48))
     assert create(most).num_draft_tokens == 48
-    with pytest.raises(errors.ConfigError) as caught:
-        create(dataclasses.replace(base, tree=MarginalTree(budget=49)))
-    assert str(caught.value) == (
+    larger = dataclasses.replace(base, tree=MarginalTree(budget=49))
+    assert failure(create, larger, kind=errors.ConfigError) == (
         "drafter.tree.budget: 49 exceeds the block's capacity of 48 drafts at 1 draft "
         "position of 48 tokens; lower it, or raise drafter.block_size"
     )
@@ -235,9 +233,8 @@ OTHER_TARGETS = {
 
 @pytest.mark.parametrize("differences", OTHER_TARGETS)
 def test_drafters_of_other_targets_are_refused(differences):
-    with pytest.raises(errors.CheckpointError) as caught:
-        create(hf=make_config(), **OTHER_TARGETS[differences])
-    assert str(caught.value) == (f"drafter.checkpoint: trained for another target: {differences}")
+    said = failure(create, hf=make_config(), **OTHER_TARGETS[differences])
+    assert said == f"drafter.checkpoint: trained for another target: {differences}"
 
 
 @pytest.mark.parametrize("own", [{"target_layer_ids": [0, 3]}, {"mask_token_id": 48}])

@@ -6,13 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.golden import golden, golden_models
-from support.models import greedy, make_cache, zeros
-
-from dflash.config.schema import DecodeConfig
-from dflash.inference.engine import Engine
-from dflash.inference.request import Request, RequestOutput
-from dflash.offline.decoding import decode
+from support.golden import check_decoding, golden, golden_models, prefilled
+from support.models import greedy
+from support.training import observed
 
 CASES = ("dspark_speculators_v96", "qwen3_8_dspark_v96")
 CYCLES = range(3)
@@ -22,30 +18,13 @@ OF_TARGET = {"qwen3_8_dspark_v96": (5e-5, 3e-4)}
 
 
 @functools.cache
-def prefilled(case):
-    """Features and logits of all tokens of a case."""
-    target, drafter = golden_models(case)
-    ids = jnp.asarray(golden(case)["output_ids"], jnp.int32)[None]
-
-    @jax.jit
-    def run():
-        positions, cache = jnp.arange(ids.shape[1])[None], make_cache(target, 1, ids.shape[1])
-        output = target(ids, positions, cache, feature_layers=drafter.feature_layers)
-        return output.features, target.unembed(output.hidden)[0]
-
-    return run()
-
-
-@functools.cache
 def program(case):
     """Drafts after `count` features: hidden states, base and corrected logits, tokens."""
     target, drafter = golden_models(case)
 
     @jax.jit
     def run(features, count, anchor):
-        state, start = zeros(drafter.init_state(1, 160)), jnp.zeros(1, jnp.int32)
-        tokens = jnp.zeros((1, features.shape[1] + 1), jnp.int32)
-        state = drafter.observe(state, start, tokens, count, features, target)
+        state = observed(drafter, features, target, count=count, capacity=160)
         hidden, _ = drafter.run_block(state, anchor, count, target)
         hidden = hidden[:, drafter.first_row :]
         base = drafter._unembed(hidden, target)
@@ -66,19 +45,19 @@ def program(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_target_s_features(case):
-    vectors, (features, logits) = golden(case), prefilled(case)
+    vectors, (logits, features) = golden(case), prefilled(case, "output_ids")
     _, drafter = golden_models(case)
     assert [i + 1 for i in drafter.feature_layers] == vectors["aux_hidden_state_layer_ids"].tolist()
     count, expected = len(vectors["input_ids"]), vectors["prefill_features"]
     relative, absolute = OF_TARGET.get(case, (2e-5, LOGITS))
     found, bound = features[0, :count], relative * np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
-    np.testing.assert_allclose(logits[:count], vectors["prefill_logits"], rtol=0, atol=absolute)
+    np.testing.assert_allclose(logits[0, :count], vectors["prefill_logits"], rtol=0, atol=absolute)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_and_drafts(case):
-    vectors, (features, _) = golden(case), prefilled(case)
+    vectors, (_, features) = golden(case), prefilled(case, "output_ids")
     for cycle in CYCLES:
         position = int(vectors[f"cycle{cycle}_position"])
         anchor = jnp.asarray(vectors["output_ids"][position : position + 1], jnp.int32)
@@ -102,12 +81,4 @@ def test_windows_move_with_the_row(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_decoding(case):
-    vectors, (target, drafter) = golden(case), golden_models(case)
-    prompt = tuple(vectors["input_ids"].tolist())
-    engine = Engine(target, drafter, DecodeConfig(page_size=16), max_length=len(prompt) + 64)
-    events = list(decode(engine, [Request(0, prompt, 64)]))
-    (done,) = [event for event in events if isinstance(event, RequestOutput)]
-    expected = vectors["output_ids"][len(prompt) :].tolist()
-    assert list(done.output_ids[: len(expected)]) == expected
-    lengths = vectors["acceptance_lengths"].tolist()
-    assert list(done.acceptance_lengths[: len(lengths)]) == lengths
+    check_decoding(case, *golden_models(case), page_size=16)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import types
 
 import jax
@@ -11,20 +10,22 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from support.golden import GOLDEN, golden, load_target
-from support.models import greedy, make_cache, make_sharding, zeros
+from support.golden import (
+    GOLDEN,
+    build_drafter,
+    check_decoding,
+    decode_prompts,
+    golden,
+    load_target,
+)
+from support.models import greedy, make_cache, make_sharding
+from support.training import observed, whole_rows
 
-from dflash.checkpoints import checkpoint
-from dflash.config.schema import DecodeConfig
 from dflash.config.train_schema import LossConfig
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Config
 from dflash.inference.cycle import tree
-from dflash.inference.engine import Engine
-from dflash.inference.request import Request, RequestOutput
-from dflash.layers.losses import TrainBatch
-from dflash.offline.decoding import decode
 from dflash.parallel import parameters
 
 CASES = ("eagle3_llama_v40", "eagle3_qwen3_v24")
@@ -40,14 +41,8 @@ def target(case):
 
 
 def drafter(case, **options) -> Eagle3:
-    directory = GOLDEN / case / "draft"
-    hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    model = Eagle3.create(
-        Eagle3Config(**options), hf, target(case).arch, dtype=jnp.dtype("float32"),
-        sharding=make_sharding(),
-    )  # fmt: skip
-    checkpoint.load(model, directory)
-    return model
+    config = Eagle3Config(checkpoint=str(GOLDEN / case / "draft"), **options)
+    return build_drafter(config, target(case).arch)
 
 
 def beam_tree(case) -> BeamTree:
@@ -75,11 +70,11 @@ class Steps:
             ids[:, :-1], jnp.arange(LENGTH)[None], make_cache(heads, 1, LENGTH),
             feature_layers=model.feature_layers,
         )  # fmt: skip
-        state, start = zeros(model.init_state(1, LENGTH)), jnp.zeros(1, jnp.int32)
-        state = model.observe(state, start, ids, count[None], output.features, heads)
+        features, start = output.features, jnp.zeros(1, jnp.int32)
+        state = observed(model, features, heads, count=count[None], tokens=ids, capacity=LENGTH)
         embedded = heads.embed(ids[:, 1:])
-        hidden, _ = model.run(model.project(output.features), embedded, state.cache, start)
-        return state, output.features, hidden
+        hidden, _ = model.run(model.project(features), embedded, state.cache, start)
+        return state, features, hidden
 
     def _draft(self, ids, count):
         state, _, _ = self._observe(ids, count)
@@ -180,22 +175,14 @@ def test_the_structure_of_trees(case):
 
 def decoded(case, model):
     """The prompt of a case, and what the engine makes of it."""
-    prompt = tuple(golden(case)["input_ids"].tolist())
-    config = DecodeConfig(page_size=16, prefill_chunk=16)
-    engine = Engine(target(case), model, config, max_length=len(prompt) + 60)
-    events = decode(engine, [Request(0, prompt, 60)])
-    (done,) = [event for event in events if isinstance(event, RequestOutput)]
-    return prompt, done
+    config = {"page_size": 16, "prefill_chunk": 16}
+    (done,) = decode_prompts(case, target(case), model, num_tokens=60, **config)
+    return tuple(golden(case)["input_ids"].tolist()), done
 
 
 @pytest.mark.parametrize("case", OF_SPECULATORS)
 def test_decoding_with_files_of_speculators(case):
-    vectors = golden(case)
-    prompt, done = decoded(case, drafter(case))
-    expected = vectors["output_ids"][len(prompt) :].tolist()
-    assert list(done.output_ids[: len(expected)]) == expected
-    lengths = vectors["acceptance_lengths"].tolist()
-    assert list(done.acceptance_lengths[: len(lengths)]) == lengths
+    check_decoding(case, target(case), drafter(case), page_size=16, prefill_chunk=16)
 
 
 @pytest.mark.parametrize(
@@ -244,15 +231,9 @@ def training_case():
         array = inputs[name].astype(dtype)
         return jnp.asarray(np.pad(array, [(0, 0), (0, 1)] + [(0, 0)] * (array.ndim - 2)))
 
-    tokens = pad("input_ids", np.int32)
-    batch = TrainBatch(
-        tokens=tokens,
-        positions=jnp.arange(tokens.shape[1])[None],
-        segment_ids=jnp.ones_like(tokens),
-        loss_mask=unrolled.shift(pad("loss_mask", np.float32), -2),
-        features=pad("target_features", np.float32),
-        hidden=pad("target_logits", np.float32),
-    )
+    names = ("input_ids", "target_features", "target_logits", "loss_mask")
+    *arrays, mask = (pad(name, np.float32) for name in names)
+    batch = dataclasses.replace(whole_rows(*arrays), loss_mask=unrolled.shift(mask, -2))
     heads = types.SimpleNamespace(table_rows=target(TRAINING).embed, unembed=lambda logits: logits)
     return drafter(TRAINING), batch, heads
 

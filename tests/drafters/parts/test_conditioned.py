@@ -10,7 +10,8 @@ import pytest
 import scipy.special
 from safetensors.numpy import load_file
 from support.golden import GOLDEN, TableHeads, golden, load
-from support.models import greedy, make_sharding, zeros
+from support.models import greedy, make_sharding
+from support.training import observed, weights_of, whole_rows, with_weights
 
 from dflash import errors
 from dflash.checkpoints import files
@@ -23,7 +24,6 @@ from dflash.drafters.dspark import DSpark
 from dflash.drafters.parts.blocks import Anchors
 from dflash.drafters.parts.conditioned import fitted
 from dflash.layers.losses import TrainBatch
-from dflash.parallel import parameters
 
 KINDS = ("vanilla", "gated", "rnn")
 DIRECTORIES = {"dflash2": "dflash2_v32/draft"} | {
@@ -64,9 +64,8 @@ def heads(case: str) -> TableHeads:
 def inputs(case: str):
     """Returns the features [1, C, ·] of the context, and the anchor int32 [1]."""
     tensors = load_file(GOLDEN / folder(case) / "inputs.safetensors")
-    return jnp.asarray(tensors["context_features"])[None], jnp.asarray(
-        tensors["anchor_token"], jnp.int32
-    )
+    features, anchor = tensors["context_features"], tensors["anchor_token"]
+    return jnp.asarray(features)[None], jnp.asarray(anchor, jnp.int32)
 
 
 @functools.cache
@@ -77,10 +76,7 @@ def drafted(case: str, **options) -> dict[str, np.ndarray]:
 
     @jax.jit
     def run():
-        state = zeros(drafter.init_state(1, 32))
-        count = jnp.asarray([CONTEXT])
-        tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
-        state = drafter.observe(state, jnp.zeros(1, jnp.int32), tokens, count, features, None)
+        state, count = observed(drafter, features, None), jnp.asarray([CONTEXT])
         hidden, _ = drafter.run_block(state, anchor, count, lent)
         proposal, after = drafter.draft(state, anchor, count, GREEDY, lent)
         assert after is state
@@ -195,10 +191,7 @@ def test_fewer_drafts_are_the_first_ones_of_all(case, tree):
 
     @jax.jit
     def fewer():
-        state = zeros(drafter.init_state(1, 32))
-        tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
-        start = jnp.zeros(1, jnp.int32)
-        state = drafter.observe(state, start, tokens, position, features, None)
+        state = observed(drafter, features, None)
         return drafter.draft_fewer(3, state, anchor, position, GREEDY, lent)[0]
 
     found, whole = fewer(), drafted(case, tree=tree)
@@ -286,10 +279,7 @@ def make_batch(case: str) -> tuple[TrainBatch, Anchors]:
     tokens[0, CONTEXT:] = tail
     padded = np.zeros((1, length, features.shape[-1]), np.float32)
     padded[0, :CONTEXT] = features[0]
-    ones = jnp.ones((1, length), jnp.int32)
-    batch = TrainBatch(
-        jnp.asarray(tokens), jnp.arange(length)[None], ones, ones, jnp.asarray(padded)
-    )
+    batch = whole_rows(tokens, jnp.asarray(padded))
     return batch, Anchors(jnp.full((1, 1), CONTEXT, jnp.int32), jnp.ones((1, 1), bool))
 
 
@@ -299,18 +289,16 @@ def test_training_sees_what_decoding_drafts(case):
     drafter = model(case)
     batch, anchors = make_batch(case)
     lent = heads(case)
-    values = {path: p.get_value() for path, p in parameters.named_parameters(drafter)}
 
     @functools.partial(jax.value_and_grad, has_aux=True)
-    def call(values):
-        copy = kind_of(case)(drafter.shape, dtype=jnp.float32, sharding=drafter.sharding)
-        parameters.assign(copy, values)
+    def call(weights):
+        copy = with_weights(drafter, weights)
         options = LossConfig(gamma=0.0)
         loss, metrics = copy.loss(batch, lent, None, options, anchors=anchors)
         rows = copy.run_conditioned(batch, lent, None, options, anchors=anchors)
         return loss, (metrics, rows.hidden)
 
-    (loss, (metrics, hidden)), grads = jax.jit(call)(values)
+    (loss, (metrics, hidden)), grads = jax.jit(call)(weights_of(drafter))
     np.testing.assert_allclose(
         hidden[0, 0], drafted(case)["hidden"][drafter.first_row :], **TOLERANCE
     )

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import greedy
 
 from dflash import errors
 from dflash.drafters.parts import token_tree
-from dflash.drafters.parts.sampler import Candidates
 
 few = settings(max_examples=40)
 # Draft positions, vocabulary, budget: deep and broad trees, budgets under and over both.
@@ -105,17 +105,9 @@ def test_a_confident_drafter_gets_a_chain_and_an_uncertain_one_a_broad_tree():
     assert prefixes(bush, 0) == [(0,), (1,), (2,), (0, 0)]
 
 
-class FixedSampler:
-    """Ranks by the logits alone."""
-
-    def candidates(self, logits, positions, count):
-        scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), count)
-        return Candidates(tokens, scores, None)
-
-
 def test_tokens_of_a_proposal():
     logits = np.log(np.array([[[0.1, 0.7, 0.2], [0.05, 0.15, 0.8]]], np.float32))
-    propose = jax.jit(lambda *rows: token_tree.propose(*rows, FixedSampler(), 4))
+    propose = jax.jit(lambda *rows: token_tree.propose(*rows, greedy(1), 4))
     proposal = propose(logits, np.arange(2)[None])
     # 0.7: 1; 0.56: 1 2; 0.2: 2; 0.16: 2 2
     assert proposal.tokens.tolist() == [[1, 2, 2, 2]]

@@ -74,13 +74,13 @@ def simulate(state, length, rates, key, cycles):
     return jax.lax.scan(step, state, jax.random.split(key, cycles))
 
 
-def run_often(rates, *later_rates, cycles=1000) -> np.ndarray:
+def run_often(rates, *later_rates) -> np.ndarray:
     """Windows of the last cycles, int32 [RUNS, cycles, B], at the last one of some rates."""
 
     def run(key):
         state = blank(len(rates))
         for each in (rates, *later_rates):
-            state, indices = simulate(state, LONG[: len(rates)], each, key, cycles)
+            state, indices = simulate(state, LONG[: len(rates)], each, key, 1000)
         return indices
 
     return np.asarray(jax.vmap(run)(jax.random.split(jax.random.key(0), RUNS)))
