@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.dense import dense_attention
+from support import failure
+from support.dense import assert_close, dense_attention
 from support.interpreter import interpret
 from support.jaxprs import largest_array
 
@@ -18,17 +19,7 @@ from dflash.kernels.tuning import BlockSizes
 
 SCALE = 0.3
 LENGTH, BLOCK = 19, 3
-NAMES = (
-    "queries",
-    "keys",
-    "values",
-    "context_keys",
-    "context_values",
-    "anchors",
-    "valid",
-    "segment_ids",
-)
-FLOATS = NAMES[:5]
+FLOATS = ("queries", "keys", "values", "context_keys", "context_values")
 
 
 def make_case(
@@ -79,13 +70,17 @@ def expected(case, *, window=None, causal=False):
     return outputs
 
 
+def split(case):
+    """Returns the arguments that have gradients, and the others."""
+    floats = {name: case[name] for name in FLOATS}
+    return floats, {name: array for name, array in case.items() if name not in FLOATS}
+
+
 def check(case, *, tolerance=1e-5, group_blocks=2, **view):
     call = functools.partial(anchored_attention, scale=SCALE, group_blocks=group_blocks, **view)
     outputs = jax.jit(call)(**case)
     assert outputs.dtype == case["queries"].dtype
-    np.testing.assert_allclose(
-        np.asarray(outputs, np.float64), expected(case, **view), rtol=tolerance, atol=tolerance
-    )
+    assert_close(outputs, expected(case, **view), tolerance)
 
 
 ONE = [1] * LENGTH
@@ -192,9 +187,7 @@ def _gradient(kind, window, causal):
 
 
 def gradients(case, window, causal, kind="ours"):
-    floats = {name: case[name] for name in FLOATS}
-    rest = {name: case[name] for name in NAMES if name not in FLOATS}
-    return _gradient(kind, window, causal)(floats, rest)
+    return _gradient(kind, window, causal)(*split(case))
 
 
 @settings(max_examples=25)
@@ -212,10 +205,8 @@ def test_any_blocks(lengths, padding, view, seed):
     anchors = rng.integers(0, LENGTH, (2, 5))
     anchors[0, :2] = 0, LENGTH - 1
     case = make_case(anchors, [row, ONE], valid=rng.random((2, 5)) < 0.8, seed=seed)
-    call = _forward(window, causal)
-    np.testing.assert_allclose(
-        call(**case), expected(case, window=window, causal=causal), rtol=1e-5, atol=1e-5
-    )
+    outputs = _forward(window, causal)(**case)
+    assert_close(outputs, expected(case, window=window, causal=causal))
     theirs = gradients(case, window, causal, "naive")
     for name, ours in gradients(case, window, causal).items():
         np.testing.assert_allclose(ours, theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
@@ -234,8 +225,7 @@ def test_scores_are_never_whole():
     blocks, length = 64, 256
     case = make_case(np.arange(blocks)[None] * 4, np.ones((1, length)))
     whole = case["queries"].shape[3] * blocks * BLOCK * length
-    floats = {name: case[name] for name in FLOATS}
-    rest = {name: case[name] for name in NAMES if name not in FLOATS}
+    floats, rest = split(case)
 
     def total(floats):
         return jnp.sum(anchored_attention(**floats, **rest, scale=SCALE, group_blocks=4))
@@ -261,9 +251,8 @@ def test_wrong_shapes_are_named(name):
     case = make_case([[0, 1, 2], [3, 4, 5]], [ONE, ONE])
     shape, message = WRONG_SHAPES[name]
     case[name] = jnp.zeros(shape, case[name].dtype)
-    with pytest.raises(ValueError, match=r"^anchored_attention: ") as caught:
-        anchored_attention(**case, scale=SCALE)
-    assert str(caught.value) == f"anchored_attention: {message}"
+    said = failure(anchored_attention, kind=ValueError, **case, scale=SCALE)
+    assert said == f"anchored_attention: {message}"
 
 
 def in_interpret_mode(case, queries, window, causal):
@@ -272,8 +261,7 @@ def in_interpret_mode(case, queries, window, causal):
         anchored_attention, scale=SCALE, window=window, causal=causal, implementation="interpret",
         sizes=BlockSizes(8, queries),
     )  # fmt: skip
-    floats = {name: case[name] for name in FLOATS}
-    rest = {name: case[name] for name in NAMES if name not in FLOATS}
+    floats, rest = split(case)
 
     def total(floats):
         return jnp.sum(jnp.sin(call(**floats, **rest).astype(jnp.float32)))
@@ -294,30 +282,14 @@ def test_kernel(kv_heads, group, width, dtype, window, causal):
     anchors = [[0, 5, 6, 14, 15, *range(5)], [1, 6, 9, 12, 18, *range(2, 12, 2)]]
     valid = np.ones((2, 10), bool)
     valid[0, 4] = valid[1, 1] = valid[1, 9] = False
-    case = make_case(
-        anchors,
-        [PACKED, ONE],
-        valid=valid,
-        kv_heads=kv_heads,
-        group=group,
-        width=width,
-        dtype=dtype,
-    )
+    sizes = {"kv_heads": kv_heads, "group": group, "width": width, "dtype": dtype}
+    case = make_case(anchors, [PACKED, ONE], valid=valid, **sizes)
     outputs, grads = in_interpret_mode(case, 2 * group * BLOCK, window, causal)
     tolerance = 3e-2 if dtype == jnp.bfloat16 else 2e-5
-    reference = expected(case, window=window, causal=causal)
-    np.testing.assert_allclose(
-        np.asarray(outputs, np.float64), reference, rtol=tolerance, atol=tolerance
-    )
+    assert_close(outputs, expected(case, window=window, causal=causal), tolerance)
     wide = {k: v.astype(jnp.float32) if k in FLOATS else v for k, v in case.items()}
     for name, theirs in gradients(wide, window, causal, "naive").items():
-        np.testing.assert_allclose(
-            np.asarray(grads[name], np.float32),
-            theirs,
-            rtol=5 * tolerance,
-            atol=5 * tolerance,
-            err_msg=name,
-        )
+        assert_close(grads[name], theirs, 5 * tolerance)
 
 
 def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
@@ -331,6 +303,6 @@ def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
     def total(case):
         return anchored_attention(**case, scale=SCALE, implementation="interpret").sum()
 
-    floats = {name: shapes.pop(name) for name in FLOATS}
+    gradient = jax.grad(lambda floats, rest: total(floats | rest))
     with pytest.raises(ValueError, match=r"^anchored_attention: needs .*gradient of the context"):
-        jax.eval_shape(jax.grad(lambda floats, rest: total(floats | rest)), floats, shapes)
+        jax.eval_shape(gradient, *split(shapes))

@@ -68,12 +68,8 @@ def test_a_tree_s_rows_move_within_their_pool(kv_dtype):
         )
         return [move_rows(pages, source, target) for pages in pools]
 
-    shapes = [
-        *((leaf.shape, leaf.dtype) for leaf in pools),
-        *shapes[:3],
-        *shapes[5:],
-        ((16, 8), jnp.int32),
-    ]
+    shapes = [*((leaf.shape, leaf.dtype) for leaf in pools), *shapes[:3], *shapes[5:]]
+    shapes.append(((16, 8), jnp.int32))
     donated = tuple(range(len(pools)))
     memory = compile_for(V5P, call, shapes, donate=donated).memory_analysis()
     assert memory.temp_size_in_bytes < math.prod(pool) // 2

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.token_trees import random_ancestry
 
 from dflash.kernels import attention_cpu
 from dflash.kernels.block_attention import block_attention, branch_attention
@@ -15,17 +16,6 @@ pytestmark = pytest.mark.skipif(cpu_kernels.find_compiler() is None, reason="nee
 
 def arrays(rng, *shapes, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in shapes]
-
-
-def random_tree(rng, batch, rows):
-    """Returns masks of random trees: each row sees itself and what its parent sees."""
-    mask = np.zeros((batch, rows, rows), bool)
-    for tree in mask:
-        tree[0, 0] = True
-        for row in range(1, rows):
-            tree[row] = tree[rng.integers(row)]
-            tree[row, row] = True
-    return jnp.asarray(mask)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -46,7 +36,7 @@ def test_pages(batch, rows, heads, width, page, start, window, sinks, tree, dtyp
     case = arrays(rng, (batch, rows, queries, width), *[(batch, rows, kv, width)] * 2)
     stored = arrays(rng, *[(kv, batch * pages, page, width)] * 2, dtype=dtype)
     table = jnp.asarray(rng.permutation(batch * pages).reshape(batch, pages).astype(np.int32))
-    mask = random_tree(rng, batch, rows) if tree else None
+    mask = random_ancestry(rng, batch, rows) if tree else None
     sink = arrays(rng, (queries,))[0] if sinks else None
     case += [*stored, table, jnp.asarray(start, jnp.int32), mask, sink]
     form = functools.partial(paged_attention, scale=width**-0.5, window=window)
@@ -98,7 +88,7 @@ def test_a_row_does_not_depend_on_others(start, window):
     def at(position):
         return table, jnp.asarray([position], jnp.int32)
 
-    mask = random_tree(rng, 1, rows)
+    mask = random_ancestry(rng, 1, rows)
     tree, _, _ = attend(queries, keys, values, *pools, *at(start), mask)
     chain, _, _ = attend(queries, keys, values, *pools, *at(start))
     for row in range(rows):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.dense import dense_attention
+from support import failure
+from support.dense import assert_close, dense_attention
 from support.interpreter import interpret
 
 from dflash.kernels import block_attention as block
@@ -83,9 +84,7 @@ def check(case, *, tile=8, tolerance=1e-5, unread=slice(0), **view):
         call = jax.jit(functools.partial(block.block_attention, scale=SCALE, **view))
         outputs = call(**case)
     assert outputs.dtype == case["queries"].dtype
-    np.testing.assert_allclose(
-        np.asarray(outputs, np.float64), reference, rtol=tolerance, atol=tolerance
-    )
+    assert_close(outputs, reference, tolerance)
 
 
 @pytest.mark.parametrize(("rows", "capacity"), [(1, 24), (2, 27), (16, 27)])  # In tiles of 8.
@@ -167,9 +166,7 @@ def test_any_lengths(lengths, window, causal, seed):
     case = make_case(lengths, 4, capacity=21, seed=seed)
     with mock.patch.object(block, "TILE_TOKENS", 8):  # It is read while tracing.
         outputs = compiled(window, causal)(**case)
-    np.testing.assert_allclose(
-        outputs, expected(case, window=window, causal=causal), rtol=1e-5, atol=1e-5
-    )
+    assert_close(outputs, expected(case, window=window, causal=causal))
 
 
 WRONG_SHAPES = {
@@ -187,12 +184,11 @@ def test_wrong_shapes_are_named(name):
     case = make_case([5, 7], 3, capacity=9)
     shape, message = WRONG_SHAPES[name]
     case[name] = jnp.zeros(shape, case[name].dtype)
-    with pytest.raises(ValueError, match=r"^block_attention: ") as caught:
-        block.block_attention(**case, scale=SCALE)
-    assert str(caught.value) == f"block_attention: {message}"
+    said = failure(block.block_attention, kind=ValueError, **case, scale=SCALE)
+    assert said == f"block_attention: {message}"
 
 
-def check_kernel(case, *, keys=16, **view):
+def check_kernel(case, **view):
     """Checks the kernel in interpret mode; rows past the length's memory tile are NaN."""
     reference = expected(case, **view)
     dtype = case["context_keys"].dtype
@@ -205,14 +201,11 @@ def check_kernel(case, *, keys=16, **view):
         block.block_attention,
         scale=SCALE,
         implementation="interpret",
-        sizes=BlockSizes(keys, 128),
+        sizes=BlockSizes(16, 128),
         **view,
     )
     outputs = interpret(lambda case: call(**case), case)
-    tolerance = 2e-2 if dtype == jnp.bfloat16 else 2e-5
-    np.testing.assert_allclose(
-        np.asarray(outputs, np.float64), reference, rtol=tolerance, atol=tolerance
-    )
+    assert_close(outputs, reference, 2e-2 if dtype == jnp.bfloat16 else 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +269,7 @@ def test_branches_see_what_they_descend_of():
         keys, values = (np.concatenate(pair) for pair in zip(context, rows, strict=True))
         seen = np.concatenate([np.ones((queries, length), bool), visible[b]], axis=1)
         wanted = dense_attention(case["queries"][b], keys, values, seen, SCALE)
-        np.testing.assert_allclose(outputs[b], wanted, rtol=1e-5, atol=1e-5)
+        assert_close(outputs[b], wanted)
     for name, message in [
         ("visible", r"branch_attention: visible is \(3, 3, 6\), expected \(3, 3, 7\)"),
         ("values", r"branch_attention: values is \(3, 6, 2, 8\), expected \(3, 7, 2, 8\)"),

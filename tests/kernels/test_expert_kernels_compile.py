@@ -17,7 +17,19 @@ V5P = CHIPS[1]
 LATENT, KEPT = 512, 576  # Shapes of DeepSeek-V3 and Kimi K2.
 
 
-def compile_latent(chip, length, heads, kv_dtype=BF16, tree=False, batch=2, pages=8, page=128):
+@pytest.mark.parametrize(
+    ("chip", "length", "heads", "kv_dtype", "tree"),
+    [
+        *((chip, 16, heads, BF16, False) for chip in CHIPS for heads in (64, 8)),
+        (V5P, 1, 64, INT8, False),
+        (V5P, 16, 64, FP8, False),
+        (V5P, 8, 128, INT8, False),
+        (V5P, 33, 8, FP8, True),
+        (V5P, 128, 64, BF16, True),
+    ],
+)
+def test_latent_attention(chip, length, heads, kv_dtype, tree):
+    batch, pages, page = 2, 8, 128
     pool = (1, batch * pages + 1, page, KEPT)
     shapes = [
         ((batch, length, heads, KEPT), BF16),
@@ -36,26 +48,6 @@ def compile_latent(chip, length, heads, kv_dtype=BF16, tree=False, batch=2, page
         return latent_attention(*arrays, value_width=LATENT, scale=0.1)
 
     compile_for(chip, call, shapes)
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("heads", [64, 8])
-def test_latent_attention(chip, heads):
-    compile_latent(chip, 16, heads)
-
-
-@pytest.mark.parametrize(
-    ("length", "heads", "kv_dtype", "tree"),
-    [
-        (1, 64, INT8, False),
-        (16, 64, FP8, False),
-        (8, 128, INT8, False),
-        (33, 8, FP8, True),
-        (128, 64, BF16, True),
-    ],
-)
-def test_shapes_of_latent_attention(length, heads, kv_dtype, tree):
-    compile_latent(V5P, length, heads, kv_dtype, tree)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ def by_loop(rows, weights, sizes):
     return out
 
 
-def draw(rng, count, groups, total):
+def draw(rng, count, groups, total, depth=6, width=10):
     sizes = rng.multinomial(total, rng.dirichlet(np.full(groups, 0.5))).astype(np.int32)
-    rows = rng.normal(size=(count, 6)).astype(np.float32)
-    return rows, rng.normal(size=(groups, 6, 10)).astype(np.float32), sizes
+    rows = rng.normal(size=(count, depth)).astype(np.float32)
+    return rows, rng.normal(size=(groups, depth, width)).astype(np.float32), sizes
 
 
 @settings(max_examples=60)
@@ -70,12 +70,8 @@ def on_tpu(*arrays, **options):
 @pytest.mark.parametrize("few", [True, False])
 def test_the_kernel_is_the_product_of_each_group(monkeypatch, few, count, groups, total, width):
     monkeypatch.setattr(grouped_matmul_tpu, "GROUPED_ROWS", 512 if few else 0)
-    rng = np.random.default_rng(count)
-    sizes = rng.multinomial(total, rng.dirichlet(np.full(groups, 0.5))).astype(np.int32)
-    rows = rng.normal(size=(count, 128)).astype(np.float32)
-    weights = rng.normal(size=(groups, 128, width)).astype(np.float32)
-    found = on_tpu(rows, weights, sizes)
-    np.testing.assert_allclose(found, by_loop(rows, weights, sizes), atol=1e-4)
+    arrays = draw(np.random.default_rng(count), count, groups, total, 128, width)
+    np.testing.assert_allclose(on_tpu(*arrays), by_loop(*arrays), atol=1e-4)
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -83,13 +79,10 @@ def test_widths_that_are_no_multiple_of_the_lanes(monkeypatch, few):
     """As in gpt-oss, whose rows have 2880 elements: the last step has fewer columns."""
     monkeypatch.setattr(grouped_matmul_tpu, "GROUPED_ROWS", 512 if few else 0)
     monkeypatch.setattr(grouped_matmul_tpu, "GROUPED_WEIGHTS", 96 * 200)
-    rng = np.random.default_rng(6)
     assert grouped_matmul_tpu.columns_per_step(96, 328) == 128
-    sizes = np.array([3, 0, 9], np.int32)
-    rows = rng.normal(size=(16, 96)).astype(np.float32)
-    weights = rng.normal(size=(3, 96, 328)).astype(np.float32)
-    found = on_tpu(rows, weights, sizes)
-    np.testing.assert_allclose(found, by_loop(rows, weights, sizes), atol=1e-4)
+    rows, weights, _ = draw(np.random.default_rng(6), 16, 3, 12, 96, 328)
+    arrays = rows, weights, np.array([3, 0, 9], np.int32)
+    np.testing.assert_allclose(on_tpu(*arrays), by_loop(*arrays), atol=1e-4)
 
 
 @pytest.mark.parametrize("block", [None, (32, 1), (64, 128)])
@@ -115,9 +108,7 @@ def test_the_kernel_widens_eight_bits_as_it_reads_them(block, dtype):
 )
 def test_gradients_are_those_of_another_implementation(implementation, shape, sizes):
     count, groups, depth, width = shape
-    rng = np.random.default_rng(3)
-    rows = jnp.asarray(rng.normal(size=(count, depth)).astype(jnp.float32))
-    weights = jnp.asarray(rng.normal(size=(groups, depth, width)).astype(jnp.float32))
+    rows, weights, _ = draw(np.random.default_rng(3), count, groups, count, depth, width)
 
     def gradients(implementation):
         def of(rows, weights):

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dense import dense_attention
 from support.interpreter import interpret
-from support.paged_cases import SCALE, ancestry, make_case, row_parts
+from support.paged_cases import SCALE, make_case, row_parts
+from support.token_trees import TREES, ancestry
 
 from dflash.kernels import flash_tpu
 from dflash.kernels.latent_attention import expanded_attention, latent_attention
@@ -112,11 +113,8 @@ def test_ragged_starts_groups_and_chunks_of_heads(length, starts, page, dtype, h
 
 
 def test_trees_over_quantized_pages():
-    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
-    case = latent_case(
-        [126, 0], 6, heads=2, width=192, page_size=128, tree_mask=trees, kv_dtype="int8"
-    )
-    check_kernel(case)
+    options = {"heads": 2, "width": 192, "page_size": 128, "kv_dtype": "int8"}
+    check_kernel(latent_case([126, 0], 6, tree_mask=TREES[::2], **options))
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,6 @@ import pytest
 from dflash.kernels import library_cpu
 from dflash.runs import cpu_kernels
 
-needs_compiler = pytest.mark.skipif(
-    cpu_kernels.find_compiler() is None, reason="needs a C++ compiler"
-)
-
 
 def register(monkeypatch, **environment):
     """Registers the kernel as in a new process with these variables."""
@@ -35,7 +31,7 @@ def test_a_compiler_that_fails_costs_a_line(monkeypatch, tmp_path, capfd):
     assert not list(kernels.iterdir())
 
 
-@needs_compiler
+@pytest.mark.skipif(cpu_kernels.find_compiler() is None, reason="needs a C++ compiler")
 def test_others_must_not_write_to_its_directory(monkeypatch, tmp_path, capfd):
     tmp_path.chmod(0o777)
     assert not register(monkeypatch, DFLASH_CPU_KERNELS=tmp_path)

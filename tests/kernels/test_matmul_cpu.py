@@ -8,9 +8,7 @@ from dflash.layers.products import project
 from dflash.parallel.sharding import Sharding
 from dflash.runs import cpu_kernels
 
-needs_compiler = pytest.mark.skipif(
-    cpu_kernels.find_compiler() is None, reason="needs a C++ compiler"
-)
+pytestmark = pytest.mark.skipif(cpu_kernels.find_compiler() is None, reason="needs a C++ compiler")
 
 
 def sharding_of(devices: int) -> Sharding:
@@ -27,7 +25,6 @@ def make_case(rows, depth, columns, dtype, transposed):
     return rng.normal(size=(rows, depth)), jnp.asarray(weights, dtype)
 
 
-@needs_compiler
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize(
@@ -54,7 +51,6 @@ def test_products_and_each_row_alone(rows, depth, columns, dtype, transposed):
         np.testing.assert_array_equal(alone[0], found[row])
 
 
-@needs_compiler
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_are_those_of_the_reference(transposed):
     x, weights = make_case(5, 256, 512, jnp.float32, transposed)
@@ -72,7 +68,6 @@ def test_gradients_are_those_of_the_reference(transposed):
         np.testing.assert_allclose(one, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
 
 
-@needs_compiler
 def test_gradients_pass_through_quantized_weights():
     x, weights = make_case(5, 256, 512, jnp.int8, False)
     x = jnp.asarray(x, jnp.float32)
@@ -81,7 +76,6 @@ def test_gradients_pass_through_quantized_weights():
     np.testing.assert_allclose(found, np.tile(expected, (5, 1)), rtol=1e-5, atol=1e-2)
 
 
-@needs_compiler
 def test_it_serves_one_cpu_and_large_matrices():
     x, weights = jnp.ones((2, 256)), jnp.ones((256, 256))
     assert matmul_cpu.is_supported(x, weights, sharding_of(1))
@@ -93,7 +87,6 @@ def test_it_serves_one_cpu_and_large_matrices():
     assert "dflash_matmul" in program.as_text()
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("rows", [1, 6, 40, 300])
 def test_panels_change_nothing(rows, dtype):

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.dense import assert_close
 from support.interpreter import interpret
-from support.paged_cases import SCALE, ancestry, make_case
+from support.paged_cases import SCALE, make_case
+from support.token_trees import TREES, ancestry
 
 from dflash.kernels import flash_tpu
 from dflash.kernels.packing import Packing
@@ -18,7 +20,7 @@ BF16 = jnp.bfloat16
 ROWS = "queries", "keys", "values"
 
 
-def attend(case, counts, total, *, how="interpret", keys=16, window=None):
+def attend(case, counts, total, *, how, window=None):
     """Runs the packed rows of a case; returns the outputs of padded rows, and the pools."""
     length = case.arguments["queries"].shape[1]
 
@@ -31,7 +33,7 @@ def attend(case, counts, total, *, how="interpret", keys=16, window=None):
     call = functools.partial(
         packed_attention,
         implementation=how,
-        sizes=BlockSizes(keys, 128),
+        sizes=BlockSizes(16, 128),
         scale=SCALE,
         window=window,
     )
@@ -49,11 +51,6 @@ def check(case, counts, total, *, how="interpret", window=None):
     outputs, pages = attend(case, counts, total, how=how, window=window)
     tolerance = 2e-2 if case.arguments["queries"].dtype == BF16 else 2e-5
     case.check((outputs, *pages), tolerance, stale_unit=case.page_size, counts=counts)
-
-
-def trees():
-    shapes = [0, 0, 1, 1, 2], [0, 1, 2, 3, 4], [0] * 5, [0, 0, 1, 2, 2]
-    return np.stack([ancestry(shape) for shape in shapes])
 
 
 @pytest.mark.parametrize("how", ["interpret", "reference"])
@@ -77,7 +74,8 @@ def test_windows_sinks_and_packed_rows_to_spare(how, window):
 
 @pytest.mark.parametrize("how", ["interpret", "reference"])
 def test_trees_of_packed_rows(how):
-    case = make_case([7, 0, 22, 9], 6, kv_heads=1, width=128, page_size=8, tree_mask=trees())
+    trees = np.stack([*TREES, ancestry([0, 0, 1, 2, 2])])
+    case = make_case([7, 0, 22, 9], 6, kv_heads=1, width=128, page_size=8, tree_mask=trees)
     check(case, [6, 0, 2, 4], 12, how=how)
 
 
@@ -89,9 +87,7 @@ def test_a_nan_stays_in_its_sequence(how):
     counts = [3, 2, 5]
     outputs, _ = attend(case, counts, 10, how=how)
     for b in (0, 2):
-        np.testing.assert_allclose(
-            outputs[b, : counts[b]], case.expected[b, : counts[b]], rtol=2e-5, atol=2e-5
-        )
+        assert_close(outputs[b, : counts[b]], case.expected[b, : counts[b]], 2e-5)
     assert np.isnan(outputs[1, :2]).all()
 
 

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.paged_cases import SCALE, ancestry, make_case
+from support import failure
+from support.dense import assert_close
+from support.paged_cases import SCALE, make_case
+from support.token_trees import TREES, ancestry
 
 from dflash.kernels import paged_attention as paged
 
@@ -63,8 +66,7 @@ def test_windows(length, window):
 
 @pytest.mark.parametrize("window", [1, 2, 5, 16])
 def test_windows_of_trees_count_depths(window):
-    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
-    case = make_case([0, 9, 17], 6, tree_mask=trees, window=window)
+    case = make_case([0, 9, 17], 6, tree_mask=TREES, window=window)
     case.check(run(case, window=window), 1e-5)
 
 
@@ -75,8 +77,7 @@ def test_sinks(window):
 
 
 def test_sinks_of_trees():
-    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
-    case = make_case([0, 9], 6, tree_mask=trees, sinks=True)
+    case = make_case([0, 9], 6, tree_mask=TREES[::2], sinks=True)
     case.check(run(case), 1e-5)
 
 
@@ -92,8 +93,7 @@ def test_quantized_pages(length, group, kv_heads, kv_dtype):
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_trees_over_quantized_pages(kv_dtype):
-    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
-    case = make_case([0, 9, 4], 6, tree_mask=trees, kv_dtype=kv_dtype)
+    case = make_case([0, 9, 4], 6, tree_mask=TREES, kv_dtype=kv_dtype)
     case.check(run(case), 1e-5)
 
 
@@ -146,16 +146,12 @@ def test_new_rows_become_context():
             arguments[name] = np.asarray(arguments[name])[:, rows]
         arguments["start"] = arguments["start"] + start
         arguments["key_pages"], arguments["value_pages"] = pages
-        with mock.patch.object(paged, "TILE_TOKENS", 8):
-            return jax.jit(functools.partial(paged.paged_attention, scale=SCALE))(**arguments)
+        return run(dataclasses.replace(whole, arguments=arguments))
 
-    first, *pages = part(
-        slice(0, 3), 0, (whole.arguments["key_pages"], whole.arguments["value_pages"])
-    )
+    pages = [whole.arguments[name] for name in ("key_pages", "value_pages")]
+    first, *pages = part(slice(0, 3), 0, pages)
     second, *pages = part(slice(3, 6), 3, pages)
-    np.testing.assert_allclose(
-        np.concatenate([first, second], axis=1), everything, rtol=1e-5, atol=1e-5
-    )
+    assert_close(np.concatenate([first, second], axis=1), everything)
     jax.tree.map(np.testing.assert_array_equal, pages, whole_pages)
 
 
@@ -176,19 +172,15 @@ def test_wrong_shapes_are_named(name):
     case = make_case([5, 7], 3, group=2)
     shape, message = WRONG_SHAPES[name]
     case.arguments[name] = jnp.zeros(shape, case.arguments.get(name, jnp.zeros(0, bool)).dtype)
-    with pytest.raises(ValueError, match=r"^paged_attention: ") as caught:
-        run(case)
-    assert str(caught.value) == f"paged_attention: {message}"
+    assert failure(run, case, kind=ValueError) == f"paged_attention: {message}"
 
 
 def test_scales_must_fit_their_pages():
     case = make_case([5, 7], 3, kv_dtype="int8")
     pages = case.arguments["value_pages"]
     case.arguments["value_pages"] = dataclasses.replace(pages, scales=pages.scales.mT)
-    with pytest.raises(
-        ValueError, match=r"value_pages.scales is \(2, 8, 4, 1\), expected \(2, 8, 1, 4\)"
-    ):
-        run(case)
+    message = "value_pages.scales is (2, 8, 4, 1), expected (2, 8, 1, 4)"
+    assert message in failure(run, case, kind=ValueError)
 
 
 def test_write_rows_casts_to_the_pool():

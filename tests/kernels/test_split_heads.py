@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.dense import assert_close
 from support.interpreter import interpret
 
 from dflash.kernels.split_heads import Part, rms_norm, rotate, split_heads
@@ -16,11 +17,11 @@ VALUES = Part(rotated=False, normed=False)
 QUERIES_KEYS_VALUES = (Part(4), Part(), VALUES)
 
 
-def make_case(length, heads, width, dtype, *, parts=HEADS, scaled=True, batch=2):
+def make_case(length, heads, width, dtype, *, parts=HEADS, scaled=True):
     """Returns rows, cos and sin of random angles, and a scale for each rotated part."""
     rng = np.random.default_rng(0)
-    angles = rng.uniform(0, 7, size=(batch, length, 1, width // 2))
-    rows = jnp.asarray(rng.normal(size=(batch, length, heads * width)).astype(dtype))
+    angles = rng.uniform(0, 7, size=(2, length, 1, width // 2))
+    rows = jnp.asarray(rng.normal(size=(2, length, heads * width)).astype(dtype))
     cos_sin = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     scales = [rng.uniform(0.5, 2, width) for part in parts if part.normed]
     return rows, cos_sin, tuple(jnp.asarray(scale, dtype) for scale in scales if scaled)
@@ -70,9 +71,7 @@ def test_heads(implementation, length, heads, width, dtype, scaled, parts):
     tolerance = 3e-2 if dtype == jnp.bfloat16 else 1e-5
     for ours, plain in zip(found, expected(*case, parts), strict=True):
         assert (ours.shape, ours.dtype) == (plain.shape, dtype)
-        np.testing.assert_allclose(
-            np.asarray(ours, np.float64), plain, rtol=tolerance, atol=tolerance
-        )
+        assert_close(ours, plain, tolerance)
 
 
 @pytest.mark.parametrize("of_scales", [jnp.bfloat16, jnp.float32])
@@ -144,9 +143,8 @@ def test_the_beginning_of_a_head_is_rotated():
 
 def test_wrong_shapes_are_named():
     rows, cos_sin, scales = make_case(4, 2, 128, jnp.float32)
-    with pytest.raises(
-        ValueError, match=r"split_heads: rows \(2, 4, 200\) and scales \[\(128,\)\]"
-    ):
+    message = r"split_heads: rows \(2, 4, 200\) and scales \[\(128,\)\]"
+    with pytest.raises(ValueError, match=message):
         split_heads(rows[..., :200], cos_sin, scales)
     with pytest.raises(ValueError, match=r"scales \[\(128,\)\] do not fit 6 × n heads of 128"):
         split_heads(rows, cos_sin, scales, parts=QUERIES_KEYS_VALUES)

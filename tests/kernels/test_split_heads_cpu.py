@@ -13,6 +13,19 @@ pytestmark = pytest.mark.skipif(cpu_kernels.find_compiler() is None, reason="nee
 JOINED = (Part(3), Part(), Part(rotated=False, normed=False))
 
 
+def make_case(parts=JOINED, width=32, rotated=32, shares=1, dtype=jnp.float32):
+    """Returns rows, cos and sin of random angles, and a scale for each part with a norm."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape, dtype=dtype):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    rows = draw(3, 5, shares * width * sum(part.share for part in parts))
+    angles = draw(1, 5, 1, rotated // 2, dtype=jnp.float32)
+    scales = [draw(width) for part in parts if part.normed]
+    return rows, (jnp.cos(angles), jnp.sin(angles)), scales
+
+
 @pytest.mark.parametrize(
     ("parts", "width", "rotated", "normed"),
     [
@@ -24,16 +37,10 @@ JOINED = (Part(3), Part(), Part(rotated=False, normed=False))
     ],
 )
 def test_it_is_the_reference(parts, width, rotated, normed):
-    rng = np.random.default_rng(0)
-    columns = 2 * width * sum(part.share for part in parts)
-    rows = jnp.asarray(rng.normal(size=(3, 5, columns)).astype(jnp.float32))
-    angles = jnp.asarray(rng.normal(size=(1, 5, 1, rotated // 2)).astype(jnp.float32))
-    scales = [
-        jnp.asarray(rng.normal(size=width).astype(jnp.float32)) for part in parts if part.normed
-    ]
+    *case, scales = make_case(parts, width, rotated, shares=2)
+    case.append(scales if normed else ())
     form = functools.partial(split_heads, parts=parts, width=width, eps=1e-5)
     compiled = jax.jit(form, static_argnames="implementation")
-    case = rows, (jnp.cos(angles), jnp.sin(angles)), scales if normed else ()
     assert "dflash_split_heads" in compiled.lower(*case, implementation="cpu").as_text()
     found = compiled(*case, implementation="cpu")
     for one, other in zip(found, compiled(*case, implementation="reference"), strict=True):
@@ -42,27 +49,20 @@ def test_it_is_the_reference(parts, width, rotated, normed):
 
 
 def test_bfloat16_is_rounded_once():
-    rng = np.random.default_rng(0)
-    rows = jnp.asarray(rng.normal(size=(2, 3, 5 * 32)), jnp.bfloat16)
-    angles = jnp.asarray(rng.normal(size=(2, 3, 1, 16)).astype(jnp.float32))
-    scales = [jnp.asarray(rng.normal(size=32), jnp.bfloat16)] * 2
-    form = functools.partial(split_heads, cos_sin=(jnp.cos(angles), jnp.sin(angles)), parts=JOINED)
-    found = jax.jit(lambda: form(rows, scales=scales, eps=1e-5, implementation="cpu"))()
-    wide = form(rows.astype(jnp.float32), scales=[one.astype(jnp.float32) for one in scales],
-                eps=1e-5, implementation="reference")  # fmt: skip
+    case = make_case(dtype=jnp.bfloat16)
+    form = functools.partial(split_heads, parts=JOINED, eps=1e-5)
+    found = jax.jit(lambda: form(*case, implementation="cpu"))()
+    wide = jax.tree.map(lambda array: array.astype(jnp.float32), case)
+    wide = form(*wide, implementation="reference")
     for one, other in zip(found, wide, strict=True):
         assert one.dtype == jnp.bfloat16
         np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=2**-8, atol=1e-5)
 
 
 def test_gradients_are_those_of_the_reference():
-    rng = np.random.default_rng(0)
-    rows = jnp.asarray(rng.normal(size=(2, 3, 5 * 32)).astype(jnp.float32))
-    angles = jnp.asarray(rng.normal(size=(2, 3, 1, 16)).astype(jnp.float32))
-    scales = [jnp.asarray(rng.normal(size=32).astype(jnp.float32))] * 2
+    rows, turned, scales = make_case()
 
     def loss(rows, scales, implementation):
-        turned = jnp.cos(angles), jnp.sin(angles)
         heads = split_heads(rows, turned, scales, parts=JOINED, implementation=implementation)
         return sum(jnp.sin(part).sum() for part in heads)
 

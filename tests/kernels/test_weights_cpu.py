@@ -6,9 +6,7 @@ import pytest
 from dflash.kernels import library_cpu, matmul_cpu, weights_cpu
 from dflash.runs import cpu_kernels
 
-needs_compiler = pytest.mark.skipif(
-    cpu_kernels.find_compiler() is None, reason="needs a C++ compiler"
-)
+pytestmark = pytest.mark.skipif(cpu_kernels.find_compiler() is None, reason="needs a C++ compiler")
 
 
 def random_bits(*shape):
@@ -21,7 +19,6 @@ def bits_of(array):
     return np.asarray(array).view(np.uint32)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     "shape", [(64, 64), (48, 112), (1152, 384), (37, 131), (16, 257), (259, 16), (1, 5000)]
 )
@@ -32,7 +29,6 @@ def test_transposed_bits_are_the_same(shape):
     np.testing.assert_array_equal(bits_of(found), bits.T)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [((64, 3, 64), 64), ((37, 4, 131), 37), ((32, 3, 5, 32), 32), ((6, 3, 16, 64), 96)],
@@ -49,7 +45,6 @@ def test_bits_of_a_layer_are_the_same(shape, rows, panels):
         np.testing.assert_array_equal(bits_of(found), expected)
 
 
-@needs_compiler
 @pytest.mark.parametrize("widths", [(128, 64, 64), (96, 48, 112), (33, 95)])
 @pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -62,7 +57,6 @@ def test_bits_of_joined_parts_are_the_same(widths, panels, transposed):
     np.testing.assert_array_equal(bits_of(found), expected)
 
 
-@needs_compiler
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_every_number_is_checked(value):
     is_finite = jax.jit(weights_cpu.is_finite)

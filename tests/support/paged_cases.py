@@ -8,7 +8,7 @@ import numpy as np
 
 from dflash.kernels import quantized
 from dflash.kernels.quantized import Quantized
-from support.dense import dense_attention
+from support.dense import assert_close, dense_attention
 
 SCALE = 0.3
 STALE = 1e6  # what rows hold that no sequence has written: it must never show in an output
@@ -34,9 +34,7 @@ class Case:
         own = np.arange(length) < np.reshape(
             [length] * batch if counts is None else counts, (-1, 1)
         )
-        np.testing.assert_allclose(
-            np.asarray(outputs, np.float64)[own], self.expected[own], rtol=tolerance, atol=tolerance
-        )
+        assert_close(np.asarray(outputs)[own], self.expected[own], tolerance)
         for after, name, rows in (
             (key_pages, "key_pages", "keys"),
             (value_pages, "value_pages", "values"),
@@ -183,11 +181,3 @@ def _lay_out(rows, starts, table, num_pages, page_size):
         parts.append(pages.astype(rows.dtype if len(parts) == 0 else np.float32))
     pools = [jnp.asarray(parts[0]), *(jnp.asarray(scales.mT) for scales in parts[1:])]
     return Quantized(*pools) if len(pools) > 1 else pools[0]
-
-
-def ancestry(parents):
-    """Mask of the tree in which row g + 1 continues row parents[g]: each sees its ancestors."""
-    seen = np.eye(len(parents) + 1, dtype=bool)
-    for draft, parent in enumerate(parents):
-        seen[draft + 1] |= seen[parent]
-    return seen

@@ -1,18 +1,21 @@
-"""Random token trees."""
+"""Token trees, each as the mask of a row's ancestors and itself."""
 
 import numpy as np
 
 
-def random_parents(rng: np.random.Generator, batch: int, drafts: int) -> np.ndarray:
-    """Returns a parent row of each draft, int32 [B, G]; row 0 is the anchor."""
-    return rng.integers(0, np.arange(1, drafts + 1), (batch, drafts)).astype(np.int32)
+def ancestry(parents) -> np.ndarray:
+    """Returns the mask bool [R, R] of the tree in which row g + 1 continues row parents[g]."""
+    seen = np.eye(len(parents) + 1, dtype=bool)
+    for draft, parent in enumerate(parents):
+        seen[draft + 1] |= seen[parent]
+    return seen
 
 
 def random_ancestry(rng: np.random.Generator, batch: int, rows: int) -> np.ndarray:
-    """Returns the ancestor-or-self mask of random trees, bool [B, R, R]."""
-    parents = random_parents(rng, batch, rows - 1)
-    ancestry = np.broadcast_to(np.eye(rows, dtype=bool), (batch, rows, rows)).copy()
-    for draft in range(rows - 1):
-        for b in range(batch):
-            ancestry[b, draft + 1] |= ancestry[b, parents[b, draft]]
-    return ancestry
+    """Returns the masks of random trees, bool [B, R, R]."""
+    parents = rng.integers(0, np.arange(1, rows), (batch, rows - 1))
+    return np.stack([ancestry(each) for each in parents])
+
+
+# Of five drafts: two branches, a chain, and siblings.
+TREES = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
