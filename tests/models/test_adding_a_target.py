@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import TESTS
+from support import TESTS, exit_status, failure
 from support.distributions import install
 from support.golden import build_target
 from support.models import make_sharding
@@ -80,9 +80,8 @@ def save(target, directory, **changes):
 
 def test_the_command_decodes_losslessly(capsys):
     (command,) = re.findall(r"^    dflash decode (.*)$", PAGE, re.MULTILINE)
-    with pytest.raises(SystemExit) as caught:
-        importlib.import_module("dflash.decode").main([*shlex.split(command), "--workdir=run"])
-    assert not caught.value.code, capsys.readouterr().err
+    main = importlib.import_module("dflash.decode").main
+    assert not exit_status(main, *shlex.split(command), "--workdir=run"), capsys.readouterr().err
     with open("run/results.json") as file:
         assert json.load(file)["baseline"]["identical"] == 1
 
@@ -90,11 +89,9 @@ def test_the_command_decodes_losslessly(capsys):
 def test_its_keys_are_checked():
     stated = loader.load("mine.yml", ["target.architecture.num_experts=7"]).target.architecture
     assert (type(stated).__name__, stated.num_experts) == ("MineArchitecture", 7)
-    with pytest.raises(errors.ConfigError) as caught:
-        loader.load("mine.yml", ["target.architecture.num_experts=0"])
-    (problem,) = caught.value.problems
-    expected = "target.architecture.num_experts: expected an integer in [1, 4096], got 0"
-    assert problem.endswith(expected)
+    overrides = ["target.architecture.num_experts=0"]
+    said = failure(loader.load, "mine.yml", overrides, kind=errors.ConfigError)
+    assert said.endswith("target.architecture.num_experts: expected an integer in [1, 4096], got 0")
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
@@ -121,6 +118,5 @@ def test_other_names_in_config_json_are_read(tmp_path):
 
 def test_an_error_names_the_field(tmp_path):
     save(make_target(), tmp_path / "checkpoint", num_dense_layers=-1)
-    with pytest.raises(errors.CheckpointError) as caught:
-        build_target(tmp_path / "checkpoint")
-    assert str(caught.value) == "config.json: num_dense_layers: expected an integer >= 0, got -1"
+    said = failure(build_target, tmp_path / "checkpoint")
+    assert said == "config.json: num_dense_layers: expected an integer >= 0, got -1"
