@@ -27,7 +27,7 @@ from dflash import errors
 from dflash.inference import batch, scheduler
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool
-from dflash.inference.request import Request, RequestOutput, RequestSampling, Tokens
+from dflash.inference.request import MAX_BIASED, Request, RequestOutput, RequestSampling, Tokens
 from dflash.inference.scheduler import Scheduler
 from dflash.models.dense import Qwen3
 from dflash.offline.decoding import decode
@@ -346,6 +346,25 @@ GOOD = Request(4, (1, 2), 1)
         ({"top_p": 1.1}, r"prompt 4: top_p: 1.1, expected a number from 0 to 1"),
         ({"seed": 2**63}, r"prompt 4: seed: 9223372036854775808, expected -9223372036854775808 to"),
         ({"sequence": -1}, r"prompt 4: sequence: -1, expected 0 to 2147483647"),
+        ({"min_p": 1.5}, "prompt 4: min_p: 1.5, expected a number from 0 to 1"),
+        ({"min_p": math.nan}, "prompt 4: min_p: nan, expected a number from 0 to 1"),
+        ({"presence_penalty": 2.5}, "4: presence_penalty: 2.5, expected a number from -2 to 2"),
+        ({"frequency_penalty": -3}, "4: frequency_penalty: -3, expected a number from -2 to 2"),
+        ({"repetition_penalty": 0.0}, "4: repetition_penalty: 0.0, expected .* from 0.01 to"),
+        ({"logit_bias": ((3, 101.0),)}, "4: logit_bias: 101.0 of token 3, expected a number from"),
+        ({"logit_bias": ((3, math.nan),)}, "4: logit_bias: nan of token 3"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "4: logit_bias: token 3 is given twice"),
+        ({"logit_bias": ((99, 1.0),)}, "4: logit_bias: token 99 is outside the vocabulary of 24"),
+        ({"logit_bias": ((-1, 1.0),)}, "4: logit_bias: token -1 is outside the vocabulary of 24"),
+        (
+            {"logit_bias": tuple((i % 24, 1.0) for i in range(MAX_BIASED + 1))},
+            "prompt 4: logit_bias: 301 tokens, expected at most 300",
+        ),
+        ({"min_new_tokens": 6}, "4: min_new_tokens: 6, expected 0 to max_new_tokens, which is 1"),
+        ({"min_new_tokens": -1}, "prompt 4: min_new_tokens: -1, expected 0 to max_new_tokens"),
+        ({"logprobs": 21}, "prompt 4: logprobs: 21, expected 0 to 20"),
+        ({"logprobs": -1}, "prompt 4: logprobs: -1, expected 0 to 20"),
+        ({"grammar": object()}, "4: an output that matches a grammar needs a stop token"),
     ],
 )
 def test_requests_that_cannot_be_decoded(changes, message):

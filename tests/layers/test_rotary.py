@@ -31,14 +31,13 @@ YARNS = {
 SCALINGS = {"none": None, "llama 3.1's": LLAMA31, "llama 3.2's": LLAMA32} | YARNS
 
 
-def hf_config(scaling, head_dim=64, theta=5e5):
+def hf_config(scaling):
     _, transformers = import_transformers()
-    rope = {"rope_type": "default", "rope_theta": theta}
+    rope = {"rope_type": "default", "rope_theta": 5e5}
     if scaling is not None:
         rope |= {name: value for name, value in vars(scaling).items() if value is not None}
-    return transformers.LlamaConfig(
-        head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope
-    )
+    sizes = {"head_dim": 64, "max_position_embeddings": 131072}
+    return transformers.LlamaConfig(**sizes, rope_parameters=rope)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -51,18 +50,6 @@ def test_frequencies_and_amplitude_are_transformers(name):
     expected = theirs.inv_freq.numpy()
     np.testing.assert_allclose(rotary.frequencies(64, 5e5, scaling), expected, rtol=2e-6)
     np.testing.assert_allclose(rotary.amplitude(scaling), theirs.attention_scaling, rtol=1e-6)
-
-
-def test_llama3_scaling_slows_long_wavelengths_only():
-    plain, scaled = rotary.frequencies(128, 5e5), rotary.frequencies(128, 5e5, LLAMA31)
-    wavelengths = 2 * np.pi / plain
-    np.testing.assert_array_equal(scaled[wavelengths < 8192 / 4], plain[wavelengths < 8192 / 4])
-    long = wavelengths > 8192
-    np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-6)
-    between = ~long & (wavelengths > 8192 / 4)
-    assert between.any()
-    assert np.all(scaled[between] < plain[between])
-    assert np.all(scaled[between] > plain[between] / 8)
 
 
 def test_rotation_turns_pairs_in_the_complex_plane():
