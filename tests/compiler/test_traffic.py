@@ -20,9 +20,9 @@ ENTRY %main (x: f32[64,32], v: f32[64,32], i: s32[]) -> f32[8] {{
 """)
 
 
-def bytes_of(line, **options):
-    """Returns the bytes that an instruction reads and writes."""
-    module = entry(f"%one = {line}", **options)
+def bytes_of(line, *before, **options):
+    """Returns the bytes that an instruction after others reads and writes."""
+    module = entry(*before, f"%one = {line}", **options)
     names = module.entry.by_name()
     return traffic.hbm_bytes(module, names["one"], names)
 
@@ -55,9 +55,7 @@ X, ROW = 64 * 32 * 4, 32 * 4
 )
 def test_bytes(line, read, written):
     row = ("%row = f32[1,32]{1,0} slice(%x), slice={[0:1], [0:32]}", "%at = s32[4]{0} iota()")
-    module = entry(*row, f"%one = {line}")
-    names = module.entry.by_name()
-    assert traffic.hbm_bytes(module, names["one"], names) == (read, written)
+    assert bytes_of(line, *row) == (read, written)
 
 
 FUSED = """

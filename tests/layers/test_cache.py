@@ -11,21 +11,12 @@ from dflash.layers import cache as kv
 from dflash.parallel import sharding as shardings
 
 
-def make_paged(
-    batch=2,
-    pages_per_sequence=3,
-    page_size=4,
-    *,
-    shares=1,
-    sharding=None,
-    kv_dtype=None,
-    specs=None,
-):
+def make_paged(batch=2, *, shares=1, sharding=None, kv_dtype=None, specs=None):
     """Returns a cache of two layers in which each row, or each row's scale, is a unique number."""
-    rows = kv.CacheArray(2, 4, "kv_heads")
+    rows, pages = kv.CacheArray(2, 4, "kv_heads"), 3
     abstract = kv.paged_cache(
-        specs or [(rows, rows)] * 2, batch=batch, pages_per_sequence=pages_per_sequence,
-        num_pages=shares * (batch // shares * pages_per_sequence + 1), page_size=page_size,
+        specs or [(rows, rows)] * 2, batch=batch, pages_per_sequence=pages,
+        num_pages=shares * (batch // shares * pages + 1), page_size=4,
         dtype=kv_dtype or jnp.float32, quantized=kv_dtype is not None,
         sharding=sharding or make_sharding(),
     )  # fmt: skip
@@ -39,8 +30,8 @@ def make_paged(
         for most in [100 if pool.dtype == jnp.int8 else 1e9]
     ]
     # Allocate the pages of each shard from the last one downwards.
-    local = batch // shares * pages_per_sequence
-    table = np.tile(np.arange(local, 0, -1), shares).reshape(batch, pages_per_sequence)
+    local = batch // shares * pages
+    table = np.tile(np.arange(local, 0, -1), shares).reshape(batch, pages)
     table = jax.device_put(table.astype(np.int32), abstract.page_table.sharding)
     layers = jax.tree.unflatten(form, numbers)
     return dataclasses.replace(abstract, layers=layers, page_table=table)
@@ -93,15 +84,20 @@ def test_compact_of_a_chain_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
+def check_compact(cache, sharding):
+    """Moves the accepted paths of four sequences, one of each share."""
+    start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
+    compact = jax.jit(lambda *args: cache.compact(*args, sharding))
+    after = compact(jnp.array(start), jnp.array(path))
+    check_compacted(cache, after, start, path, shares=4)
+
+
 @pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
 def test_compact_on_eight_devices(kv_dtype):
     sharding = make_sharding(data=2, fsdp=2, tensor=2)
     cache = make_paged(batch=4, shares=4, sharding=sharding, kv_dtype=kv_dtype)
     assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(cache.layers))
-    start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
-    compact = jax.jit(lambda *args: cache.compact(*args, sharding))
-    after = compact(jnp.array(start), jnp.array(path))
-    check_compacted(cache, after, start, path, shares=4)
+    check_compact(cache, sharding)
 
 
 MIXED = [
@@ -124,24 +120,12 @@ def test_layers_keep_what_their_attention_names(kv_dtype):
     ]
     assert cache.axes == ("kv_heads", "kv_heads", None, None, "kv_heads")
     assert (cache.layers[1].shape, cache.layers[2]["rows"].shape) == ((1, 16, 4, 6), (2, 16, 4, 2))
-    start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
-    compact = jax.jit(lambda *args: cache.compact(*args, sharding))
-    after = compact(jnp.array(start), jnp.array(path))
-    check_compacted(cache, after, start, path, shares=4)
+    check_compact(cache, sharding)
 
 
-def make_static(batch=3, capacity=8, sharding=None):
-    return zeros(
-        kv.static_cache(
-            num_layers=2,
-            num_kv_heads=2,
-            head_dim=4,
-            batch=batch,
-            capacity=capacity,
-            dtype=jnp.bfloat16,
-            sharding=sharding or make_sharding(),
-        )
-    )
+def make_static():
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 4, "batch": 3, "capacity": 8}
+    return zeros(kv.static_cache(**sizes, dtype=jnp.bfloat16, sharding=make_sharding()))
 
 
 def test_static_write():

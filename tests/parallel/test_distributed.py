@@ -60,9 +60,7 @@ FLAGS = "--coordinator_address, --num_processes, --process_id"
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(joined, given, message):
-    with pytest.raises(errors.ConfigError) as caught:
-        distributed.initialize(*given)
-    assert caught.value.problems == (message,)
+    assert failure(distributed.initialize, *given, kind=errors.ConfigError) == message
     assert joined == []
 
 
