@@ -20,6 +20,7 @@ from dflash.offline.decoding import decode
 COMMON = (
     *("dtype=bfloat16", "mesh.tensor=2", "decode.exact=true", "decode.max_new_tokens=24"),
     *("prompts.text=[]", "prompts.dataset=math", "prompts.limit=4", "decode.sync_every=4"),
+    "decode.prefill_chunk=32",  # One program serves prompts of all lengths.
 )
 DFLASH2 = "configs/tiny_dflash2.yml"
 

@@ -7,16 +7,17 @@ contract tests are multiplied without kernels, so these tests take the shipped m
 import functools
 
 import pytest
+from support.engines import completions
 
 from dflash.config import loader
 from dflash.config.schema import DecodeRun
-from dflash.inference.request import RequestOutput
 from dflash.loading import job as jobs
 from dflash.offline.decoding import decode
 
 COMMON = (
     *("prompts.text=[]", "prompts.dataset=math", "prompts.limit=4"),
-    *("decode.max_new_tokens=32", "decode.sync_every=4"),
+    # One program serves prompts of all lengths.
+    *("decode.max_new_tokens=32", "decode.sync_every=4", "decode.prefill_chunk=32"),
 )
 BFLOAT16 = ("dtype=bfloat16",)
 PRECISIONS = {
@@ -61,9 +62,8 @@ def outputs(job: jobs.Job, times: int = 1) -> list:
     """Token ids of all prompts, as often as asked: a warm prefix cache serves the second time."""
     engine, found = job.engine(), []
     for _ in range(times):
-        events = decode(engine, job.requests(job.prompts))
-        done = {event.id: event.output_ids for event in events if isinstance(event, RequestOutput)}
-        found += [done[prompt.index] for prompt in job.prompts]
+        done = completions(decode(engine, job.requests(job.prompts)))
+        found += [one.output_ids for one in done]
     return found
 
 

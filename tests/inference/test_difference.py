@@ -10,14 +10,16 @@ import pytest
 from flax import nnx
 from support.engines import (
     decode,
-    decode_all,
     engine,
     expected,
     logits_before,
     make_requests,
+    outcomes,
     random_prompts,
+    retargeted,
+    untraced_cycles,
 )
-from support.models import drafter, make_target, target
+from support.models import make_target, target
 
 from dflash.config import schema
 from dflash.inference import difference
@@ -129,6 +131,20 @@ def test_an_excluded_token_is_a_fault():
     assert str(found) == f"token 1 is {third}, plain decoding has {second}: a fault"
 
 
+PROMPTS = random_prompts([9, 12, 7, 10])
+
+
+def explain_all(model, config, limit: int, plain, drafted) -> list:
+    """Explains differences to plain outcomes, and asserts that one of them is a fault."""
+    requests = make_requests(PROMPTS, limit)
+    found = [
+        difference.explain(model, config, request, ids, other.output_ids)
+        for request, (ids, _), other in zip(requests, plain, drafted, strict=True)
+    ]
+    assert any(each is not None and each.is_fault for each in found)
+    return found
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_planted_fault_is_no_near_tie(kv_dtype):
     """Scales of the final norm that are wrong by half."""
@@ -137,30 +153,15 @@ def test_a_planted_fault_is_no_near_tie(kv_dtype):
     wrong = nnx.merge(graph, jax.tree.map(lambda x: x, weights))
     scale = wrong.norm.scale.get_value()
     wrong.norm.scale.set_value(scale.at[::2].multiply(1.5))
-    prompts = random_prompts([9, 12, 7, 10])
-    plain, other = (
-        decode(engine(on=each, kv_dtype=kv_dtype, batch_size=4), prompts, 12)
-        for each in (model, wrong)
-    )
-    pairs = [
-        (request, one.output_ids, two.output_ids)
-        for request, one, two in zip(make_requests(prompts, 12), plain, other, strict=True)
-    ]
+    run = engine(on=model, kv_dtype=kv_dtype, batch_size=4)
+    plain, other = (decode(each, PROMPTS, 12) for each in (run, retargeted(run, wrong)))
     config = schema.DecodeConfig(page_size=16, kv_dtype=kv_dtype)
-    found = [difference.explain(model, config, *pair) for pair in pairs]
-    assert any(each is not None and each.is_fault for each in found)
+    found = explain_all(model, config, 12, outcomes(plain), other)
     assert all(math.isfinite(each.gap) for each in found if each)
 
 
 def test_stale_rows_of_a_cache_are_a_fault(monkeypatch):
     """Rows of a tree's accepted path that are not moved to their places."""
+    run = untraced_cycles("dflash", PROMPTS, tree=True)
     monkeypatch.setattr(PagedCache, "commit", lambda self, *arguments: self)
-    run = engine(drafter("dflash", tree=True, block_size=4), batch_size=4)
-    prompts = random_prompts([9, 12, 7, 10])
-    requests = make_requests(prompts, 24)
-    pairs = zip(requests, expected(prompts, [24] * 4), decode_all(run, requests), strict=True)
-    found = [
-        difference.explain(target(), CONFIG, request, plain, drafted.output_ids)
-        for request, (plain, _), drafted in pairs
-    ]
-    assert any(each is not None and each.is_fault for each in found)
+    explain_all(target(), CONFIG, 24, expected(PROMPTS, [24] * 4), decode(run, PROMPTS, 24))

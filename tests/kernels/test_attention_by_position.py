@@ -39,6 +39,16 @@ def pool(rows, page, start, kv_dtype, stale):
     return Quantized(values, jnp.where(known.mT, stored.scales, stale))
 
 
+@functools.cache
+def compiled(page, window, implementation):
+    """Attention as one function, which is compiled once for all starts."""
+    options = {"scale": 0.3, "window": window, "by_position": True}
+    call = functools.partial(
+        paged_attention, implementation=implementation, sizes=BlockSizes(page, 128), **options
+    )
+    return jax.jit(lambda given: call(**given))
+
+
 def attend(start, *, dtype, kv_dtype=None, window=None, implementation="reference"):
     """Outputs [T, N, H] of the block that begins at `start`."""
     queries, keys, values = sequence(dtype)
@@ -55,14 +65,9 @@ def attend(start, *, dtype, kv_dtype=None, window=None, implementation="referenc
         "page_table": jnp.arange(LENGTH // page, dtype=jnp.int32)[None],
         "start": jnp.array([start], jnp.int32),
     }
-    options = {"scale": 0.3, "window": window, "by_position": True}
-    call = functools.partial(
-        paged_attention, implementation=implementation, sizes=BlockSizes(page, 128), **options
-    )
-    if implementation == "interpret":
-        outputs, *_ = interpret(lambda given: call(**given), arguments)
-    else:
-        outputs, *_ = jax.jit(lambda given: call(**given))(arguments)
+    call = compiled(page, window, implementation)
+    run = interpret if implementation == "interpret" else lambda call, given: call(given)
+    outputs, *_ = run(call, arguments)
     return np.asarray(outputs)[0]
 
 

@@ -1,31 +1,31 @@
 """Cycles that take the likeliest tokens tile by tile decode what those with all logits do."""
 
-import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 from support.engines import (
-    decode_all,
+    decode,
     engine,
     make_requests,
     occupied,
+    outcomes,
     plain_engine,
     random_prompts,
+    untraced_cycles,
 )
 from support.models import drafter
 
 from dflash.inference.cycle import cycle
+from dflash.inference.engine import Engine
 from dflash.kernels import unembed_tiles
 
 PROMPTS = random_prompts([5, 9, 2])
 
 
-@pytest.fixture
-def traced(monkeypatch) -> list[bool]:
+def force_tiles(monkeypatch) -> list[bool]:
     """Forces tiles of 20 tokens; returns a list that grows by whether each one has noise."""
-    plain_engine()  # Compiled before, with all logits.
     found, unembed_argmax = [], unembed_tiles.unembed_argmax
 
     def unembed(hidden, head, noise, **how):
@@ -38,21 +38,20 @@ def traced(monkeypatch) -> list[bool]:
     return found
 
 
-def requests(*options):
-    made = [
-        make_requests([prompt], 20, **one)[0] for prompt, one in zip(PROMPTS, options, strict=True)
-    ]
-    return [dataclasses.replace(one, id=i) for i, one in enumerate(made)]
+def make_engine(monkeypatch, *, tree: bool = False) -> tuple[Engine, list[bool]]:
+    """Returns an engine whose cycles are still to be traced, in tiles; see `force_tiles`."""
+    plain_engine()  # Compiled before, with all logits.
+    return untraced_cycles("dflash", PROMPTS, tree=tree), force_tiles(monkeypatch)
 
 
 def check(run, *options):
-    found, wanted = (decode_all(base, requests(*options)) for base in (run, plain_engine()))
-    assert [one.output_ids for one in found] == [one.output_ids for one in wanted]
+    found, wanted = (decode(base, PROMPTS, 20, each=options) for base in (run, plain_engine()))
+    assert outcomes(found) == outcomes(wanted)
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_sampled_and_greedy_sequences(tree, traced):
-    run = engine(drafter("dflash", block_size=4, tree=tree), batch_size=3, max_length=64)
+def test_sampled_and_greedy_sequences(tree, monkeypatch):
+    run, traced = make_engine(monkeypatch, tree=tree)
     run.program("generate")  # It serves greedy requests, too.
     assert traced == [False, True]
     greedy, sampled = {}, {"temperature": 0.8}
@@ -63,35 +62,38 @@ def test_sampled_and_greedy_sequences(tree, traced):
     check(run, greedy, {"logprobs": 2}, sampled)
 
 
-def test_sampling_from_logits_where_tiles_with_noise_do_not_pay(traced, monkeypatch):
+def test_sampling_from_logits_where_tiles_with_noise_do_not_pay(monkeypatch):
+    run, traced = make_engine(monkeypatch)
     monkeypatch.setattr(unembed_tiles, "noise_pays", lambda *_: False)
     judged, judge = [], cycle.judge
     monkeypatch.setattr(cycle, "judge", lambda *how: judged.append(1) or judge(*how))
-    run = engine(drafter("dflash", block_size=4), batch_size=3, max_length=64)
     run.program("generate")
     assert (traced, judged) == ([False], [1])
     check(run, {}, {"temperature": 0.8}, {})
     check(run, {}, {"temperature": 0.8, "top_k": 5}, {"presence_penalty": 1.0})
 
 
-def test_greedy_programs_have_no_logits(traced, monkeypatch):
-    run = engine(drafter("dflash", block_size=4), batch_size=3, max_length=64)
+def test_greedy_programs_have_no_logits(monkeypatch):
+    run, traced = make_engine(monkeypatch)
     monkeypatch.setattr(cycle, "judge", None)
     run.program("generate_greedy")
     assert traced == [False]
     check(run, {}, {}, {})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_packed_rows(temperature, traced, monkeypatch):
+def test_packed_rows(monkeypatch):
+    traced = force_tiles(monkeypatch)
     model = drafter("dspark", block_size=4)
     run = engine(model, batch_size=3, max_length=64, adaptive_blocks=True)
-    state = occupied(run, make_requests(PROMPTS, 20, temperature=temperature))
+    states = [
+        occupied(run, make_requests(PROMPTS, 20, temperature=temperature))
+        for temperature in (0.0, 0.8)
+    ]
     how = {"rules": run.rules, "block_size": 4, "mean_rows": 2}
     one_cycle = functools.partial(cycle.cycle, run.target, model, **how)
-    found = jax.jit(lambda state: one_cycle(state)[1])(state)
+    in_tiles, whole = (jax.jit(lambda state: one_cycle(state)[1]) for _ in range(2))
+    found = [in_tiles(state) for state in states]
     assert traced[-2:] == [False, True]  # Those before are of times of cycles.
     monkeypatch.setattr(unembed_tiles, "pays", lambda *_: False)
-    expected = jax.jit(lambda state: one_cycle(state)[1])(state)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert found.count.min() > 0
+    jax.tree.map(np.testing.assert_array_equal, found, [whole(state) for state in states])
+    assert min(each.count.min() for each in found) > 0
