@@ -22,11 +22,12 @@ from support.engines import (
 )
 from support.models import drafter
 
-from dflash.inference.cycle.choice import PLAIN, only
+from dflash.inference.cycle.choice import PLAIN
 from dflash.inference.engine import Engine
 from dflash.inference.prefix_cache import page_keys
 from dflash.inference.request import CacheGroup, Request, Tokens
 from dflash.inference.scheduler import Scheduler
+from dflash.inference.timing import only
 
 CHUNK = 16
 

@@ -13,6 +13,7 @@ from support.engines import engine
 from support.models import drafter, make_sharding, zeros
 
 from dflash.drafters.base import Proposal
+from dflash.inference import timing
 from dflash.inference.cycle import choice as choices
 from dflash.inference.cycle import division
 from dflash.inference.cycle.block import Block
@@ -155,7 +156,7 @@ def test_regret_against_the_best_fixed_size(batch):
         shift = rng.uniform(-spread, spread, (RUNS, num_sequences, 1))
         rates = jnp.array(np.clip(mean + shift, 0, 1), jnp.float32)
         # What a fixed size commits per cycle does not depend on what a cycle costs.
-        tables = [choices.only(i, len(SIZES)) for i in range(len(SIZES))]
+        tables = [timing.only(i, len(SIZES)) for i in range(len(SIZES))]
         fixed = [speed(table, [1.0] * len(SIZES), rates) for table in tables]
         for cost, table in TABLES.items():
             best = max(rate / each for rate, each in zip(fixed, table, strict=True))
