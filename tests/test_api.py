@@ -32,6 +32,7 @@ def small():
     """A small random target, with all of its programs for short prompts."""
     made = small_llm()
     made.generate(QUESTION)
+    made.generate(QUESTION, dflash.Sampling(temperature=1.0, max_tokens=2))
     return made
 
 

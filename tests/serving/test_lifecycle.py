@@ -18,12 +18,16 @@ TEXT = "/v1/completions"
 SLOW = {"prompt": "abc", "max_tokens": 120, "temperature": 1.0, "seed": 1}
 
 
+def small_server(directory):
+    """A server with an API key, few slots and a short queue."""
+    options = ("serve.queue=2", "decode.batch_size=1", "decode.sync_every=1")
+    return served.serving(directory, *options, DFLASH_API_KEY="secret")
+
+
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A server for this module, with an API key, few slots and a short queue."""
-    options = ("serve.queue=2", "decode.batch_size=1", "decode.sync_every=1")
-    directory = tmp_path_factory.mktemp("own")
-    with served.serving(directory, *options, DFLASH_API_KEY="secret") as running:
+    """A server for this module."""
+    with small_server(tmp_path_factory.mktemp("own")) as running:
         yield running
 
 
@@ -100,16 +104,16 @@ def test_a_port_in_use(own):
     )
 
 
-def test_sigterm_lets_requests_finish(own):
-    """Ends the module's server, so this test comes last."""
-    server, header = key(own)
-    asked = server.post_later(TEXT, {**SLOW, "n": 3}, **header)
-    wait_until(lambda: running(own) == 3, "requests under way")
-    own.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: server.get("/health")[0] == 503, "draining")
-    refused = server.post(TEXT, {"prompt": "a"}, **header)
-    status, answer = asked.result(300)
-    assert own.process.wait(300) == 0, own.log.read_text()
+def test_sigterm_lets_requests_finish(tmp_path):
+    with small_server(tmp_path) as one:
+        server, header = key(one)
+        asked = server.post_later(TEXT, {**SLOW, "n": 3}, **header)
+        wait_until(lambda: running(server) == 3, "requests under way")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/health")[0] == 503, "draining")
+        refused = server.post(TEXT, {"prompt": "a"}, **header)
+        status, answer = asked.result(300)
+        assert server.process.wait(300) == 0, server.log.read_text()
     assert (status, answer["usage"]["completion_tokens"]) == (200, 360)
     assert refused[0] == 503
 
