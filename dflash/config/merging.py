@@ -104,12 +104,15 @@ def read(
 def is_checkpoint(path: str | pathlib.Path) -> bool:
     """Returns whether CONFIG names a checkpoint, as in target.checkpoint.
 
-    That is hf:org/name, wheel:package/path, a GGUF file, or a directory with a config.json.
+    That is hf:org/name, wheel:package/path, a GGUF file, or a directory with a config.json, also of
+    this package (assets/tiny_target).
 
     A directory with a config.yml is that of a run.
     """
     directory = to_path(path) if in_bucket(path) else pathlib.Path(path)
-    model, run = (exists(directory / name) for name in ("config.json", "config.yml"))
+    shipped = pathlib.Path(__file__).resolve().parents[1] / str(path)
+    model = any(exists(place / "config.json") for place in (directory, shipped))
+    run = exists(directory / "config.yml")
     is_file = str(path).startswith((hub.PREFIX, wheels.PREFIX)) or directory.suffix == ".gguf"
     return is_file or (model and not run)
 

@@ -147,7 +147,8 @@ def test_a_checkpoint_in_place_of_a_config_is_the_target(schema_class, tmp_path)
     """As in target.checkpoint; other commands ask for a config."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
-    for path in ("hf:Qwen/Qwen3-4B", tmp_path / "model", "wheel:p/m.gguf", "m.gguf"):
+    shipped = "assets/tiny_target"
+    for path in ("hf:Qwen/Qwen3-4B", tmp_path / "model", shipped, "wheel:p/m.gguf", "m.gguf"):
         config = loader.load(path, ["decode.seed=3"], schema_class)
         assert (config.target.checkpoint, config.drafter.name) == (str(path), "none")
         assert (config.prompts.chat, config.decode.seed) == (None, 3)
