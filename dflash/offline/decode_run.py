@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from dflash.config import loader
-from dflash.config.schema import DecodeRun
+from dflash.config.schema import AUTO, DecodeRun, DrafterConfig
 from dflash.inference import difference
 from dflash.inference.difference import Difference
 from dflash.inference.engine import Engine
@@ -334,7 +334,7 @@ def report(
     if records.baseline is not None:
         warning = processor_load.warning(facts.get("others_share"))
         display.comparison(done, plain, summary, comparison, warning)
-        for line in (*told, *_warnings(comparison.speed_up)):
+        for line in (*told, *_warnings(comparison.speed_up, job.config.drafter)):
             display.note(f"\n{line}")
     if facts["answers"]:
         display.note("\nanswers  {correct} of {checked} correct".format(**facts["answers"]))
@@ -342,12 +342,15 @@ def report(
     return {**dataclasses.asdict(summary), **facts}
 
 
-def _warnings(speed_up: float | None) -> list[str]:
-    if speed_up is None or speed_up >= 1:
+def _warnings(speed_up: float | None, drafter: DrafterConfig) -> list[str]:
+    if speed_up is None or speed_up >= 1 or drafter.name == "none":
         return []
+    ways = ["drafter.name=none"]
+    if getattr(drafter, "block_size", AUTO) != AUTO:
+        ways.insert(0, "drafter.block_size=auto, which measures")
     return [
         f"warning: drafting is slower than plain decoding ({speed_up:.2f} ×); try "
-        "drafter.block_size=auto, which measures, or drafter.name=none"
+        + ", or ".join(ways)
     ]
 
 
