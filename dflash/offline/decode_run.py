@@ -334,7 +334,7 @@ def report(
     if records.baseline is not None:
         warning = processor_load.warning(facts.get("others_share"))
         display.comparison(done, plain, summary, comparison, warning)
-        for line in (*told, *_warnings(comparison.speed_up, job.config.drafter)):
+        for line in (*told, *_warnings(comparison.speed_up, longest, job.config.drafter)):
             display.note(f"\n{line}")
     if facts["answers"]:
         display.note("\nanswers  {correct} of {checked} correct".format(**facts["answers"]))
@@ -342,8 +342,8 @@ def report(
     return {**dataclasses.asdict(summary), **facts}
 
 
-def _warnings(speed_up: float | None, drafter: DrafterConfig) -> list[str]:
-    if speed_up is None or speed_up >= 1 or drafter.name == "none":
+def _warnings(speed_up: float | None, rows: int, drafter: DrafterConfig) -> list[str]:
+    if speed_up is None or speed_up >= 1 or rows == 1:  # A single row is plain decoding.
         return []
     ways = ["drafter.name=none"]
     if getattr(drafter, "block_size", AUTO) != AUTO:

@@ -8,7 +8,6 @@ from support import outcome, read_lines, write_lines
 from support.models import BYTE_TARGET
 
 from dflash import decode
-from dflash.config.schema import DrafterConfig
 from dflash.drafters.dflash_config import DFlashConfig
 from dflash.offline import decode_run
 
@@ -112,12 +111,11 @@ def test_a_drafter_on_its_own_device_is_shown_with_its_hit_rate(run, tmp_path):
 
 
 def test_drafting_that_does_not_pay_is_told():
-    told = functools.partial(decode_run._warnings, 0.821)
-    (line,) = told(DFlashConfig(block_size=8))
+    told = decode_run._warnings
+    (line,) = told(0.821, 8, DFlashConfig(block_size=8))
     assert line.startswith("warning: drafting is slower than plain decoding (0.82 ×); try drafter.")
     assert line.endswith("block_size=auto, which measures, or drafter.name=none")
-    (line,) = told(DFlashConfig(block_size="auto"))
+    (line,) = told(0.821, 8, DFlashConfig(block_size="auto"))
     assert line.endswith("(0.82 ×); try drafter.name=none")
-    assert told(DrafterConfig()) == []
-    assert decode_run._warnings(1.2, DFlashConfig()) == []
-    assert decode_run._warnings(None, DFlashConfig()) == []
+    for speed_up, rows in ((0.9, 1), (1.2, 8), (None, 8)):
+        assert told(speed_up, rows, DFlashConfig()) == []
