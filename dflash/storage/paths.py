@@ -16,6 +16,11 @@ _LIBRARIES = {
 }
 
 
+def in_package(path: str) -> pathlib.Path:
+    """Returns where a path relative to this package is, such as assets/tiny_target."""
+    return pathlib.Path(__file__).resolve().parents[1] / path
+
+
 def to_path(path: str | os.PathLike) -> pathlib.Path:
     """Returns a path object: a `BucketPath` for a URL such as gs://bucket/x, else a `pathlib.Path`.
 
