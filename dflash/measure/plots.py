@@ -71,9 +71,10 @@ def marker_of(slot: int | None) -> str:
 
 
 def shade(color: str, amount: float) -> tuple[float, ...]:
-    """Returns a color such as "#1c2430" mixed with white; `amount` 0 is the color, 1 is white."""
-    parts = [part / 255 for part in bytes.fromhex(color.removeprefix("#"))]
-    return tuple(part + (1 - part) * amount for part in parts)
+    """Returns a color mixed with white; `amount` 0 is the color itself, and 1 is white."""
+    from matplotlib.colors import to_rgb
+
+    return tuple(part + (1 - part) * amount for part in to_rgb(color))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -345,12 +345,11 @@ def report(
 def _warnings(speed_up: float | None, rows: int, drafter: DrafterConfig) -> list[str]:
     if speed_up is None or speed_up >= 1 or rows == 1:  # A single row is plain decoding.
         return []
-    ways = ["drafter.name=none"]
-    if getattr(drafter, "block_size", AUTO) != AUTO:
-        ways.insert(0, "drafter.block_size=auto, which measures")
+    has_fixed_size = getattr(drafter, "block_size", AUTO) != AUTO
+    auto = "drafter.block_size=auto, which measures, or " if has_fixed_size else ""
     return [
-        f"warning: drafting is slower than plain decoding ({speed_up:.2f} ×); try "
-        + ", or ".join(ways)
+        f"warning: drafting is slower than plain decoding ({speed_up:.2f} ×); try {auto}"
+        "drafter.name=none"
     ]
 
 
