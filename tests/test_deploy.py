@@ -75,9 +75,11 @@ def calls(script: pathlib.Path, directory: pathlib.Path) -> list[list[str]]:
         (directory / name).write_text(STUB)
         (directory / name).chmod(0o755)
     environment = {
-        "PATH": f"{directory}:/usr/bin:/bin", "HOME": str(directory),
-        "CALLS": str(directory / "calls"), "SLURM_ARRAY_TASK_ID": "3",
-    }  # fmt: skip
+        "PATH": f"{directory}:/usr/bin:/bin",
+        "HOME": str(directory),
+        "CALLS": str(directory / "calls"),
+        "SLURM_ARRAY_TASK_ID": "3",
+    }
     subprocess.run(["bash", script, "BUCKET"], env=environment, check=True, capture_output=True)
     return [call.splitlines() for call in (directory / "calls").read_text().split("\n\n")]
 

@@ -41,9 +41,11 @@ LEVELS = (
     {"sampling"},
     {"cli", "llm"},
     # entry points
-    {*"__main__ benchmark chat check compile convert decode distill doctor rl serve".split(),
-     *"sweep train".split()},
-)  # fmt: skip
+    {
+        *("__main__", "benchmark", "chat", "compile", "convert", "decode", "distill"),
+        *("check", "doctor", "rl", "serve", "sweep", "train"),
+    },
+)
 # Comparisons with words that only look like a strategy's or target's name: (module, word).
 NAMESAKES = {("dflash.checkpoints.hf_config", "llama3")}  # a rope type of Hugging Face's
 # Dataclasses of one strategy, one target family or one file format. They are read with a config, so

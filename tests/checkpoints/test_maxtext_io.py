@@ -81,9 +81,10 @@ def test_maxtext_converts_our_checkpoints_to_the_same_tensors(kind, family, stac
     fields = ("num_hidden_layers", "hidden_size", "head_dim", "num_experts")
     hf = {name: getattr(arch, name) for name in fields if hasattr(arch, name)}
     own = types.SimpleNamespace(
-        inhomogeneous_layer_cycle_interval=1, head_dim=arch.head_dim,
+        inhomogeneous_layer_cycle_interval=1,
+        head_dim=arch.head_dim,
         base_num_decoder_layers=arch.num_hidden_layers,
-    )  # fmt: skip
+    )
     names = getattr(mapping, f"{family}_MAXTEXT_TO_HF_PARAM_MAPPING")(hf, own, stacked)
     hooks = getattr(mapping, f"{family}_MAXTEXT_TO_HF_PARAM_HOOK_FN")(hf, own, stacked, True)
     expected, converted = hf_tree(model), {}

@@ -104,9 +104,11 @@ def compressed(strategy, kind, **more):
     stated = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy} | more
     groups = {"group_0": {"targets": ["Linear"], "weights": stated}}
     return {
-        "quant_method": "compressed-tensors", "format": f"{kind}-quantized",
-        "config_groups": groups, "ignore": ["lm_head"],
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
 
 
 FORMATS = {

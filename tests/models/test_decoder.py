@@ -62,23 +62,34 @@ def gemma(*kinds, full, **own):
     """Options of Gemma with layers that slide or see all, which `full` rotates."""
     sliding = {"rope_type": "default", "rope_theta": 1e3}
     return own | {
-        "head_dim": 16, "sliding_window": 6, "final_logit_softcapping": 3.0,
+        "head_dim": 16,
+        "sliding_window": 6,
+        "final_logit_softcapping": 3.0,
         "layer_types": [f"{kind}_attention" for kind in kinds],
         "rope_parameters": {
-            "sliding_attention": sliding, "full_attention": {"rope_theta": 1e4} | full,
+            "sliding_attention": sliding,
+            "full_attention": {"rope_theta": 1e4} | full,
         },
-    }  # fmt: skip
+    }
 
 
 GEMMA3 = gemma(
-    "sliding", "full", "sliding", full={"rope_type": "linear", "factor": 8.0},
+    "sliding",
+    "full",
+    "sliding",
+    full={"rope_type": "linear", "factor": 8.0},
     query_pre_attn_scalar=24,
-)  # fmt: skip
+)
 GEMMA4 = gemma(
-    "sliding", "sliding", "full", global_head_dim=24, num_global_key_value_heads=1,
+    "sliding",
+    "sliding",
+    "full",
+    global_head_dim=24,
+    num_global_key_value_heads=1,
     full={"rope_type": "proportional", "partial_rotary_factor": 0.5},
-    attention_k_eq_v=True, hidden_size_per_layer_input=0,
-)  # fmt: skip
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=0,
+)
 CHECKPOINTS = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3 scaled by YaRN": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN_ROPE}),

@@ -212,6 +212,11 @@ def test_a_table_has_the_columns_of_all_points(tmp_path):
     sweeps.write_table(tmp_path)
     assert list(table(tmp_path).values()) == [
         {"name": "p9", "x": "1-2", "y": "true", "config_hash": "h", "text": ""},
-        {"name": "p10", "x": "1", "y": "", "config_hash": "h",
-         "text": 'with "quotes", commas\nand lines'},
-    ]  # fmt: skip
+        {
+            "name": "p10",
+            "x": "1",
+            "y": "",
+            "config_hash": "h",
+            "text": 'with "quotes", commas\nand lines',
+        },
+    ]

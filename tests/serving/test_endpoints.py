@@ -62,12 +62,15 @@ def test_output_is_that_of_plain_decoding(server, temperature, by):
 def test_output_is_the_same_in_a_batch_of_32(server):
     bodies = [
         {
-            "prompt": list(range(1 + i, 4 + 2 * i)), "max_tokens": 4 + i % 17, "seed": i,
-            "temperature": 0.8 if i % 2 else 0.0, "top_k": 40 if i % 3 else 0,
+            "prompt": list(range(1 + i, 4 + 2 * i)),
+            "max_tokens": 4 + i % 17,
+            "seed": i,
+            "temperature": 0.8 if i % 2 else 0.0,
+            "top_k": 40 if i % 3 else 0,
             "top_p": 0.9 if i % 5 else 1.0,
         }
         for i in range(33)
-    ]  # fmt: skip
+    ]
 
     def ask(body):
         return server.text(body) if body["seed"] % 3 else server.streamed(body)

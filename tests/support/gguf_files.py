@@ -33,9 +33,11 @@ FIELDS = {
     "qwen3_5_text": {"layer_types": (), "full_attention_interval": 2},
 }
 EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 16,
-}  # fmt: skip
+}
 FLOAT32 = gguf.GGMLQuantizationType.F32
 
 
@@ -104,9 +106,13 @@ def write(
 def llama_values(width: int, heads: int) -> dict:
     """The metadata that the files of a llama of one layer need."""
     values = {
-        "block_count": 1, "context_length": 64, "embedding_length": width, "feed_forward_length": 8,
-        "attention.head_count": heads, "attention.layer_norm_rms_epsilon": 1e-5,
-    }  # fmt: skip
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": width,
+        "feed_forward_length": 8,
+        "attention.head_count": heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
     return {f"llama.{key}": value for key, value in values.items()}
 
 

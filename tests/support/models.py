@@ -72,7 +72,7 @@ OWN_FIELDS = {
     "gemma3_text": _WINDOWS,
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
-}  # fmt: skip
+}
 
 
 def family_architecture(
@@ -120,10 +120,15 @@ def small_llm():
 
 # What a drafter's architecture is told, where it has such a field.
 TINY = {
-    "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 8, "target_layer_ids": (0, 1), "block_size": 16,
+    "num_hidden_layers": 1,
+    "intermediate_size": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "target_layer_ids": (0, 1),
+    "block_size": 16,
     "selector_hidden_size": 0,  # Drafting reads tables, which loading computes from networks.
-}  # fmt: skip
+}
 
 # And what its tree is told.
 TINY_TREE = {"budget": 6}

@@ -22,9 +22,16 @@ def make_model(**changes) -> ServedModel:
     """The facts about the tiny target."""
     words = tokenizer()
     facts = {
-        "name": "tiny_target", "root": "assets/tiny_target", "drafter": "dflash",
-        "tokenizer": words, "names": TokenNames(words), "vocabulary": lambda: Vocabulary.of(words),
-        "decode": schema.DecodeConfig(max_new_tokens=50, top_k=3), "eos_ids": (END,),
-        "vocab_size": words.vocab_size, "max_length": 256, "drafts": 15,
-    }  # fmt: skip
+        "name": "tiny_target",
+        "root": "assets/tiny_target",
+        "drafter": "dflash",
+        "tokenizer": words,
+        "names": TokenNames(words),
+        "vocabulary": lambda: Vocabulary.of(words),
+        "decode": schema.DecodeConfig(max_new_tokens=50, top_k=3),
+        "eos_ids": (END,),
+        "vocab_size": words.vocab_size,
+        "max_length": 256,
+        "drafts": 15,
+    }
     return ServedModel(**facts | changes)

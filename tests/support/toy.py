@@ -129,10 +129,16 @@ class Run:
             counts = {"steps": self.steps, "tokens_per_step": ROWS * LENGTH}
             with TrainReport(place, first_step=self.started_at, **counts) as report:
                 trainer = Trainer(
-                    config, functions, state=state, step=self.started_at, batches=batches,
-                    sharding=self.sharding, checkpoints=checkpoints, metadata=metadata,
+                    config,
+                    functions,
+                    state=state,
+                    step=self.started_at,
+                    batches=batches,
+                    sharding=self.sharding,
+                    checkpoints=checkpoints,
+                    metadata=metadata,
                     report=report,
-                )  # fmt: skip
+                )
                 outcome = trainer.run()
             self.kept = checkpoints.steps()
         return outcome

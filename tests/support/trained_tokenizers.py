@@ -129,11 +129,18 @@ def train_sentencepiece(directory, **options):
     model = io.BytesIO()
     kept = {"remove_extra_whitespaces": False, "add_dummy_prefix": False, "model_type": "bpe"}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*TEXTS[:1] * 200, *TEXTS]), model_writer=model, vocab_size=300,
-        hard_vocab_limit=False, byte_fallback=True, character_coverage=0.98, pad_id=3,
-        control_symbols=["<|im_start|>", "<|im_end|>"], normalization_rule_name="identity",
-        minloglevel=2, **kept | options,
-    )  # fmt: skip
+        sentence_iterator=iter([*TEXTS[:1] * 200, *TEXTS]),
+        model_writer=model,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        character_coverage=0.98,
+        pad_id=3,
+        control_symbols=["<|im_start|>", "<|im_end|>"],
+        normalization_rule_name="identity",
+        minloglevel=2,
+        **kept | options,
+    )
     (directory / "tokenizer.model").write_bytes(model.getvalue())
 
 

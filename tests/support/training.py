@@ -26,11 +26,13 @@ def random_batch(rows, length: int, *, taps: int = 2, share: float = 1.0, seed: 
     segments, positions = packed_rows(rows, length)
     shape = segments.shape
     arrays = (
-        rng.integers(0, VOCAB - 1, shape).astype(np.int32), positions, segments,
+        rng.integers(0, VOCAB - 1, shape).astype(np.int32),
+        positions,
+        segments,
         (rng.random(shape) < share).astype(np.float32),
         rng.normal(size=(*shape, taps * WIDTH)).astype(np.float32),
         rng.normal(size=(*shape, WIDTH)).astype(np.float32),
-    )  # fmt: skip
+    )
     return TrainBatch(*map(jnp.asarray, arrays))
 
 

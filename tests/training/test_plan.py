@@ -11,15 +11,20 @@ from dflash.training import train_job
 from dflash.training import train_plan as plans
 
 SMALL = (
-    "target.checkpoint=random", "target.name=qwen3",
+    "target.checkpoint=random",
+    "target.name=qwen3",
     "target.architecture={vocab_size: 320, hidden_size: 32, intermediate_size: 64, "
     "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, "
     "max_position_embeddings: 512}",
     "drafter={name: dflash, checkpoint: random, architecture: {num_hidden_layers: 1, "
     "target_layer_ids: [0, 1], num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16}}",
-    "data.files=[answers.jsonl]", "train.dtype=float32", "train.batch_size=8", "data.length=64",
-    "evaluation.prompts=0", "evaluation.batches=0",
-)  # fmt: skip
+    "data.files=[answers.jsonl]",
+    "train.dtype=float32",
+    "train.batch_size=8",
+    "data.length=64",
+    "evaluation.prompts=0",
+    "evaluation.batches=0",
+)
 
 
 @functools.cache

@@ -25,9 +25,14 @@ def take_steps(count: int, pieces: int, seed: int = 0) -> list[dict]:
         return (params["w"] ** 2).sum(), {"draw": draw, "rows": batch["x"].sum()}
 
     step = steps_lib.make_train_step(
-        loss, optimizer, lambda step: 10.0 * step, dtype=jnp.dtype("float32"),
-        accumulate_steps=pieces, sharding=sharding, state=state,
-    )  # fmt: skip
+        loss,
+        optimizer,
+        lambda step: 10.0 * step,
+        dtype=jnp.dtype("float32"),
+        accumulate_steps=pieces,
+        sharding=sharding,
+        state=state,
+    )
     found = []
     for _ in range(count):
         state, metrics = step(state, (), {"x": jnp.ones(ROWS)})

@@ -14,8 +14,10 @@ from dflash.text.chat_formats.rules import AnswerRules, Tool
 from dflash.text.chat_formats.table import FORMATS, PLAIN, ChatFormat, format_of
 
 PROPERTIES = {
-    "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["c", "f"]},
-}  # fmt: skip
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "unit": {"enum": ["c", "f"]},
+}
 WEATHER = Tool("get_weather", {"type": "object", "properties": PROPERTIES, "required": ["city"]})
 ARGUMENTS = {"city": 'The "old" town\n', "days": 3, "unit": "c"}
 WRITTEN = json.dumps(ARGUMENTS)
@@ -217,10 +219,11 @@ def test_the_format_is_found_by_the_template():
     assert format_of(llama31) == ChatFormat(FORMATS["llama3_json"])
     assert format_of(f"{SHOWN}<|tool_calls_section_begin|>") == ChatFormat(FORMATS["kimi_k2"])
     mistral = {
-        "mistral_v3": "[TOOL_CALLS] [", "mistral_v7": "[TOOL_CALLS][ [TOOL_CONTENT]",
+        "mistral_v3": "[TOOL_CALLS] [",
+        "mistral_v7": "[TOOL_CALLS][ [TOOL_CONTENT]",
         "mistral_v11": "[TOOL_CALLS][CALL_ID][ARGS] [TOOL_CONTENT]",
         "mistral_v13": "[TOOL_CALLS][ARGS][THINK][/THINK]",
-    }  # fmt: skip
+    }
     assert [format_of(f"{SHOWN}{text}").name for text in mistral.values()] == list(mistral)
     sections = [f"{SHOWN}<｜tool▁calls▁begin｜>{text}" for text in ("", "```json")]
     assert [format_of(text).name for text in sections] == ["deepseek_v31", "deepseek_v3"]
