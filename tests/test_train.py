@@ -110,6 +110,27 @@ def test_continuing_from_a_checkpoint_gives_the_same_bits(config, tmp_path, task
     assert len(losses(rest)) == 3
 
 
+def test_kept_features_train_the_same_drafter_without_the_target(config, tmp_path, monkeypatch):
+    """Two epochs; then another run over the same files, of which one is cut and one is lost."""
+    monkeypatch.chdir(tmp_path)
+    options = *DRAFTER, "loss.name=kl", "train.epochs=2", "train.steps=null", "train.batch_size=4"
+    assert run(config, *options, "--workdir", "plain") == 0
+    kept = *options, "train.keep_features=kept"
+    assert run(config, *kept, "--workdir", "kept_run") == 0
+    files = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
+    sizes = {path.stat().st_size for path in files}
+    assert sizes == {64 * 3 * SHAPE["hidden_size"] * 4}  # two layers and the last, of 64 tokens
+    files[0].write_bytes(b"cut")
+    files[1].unlink()
+    before = {path: path.stat().st_mtime_ns for path in files[2:]}
+    assert run(config, *kept, "--workdir", "again") == 0
+    assert {path.stat().st_size for path in files} == sizes
+    rewritten = [path for path in before if path.stat().st_mtime_ns != before[path]]
+    assert len(rewritten) <= 6  # the other rows of two batches
+    for name in ("kept_run", "again"):
+        np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "plain"), rtol=1e-5)
+
+
 def test_other_precisions_pieces_and_meshes_learn_the_same(config, tmp_path):
     variants = {
         "plain": (),
@@ -173,6 +194,7 @@ REFUSED = {
         (*TARGET, "evaluation.batches=1", "data.held_out_percent=3", "mesh.data=8"),
         "data.held_out_percent: 3 leaves ",
     ),
+    "features": ((*TARGET, "train.keep_features=kept"), "only drafters are trained on a target's"),
     "steps twice": ((*TARGET, "train.epochs=1"), "exactly one of train.steps and train.epochs"),
     "pieces": ((*TARGET, "optimizer.accumulate_steps=3"), "train.batch_size: 8 does not divide"),
 }  # fmt: skip

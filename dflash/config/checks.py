@@ -319,6 +319,8 @@ def _training_length(config: Any) -> Iterator[Problem]:
     train, microbatches = config.train, config.optimizer.accumulate_steps
     if (train.steps is None) == (train.epochs is None):
         yield ("train.steps", "train.epochs"), "give exactly one of train.steps and train.epochs"
+    if train.keep_features is not None and getattr(config, "task", None) == "target":
+        yield ("train.keep_features", "task"), "only drafters are trained on a target's features"
     axes = [axis for axis in config.sharding_rules.get("batch", ()) if axis in _MESH_AXES]
     devices = math.prod(getattr(config.mesh, axis) for axis in axes)
     if train.batch_size % (microbatches * devices):

@@ -122,6 +122,9 @@ class TrainConfig:
     seed: int = option(0, minimum=0, maximum=schema.MAX_SEED)
     dtype: schema.DType = "bfloat16"  # Compute dtype; trained weights are float32.
     remat: bool = False  # Recompute activations in the backward pass.
+    # Directory that keeps the target's features of all rows, for later epochs and runs. A drafter
+    # then trains without its target, except for rows that are new. None: compute them every time.
+    keep_features: str | None = location("disk")
     log_every: int = option(10, minimum=1)  # Steps between log lines.
     checkpoint_every: int = option(500, minimum=1)  # Steps between checkpoints.
     keep_last: int = option(2, minimum=1)  # Checkpoints to keep, besides the best.
@@ -188,6 +191,7 @@ FREE_KEYS = (
     "mesh",
     "sharding_rules",
     "train.remat",
+    "train.keep_features",
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_last",

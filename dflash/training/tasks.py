@@ -183,6 +183,18 @@ class DrafterTask(Task):
                 TrainBatch(**batch), target, key, self.config.loss, remat=self.config.train.remat
             )
 
+    @property
+    def feature_widths(self) -> dict[str, int]:
+        """Width of each array of `features`."""
+        width = self.target.arch.hidden_size
+        widths = {"features": len(self.working.feature_layers) * width}
+        return widths | ({"hidden": width} if self.config.loss.uses_target_hidden else {})
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of `features` per token."""
+        return sum(self.feature_widths.values()) * self.dtype.itemsize
+
     def features(self, frozen: Params, batch: Batch) -> Batch:
         """Returns the target's features of a batch, and its hidden states if the loss uses them."""
         target = nnx.merge(nnx.graphdef(self.target), frozen["target"])
@@ -193,10 +205,8 @@ class DrafterTask(Task):
                 batch["segment_ids"],
                 feature_layers=self.working.feature_layers,
             )
-        batch_features = {"features": jax.lax.stop_gradient(features)}
-        if self.config.loss.uses_target_hidden:
-            batch_features["hidden"] = jax.lax.stop_gradient(hidden)
-        return batch_features
+        outputs = {"features": features, "hidden": hidden}
+        return {name: jax.lax.stop_gradient(outputs[name]) for name in self.feature_widths}
 
     def exported(self) -> tuple[nnx.Module, dict[str, Any]]:
         drafter = nnx.clone(self.learner)

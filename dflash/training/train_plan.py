@@ -30,6 +30,7 @@ class TrainPlan:
     memory_bytes: dict[str, int]
     duration: str
     programs: tuple[str, ...]
+    disk: str | None
 
     def lines(self) -> list[str]:
         """Returns the plan as lines of text."""
@@ -41,6 +42,7 @@ class TrainPlan:
             "memory per device",
             *(f"  {kind:<28}{readable(size):>12}" for kind, size in rows),
             f"duration     {self.duration}",
+            *([] if self.disk is None else [f"disk         {self.disk}"]),
             f"programs     {len(self.programs)} to compile: {', '.join(self.programs)}",
         ]
 
@@ -76,12 +78,17 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> TrainPlan:
         if steps is None
         else (f"{steps:,} steps of {rows} × {length} tokens = {steps * rows * length:,} tokens")
     )
+    disk = None
+    if config.train.keep_features is not None:
+        size = readable(task.feature_bytes * 10**6)
+        disk = f"{size} of features per million tokens, in {config.train.keep_features}"
     return TrainPlan(
         mesh=dict(sharding.mesh.shape),
         counts=counts,
         memory_bytes=memory,
         duration=duration,
         programs=_programs(task),
+        disk=disk,
     )
 
 
@@ -157,11 +164,8 @@ def _abstract_batch(task: Task, rows: int, length: int) -> tuple[dict[str, Any],
 
     batch = dict.fromkeys(_INPUTS, shape())
     if task.drafts:
-        arch = task.target.arch
-        tapped = len(task.working.feature_layers) * arch.hidden_size
-        batch["features"] = shape(tapped, dtype=task.dtype)
-        if task.config.loss.uses_target_hidden:
-            batch["hidden"] = shape(arch.hidden_size, dtype=task.dtype)
+        widths = task.feature_widths.items()
+        batch |= {name: shape(width, dtype=task.dtype) for name, width in widths}
     return batch, jax.eval_shape(lambda: states.step_key_base(0))
 
 

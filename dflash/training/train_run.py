@@ -18,6 +18,7 @@ from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints, RestoredCheckpoint
 from dflash.training.evaluation import Evaluation
+from dflash.training.kept_features import KeptFeatures
 from dflash.training.report import TrainReport
 from dflash.training.state import Params, TrainState
 from dflash.training.train_job import DraftingTest, TrainJob
@@ -57,7 +58,7 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
                 ),
                 state=start.state,
                 step=start.step,
-                batches=_training_batches(job, start.metadata["data"]),
+                batches=_training_batches(job, frozen, start.metadata["data"]),
                 sharding=job.sharding,
                 checkpoints=checkpoints,
                 metadata=start.metadata,
@@ -134,9 +135,11 @@ def _loop_config(job: TrainJob, steps: int, evaluation: Evaluation) -> LoopConfi
     )
 
 
-def _training_batches(job: TrainJob, state: Any) -> BatchIterator:
+def _training_batches(job: TrainJob, frozen: Params, state: Any) -> BatchIterator:
     batches = job.batches(job.training_rows, state=state)
     agreement.check_same("data", batches.state())
+    if job.config.train.keep_features is not None:
+        return KeptFeatures(batches, job.task, frozen)
     return batches
 
 
