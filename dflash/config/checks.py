@@ -314,13 +314,16 @@ def _batch(config: Any) -> Iterator[Problem]:
         yield keys, f"{size} does not divide over {product} = {devices} devices"
 
 
+def _kept_features(config: Any) -> Iterator[Problem]:
+    if config.train.keep_features is not None and config.task == "target":
+        yield ("train.keep_features", "task"), "only drafters are trained on a target's features"
+
+
 def _training_length(config: Any) -> Iterator[Problem]:
     """Checks a training run's length and the divisibility of its batches."""
     train, microbatches = config.train, config.optimizer.accumulate_steps
     if (train.steps is None) == (train.epochs is None):
         yield ("train.steps", "train.epochs"), "give exactly one of train.steps and train.epochs"
-    if train.keep_features is not None and getattr(config, "task", None) == "target":
-        yield ("train.keep_features", "task"), "only drafters are trained on a target's features"
     axes = [axis for axis in config.sharding_rules.get("batch", ()) if axis in _MESH_AXES]
     devices = math.prod(getattr(config.mesh, axis) for axis in axes)
     if train.batch_size % (microbatches * devices):
@@ -469,4 +472,5 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("decode", "mesh", "sharding_rules"), _batch),
     (("serve", "target", "drafter"), _adapters),
     (("train", "optimizer", "mesh", "sharding_rules"), _training_length),
+    (("train", "task"), _kept_features),
 )

@@ -193,8 +193,7 @@ class Upkeep:
         """
         length = self._llm.config.decode.max_length
         starts = np.argmax(np.asarray(prompts) != pad_id, axis=1)
-        uses_hidden = self._config.loss.uses_target_hidden
-        names = ("features", "hidden") if uses_hidden else ("features",)
+        names = self._task.feature_widths
         for i, (prompt, completion) in enumerate(
             zip(np.asarray(prompts), np.asarray(completions), strict=True)
         ):

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from dflash import errors
+from dflash.checkpoints import checkpoint
 from dflash.config import loader
 from dflash.storage import files, paths
 from dflash.training import step as steps_lib
@@ -74,14 +75,18 @@ class KeptFeatures:
 
 def _identity(task: DrafterTask) -> str:
     """Returns a hash of what the values of a row depend on, besides its tokens."""
-    source = task.target_source
-    weights = [] if source.directory is None else _files(source.directory)
+    config, directories = task.config.target, [task.target_source.directory]
+    if config.adapter is not None:
+        directories.append(checkpoint.find(config.adapter, download=False))
+    weights = [_files(directory) for directory in directories if directory is not None]
     settings = list(task.working.feature_layers), task.feature_widths, str(task.dtype)
-    return loader.digest([loader.non_defaults(task.config.target), weights, settings])
+    return loader.digest([loader.non_defaults(config), weights, settings])
 
 
 def _files(directory: pathlib.Path) -> list[Any]:
-    return sorted([path.name, path.stat().st_size] for path in directory.iterdir())
+    """Returns what changes when a file of a checkpoint is written again, as JSON values."""
+    stats = ((str(path), path.stat()) for path in directory.rglob("*") if path.is_file())
+    return sorted([path, status.st_size, status.st_mtime_ns] for path, status in stats)
 
 
 def _name(batch: dict[str, np.ndarray], row: int) -> str:
