@@ -129,7 +129,7 @@ PLOTS = {
     "smollm2_speedup.png": GroupPlot(
         page="smollm2.md",
         header="| speed-up |",
-        values={1: "blocks of 6", 3: "blocks of 4", 4: "sizes chosen per cycle"},
+        values={1: "blocks of 6", 3: "sizes chosen per cycle"},
         labels={"title": "SmolLM2-135M with DFlash2 on two CPU cores", "xlabel": "speed-up"},
         even=1.0,
     ),
