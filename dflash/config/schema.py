@@ -270,8 +270,8 @@ class DecodeConfig(SamplingConfig):
     # reach max_length. With fewer, sequences take pages as they grow; when no page is left, the
     # youngest sequence is preempted and computed again later.
     num_pages: int | None = option(None, minimum=1, maximum=MAX_TOKENS)
-    # Dtype of the target's cache. auto: the run's dtype. The 8-bit dtypes store one scale per token
-    # and kv head.
+    # Dtype of the target's cache. auto: the run's dtype, on a CPU float32. The 8-bit dtypes store
+    # one scale per token and kv head.
     kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
     # Maximum number of tokens per prefill chunk.
     prefill_chunk: int = option(512, minimum=8, maximum=2**16)

@@ -232,9 +232,10 @@ def paged_cache(
             return spec.abstract(batch, batch_name, sharding)
         names = (spec.axis, pages_name, None, None)
         count = num_pages if ring is None or spec.window is None else ring.num_pages
-        rows = sharding.abstract((spec.heads, count, page_size, spec.width), names, dtype)
+        shape = (spec.heads, count, page_size, spec.width)
         if not quantized:
-            return rows
+            return sharding.abstract(shape, names, _stored_dtype(dtype, sharding))
+        rows = sharding.abstract(shape, names, dtype)
         scales = (spec.heads, count, 1, page_size)
         return Quantized(rows, sharding.abstract(scales, names, jnp.float32))
 
@@ -247,6 +248,14 @@ def paged_cache(
     slots = sharding.abstract((batch,), (batch_name,), jnp.int32)
     in_ring = tuple(window_of(spec) is not None for spec in specs)
     return PagedCache(layers, table, axes, slots, ring.pages, in_ring)
+
+
+def _stored_dtype(dtype: jnp.dtype, sharding: Sharding) -> jnp.dtype:
+    """Returns the dtype in which a cache holds values of `dtype`: at least float32 on a CPU.
+
+    XLA on a CPU writes rows to an array of bfloat16 by converting all of it to float32 and back.
+    """
+    return jnp.promote_types(dtype, jnp.float32) if sharding.platform == "cpu" else dtype
 
 
 def window_of(spec: Any) -> int | None:
@@ -326,5 +335,6 @@ def static_cache(
     batch_name, _ = batch_axes(batch, sharding)
     names = (batch_name, "kv_heads", None, None)
     capacity += -capacity % tile
-    rows = sharding.abstract((batch, num_kv_heads, capacity, head_dim), names, dtype)
+    shape = (batch, num_kv_heads, capacity, head_dim)
+    rows = sharding.abstract(shape, names, _stored_dtype(dtype, sharding))
     return StaticCache((rows,) * num_layers, (rows,) * num_layers)

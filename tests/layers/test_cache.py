@@ -7,6 +7,7 @@ import pytest
 from support.models import make_sharding, zeros
 from support.paged_cases import row_parts
 
+from dflash.config import schema
 from dflash.layers import cache as kv
 from dflash.parallel import sharding as shardings
 
@@ -138,7 +139,7 @@ def test_static_write():
     before = make_static()
     after = before.write(jnp.array(position), rows[:2], rows[2:])
     for i, cache in enumerate((*after.keys, *after.values)):
-        assert cache.dtype == jnp.bfloat16
+        assert cache.dtype == before.keys[0].dtype
         expected = np.zeros((3, 2, kv.SLOT_TILE, 4))  # The requested capacity is 8.
         for b, begin in enumerate(position):
             expected[b, :, begin : begin + 3] = rows[i][b].swapaxes(0, 1)
@@ -169,3 +170,21 @@ def test_batches_that_cannot_be_split_stay_whole(batch, expected):
     rules = {"batch": ("data", "fsdp")}
     sharding = shardings.make_sharding(sizes, rules, abstract=True)
     assert kv.batch_axes(batch, sharding) == expected
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "expected"),
+    [(False, "float32"), (True, "bfloat16")],
+    ids=["cpu", "elsewhere"],
+)
+def test_bfloat16_rows_are_kept_as_float32_on_a_cpu(elsewhere, expected):
+    sharding = shardings.make_sharding({}, schema.SHARDING_RULES, abstract=elsewhere)
+    paged = kv.paged_cache(
+        [kv.CacheArray(2, 4, "kv_heads")], batch=2, pages_per_sequence=3, num_pages=7,
+        page_size=4, dtype=jnp.bfloat16, sharding=sharding,
+    )  # fmt: skip
+    static = kv.static_cache(
+        num_layers=1, num_kv_heads=2, head_dim=4, batch=2, capacity=8, dtype=jnp.bfloat16,
+        sharding=sharding,
+    )  # fmt: skip
+    assert {str(rows.dtype) for rows in (*paged.pools, *jax.tree.leaves(static))} == {expected}
