@@ -226,16 +226,16 @@ def paged_cache(
       ring: Pages of the layers with a window; None if they use those of the page table.
     """
     batch_name, pages_name = batch_axes(batch, sharding)
+    stored = dtype if quantized else _stored_dtype(dtype, sharding)
 
     def build(spec: CacheArray | RecurrentSpec) -> Rows | RecurrentState:
         if isinstance(spec, RecurrentSpec):
             return spec.abstract(batch, batch_name, sharding)
         names = (spec.axis, pages_name, None, None)
         count = num_pages if ring is None or spec.window is None else ring.num_pages
-        shape = (spec.heads, count, page_size, spec.width)
+        rows = sharding.abstract((spec.heads, count, page_size, spec.width), names, stored)
         if not quantized:
-            return sharding.abstract(shape, names, _stored_dtype(dtype, sharding))
-        rows = sharding.abstract(shape, names, dtype)
+            return rows
         scales = (spec.heads, count, 1, page_size)
         return Quantized(rows, sharding.abstract(scales, names, jnp.float32))
 
